@@ -151,7 +151,7 @@ import_packages() {
 import flax.nnx, grain, jax, matplotlib.figure, optax, orbax.checkpoint, pydantic, pytest
 import rich.progress, tensorboardX, tiktoken, tokenizers, yaml
 
-import MaxText.configuration.loading
+import MaxText.config.loading
 
 jax.jit(lambda x: x + 1)(1).block_until_ready()
 print(f"jax {jax.__version__}")

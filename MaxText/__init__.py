@@ -15,15 +15,16 @@ __all__ = ["Run", "UserError", "batches", "configure", "load", "metrics", "train
 
 
 class CallableModule(types.ModuleType):
-    """The class of MaxText/train.py, which is a program, a module, and the function `train`."""
+    """A module that is also the function of its name in api.py: `train`, `metrics`."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return importlib.import_module("MaxText.api").train(*arguments, **keywords)
+        function = getattr(importlib.import_module("MaxText.api"), self.__name__.rpartition(".")[2])
+        return function(*arguments, **keywords)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the module of that name, which is callable
-        return importlib.import_module("MaxText.train")
+    if name in ("train", "metrics"):  # the modules of these names, which are callable
+        return importlib.import_module(f"MaxText.{name}")
     if name in __all__:
         return getattr(importlib.import_module("MaxText.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from MaxText.configuration.loading import configure
-from MaxText.configuration.schema import Config
+from MaxText.config.loading import configure
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 
@@ -76,9 +76,9 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
       RuntimeError: the run diverged.
     """
     from MaxText import exit_codes
-    from MaxText.buckets.paths import path_of
     from MaxText.checkpointing import run_lock
-    from MaxText.parallelism.preemption import StopSignal
+    from MaxText.runtime.preemption import StopSignal
+    from MaxText.storage.paths import path_of
     from MaxText.train import train as run
 
     try:
@@ -105,7 +105,7 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     Raises:
       UserError: the folder has no metrics.jsonl.
     """
-    from MaxText.buckets.paths import path_of
+    from MaxText.storage.paths import path_of
 
     path = path_of(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
     if not path.exists():
@@ -125,7 +125,7 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
     Raises:
       UserError: no weights there, or weights that do not fit.
     """
-    from MaxText.configuration import values
+    from MaxText.config import values
     from MaxText.inference import own_configuration
     from MaxText.inference.trained_model import open_trained_model
 
@@ -241,7 +241,7 @@ class Run:
         Args:
           batches: for example itertools.islice(mt.batches(config, "eval"), 10).
         """
-        from MaxText.scoring.validation import evaluate
+        from MaxText.evaluation.validation import evaluate
 
         layout = self.trained.layout
         placed = (layout.place(batch, len(batch.tokens_BT)) for batch in batches)
@@ -270,9 +270,9 @@ class Run:
         Returns:
           The new text without its prompt; a list of them for several prompts.
         """
-        from MaxText.generation.engine import Engine
-        from MaxText.generation.generating import Limits, generate
-        from MaxText.generation.token_choice import Choice
+        from MaxText.inference.engine import Engine
+        from MaxText.inference.generating import Limits, generate
+        from MaxText.inference.token_choice import Choice
 
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         trained, tokenizer = self.trained, self.tokenizer

@@ -18,8 +18,8 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line, registry, values
-from MaxText.configuration.loading import configure
+from MaxText.config import command_line, registry, values
+from MaxText.config.loading import configure
 from MaxText.errors import UserError
 
 USAGE = """
@@ -91,7 +91,7 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints what holds and what does not; whether something does not."""
-    from MaxText import conformance
+    from MaxText.experiments import conformance
 
     chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
 

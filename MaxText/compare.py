@@ -12,9 +12,9 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.comparison import request
-from MaxText.comparison.comparing import compare
-from MaxText.configuration import command_line
+from MaxText.config import command_line
+from MaxText.experiments import comparison_request
+from MaxText.experiments.comparing import compare
 
 USAGE = """
 Trains configurations under one budget, with several seeds, and reports how they differ.
@@ -50,7 +50,7 @@ _OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 def main() -> int:
     """Exit codes: 0 done, 2 a mistake of the user or a run that failed, 130 Ctrl-C."""
     arguments = sys.argv[1:]
-    asked, problems = request.read(arguments)
+    asked, problems = comparison_request.read(arguments)
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
         command_line.parse("compare.py", [*asked.configs[:1], *asked.keys], USAGE)

@@ -12,8 +12,8 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
-from MaxText.conversion import request
+from MaxText.config import command_line
+from MaxText.conversion import conversion_request
 
 USAGE = """
 usage: convert.py [grow] [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
@@ -50,9 +50,11 @@ def main() -> int:
         print(USAGE.strip())
         return exit_codes.DONE
     with command_line.ending_well("stopped: nothing was written"):
-        asked = request.read(arguments)
-        from MaxText.conversion.converting import convert
-
+        asked = conversion_request.read(arguments)
+        if asked.grow:
+            from MaxText.run.growing import grow as convert
+        else:
+            from MaxText.conversion.converting import convert
         convert(asked, lambda line: print(line, flush=True))
     return exit_codes.DONE
 

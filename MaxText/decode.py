@@ -12,9 +12,9 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
-from MaxText.inference import own_configuration, terminal
-from MaxText.parallelism import start_up
+from MaxText.config import command_line
+from MaxText.inference import own_configuration, terminal_output
+from MaxText.runtime import start_up
 
 USAGE = """Continues prompts with trained weights.
 
@@ -34,9 +34,9 @@ def main() -> int:
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
     with command_line.ending_well("\nstopped"):
-        from MaxText.generation.decoding import decode
+        from MaxText.inference.decoding import decode
 
-        decode(loaded, terminal.writer())
+        decode(loaded, terminal_output.writer())
     return exit_codes.DONE
 
 

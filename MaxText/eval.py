@@ -12,9 +12,9 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
-from MaxText.inference import own_configuration, terminal
-from MaxText.parallelism import start_up
+from MaxText.config import command_line
+from MaxText.inference import own_configuration, terminal_output
+from MaxText.runtime import start_up
 
 USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data set, and tasks.
 
@@ -34,9 +34,9 @@ def main() -> int:
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
     with command_line.ending_well("stopped: nothing was written"):
-        from MaxText.scoring.evaluating import evaluate
+        from MaxText.evaluation.evaluating import evaluate
 
-        write = terminal.writer()
+        write = terminal_output.writer()
         evaluate(loaded, lambda line: write(line + "\n"))
     return exit_codes.DONE
 

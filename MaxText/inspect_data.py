@@ -15,8 +15,8 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
-from MaxText.configuration.loading import Layer, Loaded
+from MaxText.config import command_line
+from MaxText.config.loading import Layer, Loaded
 from MaxText.errors import UserError
 
 USAGE = """

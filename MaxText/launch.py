@@ -14,13 +14,13 @@ from MaxText import early_signals
 
 early_signals.install(__name__)  # before the slow imports
 
-from MaxText.configuration import command_line
+from MaxText.config import command_line
 from MaxText.errors import UserError
-from MaxText.launching import slurm, supervision
-from MaxText.launching.commands import Commands, Retry
-from MaxText.launching.local_processes import environment_of, free_port
-from MaxText.launching.run_arguments import for_one_run, program
-from MaxText.launching.tpu_vm import TpuVm, TpuVmLaunch
+from MaxText.launchers import slurm, supervision
+from MaxText.launchers.commands import Commands, Retry
+from MaxText.launchers.local_processes import environment_of, free_port
+from MaxText.launchers.run_arguments import for_one_run, program
+from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
 
 USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
 

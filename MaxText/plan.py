@@ -13,9 +13,9 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
+from MaxText.config import command_line
+from MaxText.cost import plan_request
 from MaxText.errors import UserError
-from MaxText.planning import request
 
 USAGE = """
 Says what a run needs: memory per device by cause, communication, time, days and money. Neither
@@ -45,17 +45,17 @@ def main() -> int:
     # Whatever accelerator this machine has is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
     with command_line.ending_well():
-        asked = request.read(arguments)
+        asked = plan_request.read(arguments)
         config = command_line.parse("plan.py", asked.arguments, USAGE).config
         fits = _plan(asked, config)
     return exit_codes.DONE if fits else 1
 
 
-def _plan(asked: request.Request, config) -> bool:
+def _plan(asked: plan_request.Request, config) -> bool:
     """Prints what was asked for; False if it does not fit."""
-    from MaxText.planning import hardware, report
-    from MaxText.planning.fitting import fitting
-    from MaxText.planning.planning import make_plan, peak_of
+    from MaxText.cost import hardware, plan_report
+    from MaxText.cost.fitting import fitting
+    from MaxText.cost.job_plan import make_plan, peak_of
 
     place = hardware.find(asked.hardware)
     peak = peak_of(place)
@@ -68,12 +68,12 @@ def _plan(asked: request.Request, config) -> bool:
     tokens = asked.tokens
     if plan is not None:
         tokens = tokens or config.run.steps * plan.program.tokens_per_update
-        print(report.describe(plan, tokens, asked.price))
+        print(plan_report.describe(plan, tokens, asked.price))
     if not asked.fit:
         return plan is None or plan.fits
     plans = fitting(config, place, peak)
     tokens = tokens or config.run.steps * plans[0].program.tokens_per_update
-    print(f"\n{report.proposals(plans, config, asked.arguments, tokens, asked.price)}")
+    print(f"\n{plan_report.proposals(plans, config, asked.arguments, tokens, asked.price)}")
     return True
 
 

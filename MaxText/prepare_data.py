@@ -13,7 +13,7 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
+from MaxText.config import command_line
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.record_export import TEXT_FORMATS
 from MaxText.input_pipeline.token_store.manifest import describe

@@ -16,8 +16,8 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.configuration import command_line
-from MaxText.configuration.problems import nearest
+from MaxText.config import command_line
+from MaxText.config.problems import nearest
 from MaxText.errors import UserError
 
 USAGE = """
@@ -110,8 +110,8 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def report(options: Options) -> bool:
     """Writes the report once and says where; returns whether a run is still running."""
-    from MaxText.monitoring.report.finding import find_runs
-    from MaxText.monitoring.report.writing import warnings_about, write_report
+    from MaxText.reports.finding import find_runs
+    from MaxText.reports.writing import warnings_about, write_report
 
     found = find_runs(options.places)
     is_running = any(run.state == "running" for run in found.runs)

@@ -17,12 +17,12 @@ from MaxText import early_signals
 early_signals.install(__name__, also_sigterm=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
-from MaxText.configuration import command_line
+from MaxText.config import command_line
 from MaxText.errors import Diverged, StopWaiting, UserError
 from MaxText.inference import own_configuration
-from MaxText.parallelism import processes, start_up
-from MaxText.parallelism.preemption import StopSignal
-from MaxText.parallelism.watchdog import Watchdog
+from MaxText.runtime import processes, start_up
+from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.watchdog import Watchdog
 
 USAGE = """Trains a language model.
 
@@ -62,7 +62,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     from MaxText.checkpointing import run_lock
     from MaxText.checkpointing.manager import Checkpoints
     from MaxText.checkpointing.run_folder import prepare_run_folder
-    from MaxText.configuration.saved import flat
+    from MaxText.config.saved import flat
     from MaxText.input_pipeline.data_sources import prepare_sources
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
@@ -80,8 +80,9 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     import jax
 
-    from MaxText.monitoring.peak_flops import peak_flops
-    from MaxText.parallelism import compilation_cache, mesh
+    from MaxText.cost.peak_flops import peak_flops
+    from MaxText.parallelism import mesh
+    from MaxText.runtime import compilation_cache
 
     devices = start_up.find_devices(run.hardware)
     if jax.process_index() == 0:
@@ -98,9 +99,9 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
-    from MaxText.checkpointing.growth.settling import settle
-    from MaxText.compilation.known_memory import check_known_memory
-    from MaxText.monitoring.tables import parameter_table
+    from MaxText.cost.known_memory import check_known_memory
+    from MaxText.growth.settling import settle
+    from MaxText.metrics.tables import parameter_table
     from MaxText.training import step as steps
     from MaxText.training.assembly import assemble
 
@@ -125,8 +126,8 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
-    from MaxText.compilation.saved_step import open_saved
-    from MaxText.parallelism.compiled_steps import CompiledSteps
+    from MaxText.cost.saved_step import open_saved
+    from MaxText.runtime.compiled_steps import CompiledSteps
 
     train_step = CompiledSteps(
         lambda shapes: layout.compile_step(built.step, abstract_state, shapes),
@@ -134,17 +135,15 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
-    first_shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
-    compiling = start_up.in_background(
-        lambda: train_step.prepare(layout.abstract_batch(first_shapes))
-    )
+    shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
+    compiling = start_up.in_background(lambda: train_step.prepare(layout.abstract_batch(shapes)))
     eval_step = layout.jit(steps.make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
-    from MaxText.checkpointing.run_files import write_run_files
-    from MaxText.checkpointing.starting_data import begin_data, complete, last_update
-    from MaxText.checkpointing.starting_point import restore_or_initialize
+    from MaxText.run.run_files import write_run_files
+    from MaxText.run.starting_data import begin_data, complete, last_update
+    from MaxText.run.starting_point import restore_or_initialize
 
     start = restore_or_initialize(
         checkpoints,
@@ -165,10 +164,10 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
-    from MaxText.checkpointing.recovery import Recovery
-    from MaxText.finish import leave_results
-    from MaxText.monitoring.records import open_records
-    from MaxText.scoring.validation import evaluate
+    from MaxText.evaluation.validation import evaluate
+    from MaxText.run.finish import leave_results
+    from MaxText.run.records import open_records
+    from MaxText.run.recovery import Recovery
 
     records = open_records(
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,

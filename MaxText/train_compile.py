@@ -12,8 +12,8 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
-from MaxText.compilation import targets
-from MaxText.configuration import command_line
+from MaxText.config import command_line
+from MaxText.cost import targets
 
 USAGE = """Compiles the train step of a configuration for a named machine, without that machine.
 
@@ -32,7 +32,7 @@ def main() -> int:
     with command_line.ending_well("stopped: nothing was written"):
         target = targets.find(config.run.compile_topology)
         targets.prepare_environment(target)
-        from MaxText.compilation.program import compile_ahead
+        from MaxText.cost.ahead_of_time import compile_ahead
 
         compile_ahead(config, target, lambda line: print(line, flush=True))
     return exit_codes.DONE

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from MaxText.configuration.data_sections import Data, Masking, Preparation  # noqa: E402
+from MaxText.config.data_sections import Data, Masking, Preparation  # noqa: E402
 
 LENGTH = 1024
 BATCH = 64
@@ -105,7 +105,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     import fastokens
 
     from MaxText.input_pipeline.preparation.preparing import prepare
-    from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+    from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
     def prepared(tokenizer_path: str, name: str, workers: int) -> None:
         keys = Preparation(
@@ -346,7 +346,7 @@ def measure_extremes(folder: pathlib.Path) -> None:
     files.mkdir()
     for number in range(50_000):
         (files / f"{number:05d}.tfrecord").touch()
-    from MaxText.input_pipeline.storage import list_files
+    from MaxText.storage.file_access import list_files
 
     listing = cost_of(lambda: list_files(str(files), "dataset_path"))
     print(f"Listing 50,000 files with sizes and times: {listing.wall:.2f} s")

@@ -24,7 +24,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.parallelism import start_up  # noqa: E402
+from MaxText.runtime import start_up  # noqa: E402
 
 PROMPT_LENGTH = 32
 
@@ -99,10 +99,10 @@ def ours(folder: str):
     """The same by our engine; the engine, and the bytes of weights that a step reads."""
     import jax
 
-    from MaxText.generation.engine import Engine
-    from MaxText.generation.generating import Limits, generate
-    from MaxText.generation.token_choice import Choice
+    from MaxText.inference.engine import Engine
+    from MaxText.inference.generating import Limits, generate
     from MaxText.inference.own_configuration import load
+    from MaxText.inference.token_choice import Choice
     from MaxText.inference.trained_model import open_trained_model
 
     config = load([f"load_parameters_path=hf:{folder}", "dtype=float32", "hardware=cpu"]).config

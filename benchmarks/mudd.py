@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.parallelism import start_up  # noqa: E402
+from MaxText.runtime import start_up  # noqa: E402
 
 PASSES = 5  # of the count
 
@@ -115,11 +115,11 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     import jax
     import numpy as np
 
-    from MaxText.configuration.loading import configure
+    from MaxText.config.loading import configure
     from MaxText.layers.batch import Batch, batch_shapes
     from MaxText.layers.model import Model
-    from MaxText.parallelism.compiled_steps import memory_of
     from MaxText.parallelism.mesh import Layout, make_mesh
+    from MaxText.runtime.compiled_steps import memory_of
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
     from MaxText.training.schedule import learning_rate_schedule

@@ -141,7 +141,7 @@ ROWS = (
 
 def configured(keys: str) -> Any:
     """The configuration of keys as they are typed."""
-    from MaxText.configuration.loading import load
+    from MaxText.config.loading import load
 
     more = ("dataset_type=synthetic", "steps=1000", "sharding_tolerance=1")
     return load([*keys.split(), *more]).config
@@ -149,8 +149,8 @@ def configured(keys: str) -> Any:
 
 def speed() -> None:
     """Prints predicted and published MFU."""
-    from MaxText.planning.hardware import find
-    from MaxText.planning.planning import make_plan, peak_of
+    from MaxText.cost.hardware import find
+    from MaxText.cost.job_plan import make_plan, peak_of
 
     print("| run | hardware | published MFU | predicted | middle | error of the time |")
     print("|---|---|---|---|---|---|")
@@ -170,11 +170,11 @@ def memory(begin: str) -> None:
     """Prints predicted memory and the compiler's."""
     from jax.experimental import topologies
 
+    from MaxText.cost.abstract_step import make_program
+    from MaxText.cost.step_memory import memory_of
     from MaxText.layers.batch import batch_shapes
-    from MaxText.parallelism import compiled_steps
     from MaxText.parallelism.mesh import make_layout
-    from MaxText.planning.memory import memory_of
-    from MaxText.planning.program import make_program
+    from MaxText.runtime import compiled_steps
     from MaxText.training.schedule import learning_rate_schedule
     from MaxText.training.step import make_initialize, make_train_step
 

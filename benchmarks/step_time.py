@@ -19,7 +19,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.parallelism import start_up  # noqa: E402
+from MaxText.runtime import start_up  # noqa: E402
 
 JOBS = {"small": (6, 384, 6, 8192, 256, 16), "big": (12, 768, 12, 50304, 512, 4)}
 
@@ -49,7 +49,7 @@ def our_step(size, batch):
     """A function that does one step of ours and waits for it, and the seconds to compile it."""
     import jax
 
-    from MaxText.configuration.loading import configure
+    from MaxText.config.loading import configure
     from MaxText.layers.batch import batch_shapes
     from MaxText.layers.model import Model
     from MaxText.parallelism.mesh import Layout, make_mesh

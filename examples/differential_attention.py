@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.keys import Section, key
+from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.key_value_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.linalg import solve_triangular
 
-from MaxText.configuration.keys import Section, key
+from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.part import Flops, Mixer, register

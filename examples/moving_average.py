@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from MaxText.configuration.keys import Section, key
+from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.part import Mixer, register
 from MaxText.layers.weights import constant, weight

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.configuration.keys import Section, key
+from MaxText.config.keys import Section, key
 from MaxText.layers.part import register
 
 

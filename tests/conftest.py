@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 from packaging.version import Version
 
-from MaxText.configuration import import_modules, registry
+from MaxText.config import import_modules, registry
 from tests.house.sources import REPOSITORY
 
 # Compiling is most of the suite's time, and its programs are tiny: compile them fast, not well.

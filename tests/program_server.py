@@ -93,7 +93,7 @@ def serve(control: socket.socket) -> dict | None:
 
 def become(request: dict) -> None:
     """Runs the program of a request in this process, as the interpreter would."""
-    from MaxText.parallelism import compilation_cache, start_up
+    from MaxText.runtime import compilation_cache, start_up
 
     os.chdir(request["cwd"])
     os.environ.clear()

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import pytest
 
-from MaxText import conformance
-from MaxText.configuration.loading import configure
-from MaxText.configuration.schema import Config
+from MaxText.config.loading import configure
+from MaxText.config.schema import Config
+from MaxText.experiments import conformance
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer

@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from MaxText.buckets.failures import BucketFailure, is_storage_error
 from MaxText.checkpointing import layout
-from MaxText.configuration.schema import SCHEMA_VERSION
+from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
+from MaxText.storage.bucket_errors import BucketFailure, is_storage_error
 
 # In the metadata: {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
 _INTEGRITY = "integrity"

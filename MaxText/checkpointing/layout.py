@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
-from MaxText.buckets.paths import COMMIT_MARK, is_bucket, path_of
 from MaxText.errors import UserError
+from MaxText.storage.paths import COMMIT_MARK, is_bucket, path_of
 
 CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from MaxText.buckets.paths import is_bucket
 from MaxText.checkpointing import description, layout, quiet_threads, reading
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.good_steps import GoodSteps
 from MaxText.checkpointing.patience import told_while_waiting
 from MaxText.checkpointing.rewinds import Rewind, read_rewinds, write_rewinds
 from MaxText.checkpointing.run_folder import probe
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.parallelism.agreement import agreed
+from MaxText.runtime.agreement import agreed
+from MaxText.storage.paths import is_bucket
 
 _GIVEN_UP = ".given_up"
 _SECONDS_BETWEEN_LOOKS = 2.0  # for a save in the background to be complete

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from MaxText.configuration import import_modules
-from MaxText.configuration.catalogue import all_keys
-from MaxText.configuration.saved import differences
-from MaxText.configuration.schema import SCHEMA_VERSION
+from MaxText.config import import_modules
+from MaxText.config.catalogue import all_keys
+from MaxText.config.saved import differences
+from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
 
 _MOST_LINES = 20

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from MaxText.meanwhile import meanwhile
+from MaxText.runtime.periodic import meanwhile
 
 _SECONDS = 60.0
 

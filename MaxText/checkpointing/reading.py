@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.buckets.failures import BucketFailure, is_refusal, is_storage_error
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.checksums import array_checksums, first_difference, other_leaf
 from MaxText.checkpointing.description import Description, Unreadable, describe
@@ -26,8 +25,9 @@ from MaxText.checkpointing.matching import (
     path_name,
 )
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
-from MaxText.configuration.catalogue import build
+from MaxText.config.catalogue import build
 from MaxText.errors import UserError
+from MaxText.storage.bucket_errors import BucketFailure, is_refusal, is_storage_error
 
 _GUARD = "guard"
 # Bytes of arrays that are there in two formats at once while they are cast.

@@ -7,9 +7,9 @@ import uuid
 
 from etils import epath
 
-from MaxText.buckets.failures import is_outage
-from MaxText.buckets.paths import is_bucket, path_of
 from MaxText.errors import UserError
+from MaxText.storage.bucket_errors import is_outage
+from MaxText.storage.paths import is_bucket, path_of
 
 _SILENCE_SECONDS = 3.0
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.buckets.paths import is_bucket
-from MaxText.checkpointing.lease import Lease, described
 from MaxText.errors import UserError
+from MaxText.storage.lease import Lease, described
+from MaxText.storage.paths import is_bucket
 
 _FILE = ".lock"
 _leases: list[Lease] = []

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.configuration.layer_plan import LayerPlan
+from MaxText.config.layer_plan import LayerPlan
 
 _CYCLE = "cycle"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.buckets.paths import is_bucket
+from MaxText.storage.paths import is_bucket
 
 
 def write_whole(path: epath.Path, text: str) -> None:

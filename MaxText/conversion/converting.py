@@ -4,18 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from MaxText.configuration import values
-from MaxText.configuration.layering import Layer
-from MaxText.configuration.loading import Loaded, load
-from MaxText.configuration.saved import flat
-from MaxText.configuration.schema import Config
-from MaxText.conversion import (
-    exporting,
-    growing,
-    run_folder,
-    tokenizer_copy,
-    verification,
-)
+from MaxText.config import values
+from MaxText.config.layering import Layer
+from MaxText.config.loading import Loaded, load
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.conversion import exporting, imported_run, tokenizer_copy, verification
+from MaxText.conversion.conversion_request import Request
 from MaxText.conversion.family import Family
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import (
@@ -27,7 +22,6 @@ from MaxText.conversion.hugging_face_folder import (
 )
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
-from MaxText.conversion.request import Request
 from MaxText.conversion.settings import (
     absent_in_transformers,
     find_family,
@@ -35,7 +29,7 @@ from MaxText.conversion.settings import (
     named_family,
 )
 from MaxText.conversion.stored_arrays import RunWeights
-from MaxText.conversion.weights import Weights
+from MaxText.conversion.weight_source import Weights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 
@@ -54,10 +48,7 @@ def convert(request: Request, show: Show) -> None:
     Raises:
       UserError: The source or the target cannot be used.
     """
-    run_folder.check_free(request.target)
-    if request.grow:
-        growing.grow(request, _show_memory, show)
-        return
+    imported_run.check_free(request.target)
     loaded = _configuration(request)
     if request.source_kind == "hf":
         source = find_folder(request.source, "from")
@@ -113,13 +104,14 @@ def _described(weights: Weights) -> str:
     return f"{weights.model.num_parameters:,} parameters ({formats})"
 
 
-def _show_memory(peak: int, show: Show) -> None:
+def show_memory(peak: int, show: Show) -> None:
+    """Shows the most memory that a conversion takes, in bytes."""
     size = f"{peak / 1e9:.1f} GB" if peak >= 1e8 else f"{peak / 1e6:.1f} MB"
     show(f"Peak memory, besides the program: about {size}")
 
 
 def _to_run(request: Request, weights: Weights, loaded: Loaded | None, show: Show) -> None:
-    _show_memory(run_folder.peak_bytes(weights), show)
+    show_memory(imported_run.peak_bytes(weights), show)
     source = weights.folder if isinstance(weights, FolderWeights) else None
     if isinstance(weights, FolderWeights):
         widened, keys = weights.widened, weights.keys
@@ -147,13 +139,13 @@ def _to_run(request: Request, weights: Weights, loaded: Loaded | None, show: Sho
     metadata = {"hugging_face" if source else request.source_kind: note}
     comment = [f"Model of {whose}, imported by convert.py."]
     copied = []
-    with run_folder.whole_or_nothing(request.target) as partial:
-        run_folder.write_run(partial, weights, keys, comment, metadata)
+    with imported_run.whole_or_nothing(request.target) as partial:
+        imported_run.write_run(partial, weights, keys, comment, metadata)
         if source:
             copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
         if source and request.verify:
             verification.verify(RunWeights(str(partial)), source, str(source), show)
-    run_folder.show_run(request.target, copied, show)
+    imported_run.show_run(request.target, copied, show)
 
 
 def _to_folder(request: Request, weights: Weights, show: Show) -> None:
@@ -169,8 +161,8 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     tokenizer, absent = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
-    _show_memory(export.peak_bytes(request.max_shard_size), show)
-    with run_folder.whole_or_nothing(request.target) as partial:
+    show_memory(export.peak_bytes(request.max_shard_size), show)
+    with imported_run.whole_or_nothing(request.target) as partial:
         copied, token_ids = ([], {})
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
@@ -237,5 +229,5 @@ def _to_program(request: Request, weights: Weights, show: Show) -> None:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
     stablehlo.check_free(request.target)
     stablehlo.check_size(weights)
-    _show_memory(stablehlo.peak_bytes(weights), show)
+    show_memory(stablehlo.peak_bytes(weights), show)
     stablehlo.write(weights, length, request.target, show)

@@ -2,7 +2,7 @@
 
 `AutoModelForCausalLM.from_pretrained` loads the result if transformers has the family. A fixed
 zoom, which no checkpoint format has, is folded into the value slots where that is exact: Pattention
-multiplies normalized scores by sqrt(zoom) (checkpointing/growth/zoom.py), and TokenFormer's PyTorch
+multiplies normalized scores by sqrt(zoom) (growth/zoom.py), and TokenFormer's PyTorch
 code always takes the number of slots for it. If the root is applied last, value slots can carry the
 difference. With l2_norm_gelu the root is inside of gelu, and the norm cancels every factor of the
 keys.
@@ -15,10 +15,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from MaxText.checkpointing.growth.plan import by_place, place_of
-from MaxText.configuration.catalogue import build, flat
-from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.configuration.schema import Config
+from MaxText.config.catalogue import build, flat
+from MaxText.config.layer_sections import SlotPlace
+from MaxText.config.schema import Config
 from MaxText.conversion import safetensors_files
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
@@ -33,8 +32,9 @@ from MaxText.conversion.settings import (
 )
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
-from MaxText.conversion.weights import Weights, num_bytes
+from MaxText.conversion.weight_source import Weights, num_bytes
 from MaxText.errors import UserError
+from MaxText.layers.pattention import slot_place, slots_by_place
 
 # Ids that a folder names both for the model and for generation.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -184,7 +184,7 @@ def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
     ratios = {}
     for name in weights.model.parameters:
-        place = place_of(name)
+        place = slot_place(name)
         if place and name.endswith("values/kernel"):
             ratios[name] = section.zoom(place, emb_dim) / section.num_slots(place, emb_dim)
     ratios = {name: ratio for name, ratio in ratios.items() if ratio != 1}
@@ -200,17 +200,17 @@ def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
             name: f"zoom {section.zoom(place, emb_dim):g} for "
             f"{section.num_slots(place, emb_dim)} slots"
             for name in ratios
-            if (place := place_of(name))
+            if (place := slot_place(name))
         }
         raise UserError(
             f"{family.architecture} scales scores by the number of slots, and its layout has no "
-            f"zoom. This model has another scale: {by_place(places)}. With normalize_type="
+            f"zoom. This model has another scale: {slots_by_place(places)}. With normalize_type="
             f"{section.normalize_type} no weights make up for it, so the folder would compute "
             "something else.\n  What can be exported: the model before it grew, one that grew with "
             "growth_mode=random, and any of normalize_type=gelu_l2_norm."
         )
     factors = {name: math.sqrt(ratio) for name, ratio in ratios.items()}
-    words = by_place({name: f"{factor:.4g}" for name, factor in factors.items()})
+    words = slots_by_place({name: f"{factor:.4g}" for name, factor in factors.items()})
     return FoldedWeights(weights, without, factors), (
         "The layout has no zoom: value slots are multiplied by sqrt(zoom / slots), which keeps "
         f"the function: {words}"

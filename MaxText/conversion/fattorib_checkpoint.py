@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from flax import serialization, traverse_util
 
-from MaxText.buckets.paths import path_of
 from MaxText.checkpointing.matching import Leaf
-from MaxText.configuration.schema import Config
+from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
-from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of
+from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of
 from MaxText.errors import UserError
+from MaxText.storage.paths import path_of
 
 _STEP = re.compile(r"params_(\d+)")
 

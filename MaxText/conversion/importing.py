@@ -8,14 +8,14 @@ import jax
 import numpy as np
 
 from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
-from MaxText.configuration.loading import configure
-from MaxText.configuration.problems import ConfigurationError
-from MaxText.configuration.saved import flat
+from MaxText.config.loading import configure
+from MaxText.config.problems import ConfigurationError
+from MaxText.config.saved import flat
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, find_folder, read_json
 from MaxText.conversion.settings import family_of, in_their_words, to_keys
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of, nested
+from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of, nested
 from MaxText.errors import UserError
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from MaxText.buckets.paths import path_of
-from MaxText.configuration.schema import Config
+from MaxText.config.schema import Config
 from MaxText.conversion.stored_arrays import StoredArrays
-from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of
+from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of
 from MaxText.errors import UserError
+from MaxText.storage.paths import path_of
 
 # Where the arrays of a step lie: MaxText, MUDDFormer's program, older versions of MaxText.
 _OF_MUDDFORMER = "state"

@@ -4,13 +4,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
-from MaxText.configuration import values as typed_values
-from MaxText.configuration.catalogue import Key, all_keys, flat
-from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.configuration.maxtext_keys import ALIASES
-from MaxText.configuration.problems import Problem
-from MaxText.configuration.registry import KINDS, Registration, registration
-from MaxText.configuration.schema import Config
+from MaxText.config import values as typed_values
+from MaxText.config.catalogue import Key, all_keys, flat
+from MaxText.config.layer_sections import SlotPlace
+from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.problems import Problem
+from MaxText.config.registry import KINDS, Registration, registration
+from MaxText.config.schema import Config
 from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
 from MaxText.conversion.family import REQUIRED, TEXTS, Family, Setting
 from MaxText.errors import UserError

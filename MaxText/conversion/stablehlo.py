@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from MaxText.conversion.weights import Weights, nested, num_bytes
+from MaxText.conversion.weight_source import Weights, nested, num_bytes
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model

@@ -13,11 +13,11 @@ from MaxText.checkpointing.checksums import host_checksum, other_leaf
 from MaxText.checkpointing.description import Unreadable, describe, metadata_if_any
 from MaxText.checkpointing.matching import Leaf, leaves_by_path
 from MaxText.checkpointing.reading import damage_is_unreadable
-from MaxText.configuration import import_modules
-from MaxText.configuration.catalogue import build
-from MaxText.configuration.saved import under_todays_names
-from MaxText.configuration.schema import Config
-from MaxText.conversion.weights import Weights, check_arrays, model_of
+from MaxText.config import import_modules
+from MaxText.config.catalogue import build
+from MaxText.config.saved import under_todays_names
+from MaxText.config.schema import Config
+from MaxText.conversion.weight_source import Weights, check_arrays, model_of
 from MaxText.errors import UserError
 
 _PARAMS = "params/"

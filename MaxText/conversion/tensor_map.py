@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from MaxText.configuration.registry import lookup
+from MaxText.config.registry import lookup
 from MaxText.conversion.family import Family, Row, numbered
 from MaxText.conversion.layouts import Layout
 from MaxText.errors import UserError

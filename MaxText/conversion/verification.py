@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.configuration.schema import Config
+from MaxText.config.schema import Config
 from MaxText.conversion.family import Family
 from MaxText.conversion.settings import absent_in_transformers
-from MaxText.conversion.weights import Weights, nested
+from MaxText.conversion.weight_source import Weights, nested
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model

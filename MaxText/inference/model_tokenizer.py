@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.configuration.schema import Config
+from MaxText.config.schema import Config
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_copies import copied_folder
-from MaxText.input_pipeline.storage import is_url, path_type
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -19,8 +18,9 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.tokenizer_beside import tokenizer_beside
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
+from MaxText.storage.file_access import is_url, path_type
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from MaxText.configuration import import_modules
-from MaxText.configuration.catalogue import all_keys
-from MaxText.configuration.layering import OwnConfiguration
-from MaxText.configuration.loading import Loaded
-from MaxText.configuration.loading import load as load_arguments
-from MaxText.configuration.saved import under_todays_names
+from MaxText.config import import_modules
+from MaxText.config.catalogue import all_keys
+from MaxText.config.layering import OwnConfiguration
+from MaxText.config.loading import Loaded
+from MaxText.config.loading import load as load_arguments
+from MaxText.config.saved import under_todays_names
 
 _KEY = "load_parameters_path"
 _NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")

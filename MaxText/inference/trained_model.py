@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from MaxText.configuration import import_modules
-from MaxText.configuration.catalogue import build, flat
-from MaxText.configuration.schema import Config
+from MaxText.config import import_modules
+from MaxText.config.catalogue import build, flat
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.parallelism import compilation_cache, start_up
+from MaxText.runtime import compilation_cache, start_up
 
 Show = Callable[[str], None]
 
@@ -44,7 +44,7 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
     """
     import jax
 
-    from MaxText.checkpointing.given_parameters import open_parameters
+    from MaxText.conversion.given_parameters import open_parameters
     from MaxText.layers.model import Model
     from MaxText.parallelism import mesh
     from MaxText.training import backend_defaults
@@ -78,8 +78,8 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
     nothing in names and shapes would tell.
     """
     from MaxText.checkpointing import description, layout
-    from MaxText.checkpointing.growth import zoom
     from MaxText.conversion.hugging_face_folder import is_folder
+    from MaxText.growth import zoom
 
     if is_folder(path):
         return config
@@ -94,8 +94,8 @@ def weights_path(config: Config) -> tuple[str, str]:
     Raises:
       UserError: neither load_parameters_path nor a checkpoint of run_name.
     """
-    from MaxText.buckets.paths import path_of
     from MaxText.checkpointing import layout
+    from MaxText.storage.paths import path_of
 
     path = config.checkpoint.load_parameters_path
     if path:

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
-from MaxText.configuration.schema import Config
+from MaxText.config.data_sections import SAMPLINGS, Data, Preparation, mix_part
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.retry import RetryLog, RetryPolicy, open_with_retries
 from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows, document_range
@@ -31,10 +31,10 @@ from MaxText.input_pipeline.sequences.windows import (
     StitchedWindows,
     Windows,
 )
-from MaxText.input_pipeline.storage import is_url
 from MaxText.input_pipeline.token_store.opening import open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
-from MaxText.input_pipeline.transient import is_transient
+from MaxText.storage.file_access import is_url
+from MaxText.storage.transient import is_transient
 
 _Value = TypeVar("_Value")
 

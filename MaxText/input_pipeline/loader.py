@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from MaxText.configuration.data_sections import Data, Masking, Preparation
+from MaxText.config.data_sections import Data, Masking, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches

@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import unwritable
-from MaxText.input_pipeline.data_errors import UnreadableFile
-from MaxText.input_pipeline.storage import FileInfo
+from MaxText.storage import file_access
+from MaxText.storage.file_access import FileInfo
+from MaxText.storage.unreadable import UnreadableFile
 
 _FILES_AT_ONCE = 4
 
 
 def copied_folder(url: str, cache_dir: Path) -> Path | None:
     """Copies the files directly in a folder; returns None if there are none."""
-    files = storage.files_in(url)
+    files = file_access.files_in(url)
     if not files:
         return None
     folder = copies_folder(cache_dir, url, *(f"{file.size} {file.tag}" for file in files))
@@ -66,13 +66,13 @@ def _copy(file: FileInfo, to: Path) -> None:
     # Under another name first: a copy that stops early must not count, nor two processes meet.
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
-        system, name = storage.file_system(file.path)
+        system, name = file_access.file_system(file.path)
         try:
             system.get_file(name, str(temporary))
         except Exception as error:  # libraries behind URLs have errors of their own
             if isinstance(error, UserError):
                 raise
-            problem = f"{file.path} cannot be read ({storage.reason(error)})"
+            problem = f"{file.path} cannot be read ({file_access.reason(error)})"
             raise UnreadableFile(problem, file.path) from error
         if temporary.stat().st_size != file.size:
             raise UnreadableFile(f"{file.path} ended early while it was copied", file.path)

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import tenacity
 
-from MaxText.configuration.data_sections import Data
+from MaxText.config.data_sections import Data
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.data_errors import UnreadableFile
 from MaxText.input_pipeline.prefetch import (
     Prefetcher,
     ReadTimeout,
@@ -20,8 +18,10 @@ from MaxText.input_pipeline.prefetch import (
     interruptible_sleep,
     never,
 )
-from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.transient import is_transient
+from MaxText.storage import file_access
+from MaxText.storage.file_access import is_url
+from MaxText.storage.transient import is_transient
+from MaxText.storage.unreadable import UnreadableFile
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.data_sources import OpenedSource
@@ -273,7 +273,7 @@ class RetryingReader:
             for one in self._opened:
                 for store in (one.data.store, one.data.labels):
                     if store is not None:
-                        storage.forget(store.files)
+                        file_access.forget(store.files)
                         store.check([path] if path else [])
             if newest is not None:
                 self._compare(*newest)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from MaxText.configuration.schema import Config
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
 from MaxText.input_pipeline.data_sources import OpenedSource

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.configuration.model_sections import Layer
+from MaxText.config.model_sections import Layer
 from MaxText.layers.block import ATTENTION, MLP, Block, summed
 from MaxText.layers.context import Context
 from MaxText.layers.feed_forward import MLP as PlainMLP

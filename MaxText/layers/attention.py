@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Attention as AttentionSection
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import lookup, register
+from MaxText.config.layer_sections import Attention as AttentionSection
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import lookup, register
 from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.capture import tag

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from MaxText.configuration.model_sections import Model
-from MaxText.configuration.registry import lookup
+from MaxText.config.model_sections import Model
+from MaxText.config.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
 from MaxText.parallelism.constraints import split_axes

@@ -3,7 +3,7 @@
 Legend: T tokens of a sequence.
 """
 
-from MaxText.configuration.layer_sections import Attention as AttentionSection
+from MaxText.config.layer_sections import Attention as AttentionSection
 from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
 from MaxText.layers.flash_attention import TILE
 from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multiplied

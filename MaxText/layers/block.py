@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.registry import lookup
+from MaxText.config.model_sections import Layer
+from MaxText.config.registry import lookup
 from MaxText.layers.capture import scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout

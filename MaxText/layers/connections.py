@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.dense_connections_section import DenseConnections as DenseSection
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import register
+from MaxText.config.dense_connections_section import DenseConnections as DenseSection
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.dense import Dense
 from MaxText.layers.depth_mixing import (

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.model_sections import NO_STAGES, Layer, RematPolicy
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import lookup
+from MaxText.config.model_sections import NO_STAGES, Layer, RematPolicy
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import lookup
 from MaxText.errors import UserError
 from MaxText.layers.arrangements import block_of
 from MaxText.layers.batch import Batch

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.configuration.layer_sections import FeedForward as FeedForwardSection
-from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.registry import register
+from MaxText.config.layer_sections import FeedForward as FeedForwardSection
+from MaxText.config.model_sections import Layer
+from MaxText.config.registry import register
 from MaxText.layers.activations import (
     ACTIVATIONS,
     LEARNED,

@@ -18,7 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.config.model_sections import Model as ModelSection
 from MaxText.layers.attention_core import Scoring, copies_of_heads, softmax_windows
 from MaxText.parallelism.constraints import platform, split_axes
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.model_sections import Layer, Model
-from MaxText.configuration.registry import lookup, register
+from MaxText.config.model_sections import Layer, Model
+from MaxText.config.registry import lookup, register
 from MaxText.layers.dense import Dense
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Head, Init

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Model
-from MaxText.configuration.registry import register
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Model
+from MaxText.config.registry import register
 from MaxText.layers.attention_flops import keys_by_rule
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense

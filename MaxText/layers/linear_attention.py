@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import register
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import register
 from MaxText.layers.attention import Attention, named
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from MaxText.configuration.layer_sections import MixtureOfExperts as MoESection
+from MaxText.config.layer_sections import MixtureOfExperts as MoESection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context

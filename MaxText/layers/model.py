@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.config.model_sections import Layer
+from MaxText.config.model_sections import Model as ModelSection
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.stack import keep_layers_apart
 from MaxText.layers.weights import ShapesOnly

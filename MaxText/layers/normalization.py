@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Block
-from MaxText.configuration.registry import lookup, register
+from MaxText.config.layer_sections import Block
+from MaxText.config.registry import lookup, register
 from MaxText.layers.weights import Init, constant, weight, zeros
 
 

@@ -1,6 +1,6 @@
 """The protocol of the parts of a model, built-in ones and those that a user brings.
 
-A part is a class registered under a kind and a name (configuration/registry.py):
+A part is a class registered under a kind and a name (config/registry.py):
 
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.registry import register, registrations
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Layer
+from MaxText.config.registry import register, registrations
 from MaxText.errors import UserError
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context

@@ -7,15 +7,16 @@ n slots.
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Pattention as PattentionSection
-from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import register
+from MaxText.config.layer_sections import Pattention as PattentionSection
+from MaxText.config.layer_sections import SlotPlace
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
@@ -26,6 +27,41 @@ from MaxText.parallelism.constraints import constrain
 
 # Of flax, whose LayerNorm the JAX program uses.
 _LAYER_NORM_EPSILON = 1e-6
+# The places of slots, in the order of messages, and how these call them.
+_PLACES: Mapping[SlotPlace, str] = {
+    "qkv": "query, key, value",
+    "proj": "output projection",
+    "ffn": "feed-forward",
+}
+
+
+def slot_place(name: str) -> SlotPlace | None:
+    """Returns the place of a parameter's slots, by its name; None without slots."""
+    parts = name.split("/")
+    if "mlp" in parts:
+        return "ffn"
+    if "self_attention" in parts:
+        return "proj" if "out" in parts else "qkv"
+    return None
+
+
+def slots_by_place(numbers: Mapping[str, str]) -> str:
+    """Formats numbers by place: "24 -> 40 (attention), 96 -> 160 (feed-forward)"."""
+    order = [None, *_PLACES]
+    pairs: set[tuple[SlotPlace | None, str]] = {
+        (slot_place(name), words) for name, words in numbers.items()
+    }
+    places: dict[str, list[SlotPlace | None]] = {}
+    for place, words in sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1])):
+        places.setdefault(words, []).append(place)
+    return ", ".join(f"{words}{_called(found)}" for words, found in places.items())
+
+
+def _called(places: Sequence[SlotPlace | None]) -> str:
+    names = [_PLACES[place] for place in places if place]
+    if names[:2] == [_PLACES["qkv"], _PLACES["proj"]]:
+        names[:2] = ["attention"]
+    return f" ({', '.join(names)})" if names else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.layer_plan import PipelineSchedule
-from MaxText.configuration.model_sections import RematPolicy
+from MaxText.config.layer_plan import PipelineSchedule
+from MaxText.config.model_sections import RematPolicy
 from MaxText.layers.context import Context
 from MaxText.layers.stack import Blueprint, scan_cycle
 from MaxText.parallelism.constraints import HIDDEN, constrain, joined_rows, split_rows

@@ -6,8 +6,8 @@ Legend: B sequences, T tokens, D emb_dim.
 import jax
 from flax import nnx
 
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import register
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import register
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Init, Position
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Position as PositionSection
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import register
+from MaxText.config.layer_sections import Position as PositionSection
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import register
 from MaxText.layers.part import Init, Position
 from MaxText.parallelism.constraints import platform
 

@@ -1,7 +1,7 @@
 """Storage and application of a stack of layers.
 
 Layers whose parameters have the same shapes are stored as one, with a leading `layers` dimension.
-Otherwise runs of like layers in a repeated cycle (configuration/layer_plan.py) are stacked as
+Otherwise runs of like layers in a repeated cycle (config/layer_plan.py) are stacked as
 `layers/cycle/<run>`, and other layers are stored as `layers/<number>`. Checkpoints do not depend on
 whether layers are scanned or unrolled.
 """
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
-from MaxText.configuration.layer_plan import LayerPlan
-from MaxText.configuration.model_sections import RematPolicy
+from MaxText.config.layer_plan import LayerPlan
+from MaxText.config.model_sections import RematPolicy
 from MaxText.layers.part import Scalars
 from MaxText.layers.weights import ShapesOnly
 from MaxText.parallelism.constraints import platform, token_by_token

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Layer
+from MaxText.config.model_sections import Model as ModelSection
 from MaxText.layers.attention_flops import keys_by_rule
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops, Init, Mixer, Scalars

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from MaxText.configuration.layer_sections import Dimensions
-from MaxText.configuration.model_sections import Initialization
+from MaxText.config.layer_sections import Dimensions
+from MaxText.config.model_sections import Initialization
 
 Shape = tuple[int, ...]
 # (key, shape, number of leading dimensions that are inputs, dtype) -> array

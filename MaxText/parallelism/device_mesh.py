@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import mesh_utils
 
-from MaxText.configuration.axis_rules import MESH_AXES, size_key
-from MaxText.configuration.training_sections import Mesh as MeshSection
+from MaxText.config.axis_rules import MESH_AXES, size_key
+from MaxText.config.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
 
 _log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.configuration.axis_rules import MESH_AXES
-from MaxText.configuration.model_sections import Pipeline
-from MaxText.configuration.training_sections import Batch as BatchSection
-from MaxText.configuration.training_sections import Mesh as MeshSection
+from MaxText.config.axis_rules import MESH_AXES
+from MaxText.config.model_sections import Pipeline
+from MaxText.config.training_sections import Batch as BatchSection
+from MaxText.config.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
 from MaxText.parallelism.constraints import ParameterInfo, Rules, axis_rules, partition_spec
 from MaxText.parallelism.device_mesh import arranged

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.configuration.registry import registrations
-from MaxText.configuration.schema import Config
+from MaxText.config.registry import registrations
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from MaxText.configuration.model_sections import Model
+from MaxText.config.model_sections import Model
 from MaxText.layers import flash_attention
 from MaxText.layers.depth_mixing import bytes_of_token, kernel_refused
 from MaxText.parallelism.mesh import Layout

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from MaxText.configuration.model_sections import Objective
-from MaxText.configuration.registry import lookup, register
+from MaxText.config.model_sections import Objective
+from MaxText.config.registry import lookup, register
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder

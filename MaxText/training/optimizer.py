@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from MaxText.configuration.registry import lookup, register
-from MaxText.configuration.training_sections import Optimizer
+from MaxText.config.registry import lookup, register
+from MaxText.config.training_sections import Optimizer
 from MaxText.errors import UserError
 from MaxText.parallelism.constraints import ParameterInfo
 

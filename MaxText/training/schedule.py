@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import optax
 
-from MaxText.configuration.training_sections import Schedule
+from MaxText.config.training_sections import Schedule
 
 
 def learning_rate_schedule(section: Schedule) -> optax.Schedule:

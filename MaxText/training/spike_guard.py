@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from MaxText.configuration.training_sections import Guard
+from MaxText.config.training_sections import Guard
 
 # Loss, norm of the gradient, norm of the update by the learning rate, which may change in a run.
 _QUANTITIES = 3

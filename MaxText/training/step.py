@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.configuration.schema import Config
-from MaxText.configuration.training_sections import Guard
+from MaxText.config.schema import Config
+from MaxText.config.training_sections import Guard
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import platform, split_rows

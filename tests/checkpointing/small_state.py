@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.starting_point import Start, restore_or_initialize
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.training_sections import Checkpoint
+from MaxText.run.starting_point import Start, restore_or_initialize
 from MaxText.training.state import TrainState
 
 CONFIG = {"base_emb_dim": 8, "opt_type": "adamw", "steps": 10, "mlp_activations": ("silu",)}

@@ -14,14 +14,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from MaxText.buckets.failures import BucketFailure
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.errors import UserError
+from MaxText.run.starting_point import restore_or_initialize
+from MaxText.storage.bucket_errors import BucketFailure
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state, start
 
 # Where one array fails, Orbax drops the reads of the others when they are collected.

@@ -5,7 +5,7 @@ import pytest
 
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.training_sections import Checkpoint
 from tests.checkpointing.small_state import (
     CONFIG,
     abstract,

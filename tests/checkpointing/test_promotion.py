@@ -12,9 +12,9 @@ from etils import epath
 from MaxText.checkpointing.good_steps import GoodSteps
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.training_sections import Checkpoint, Guard
+from MaxText.config.training_sections import Checkpoint, Guard
 from MaxText.errors import UserError
+from MaxText.run.starting_point import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, on_host

@@ -7,13 +7,13 @@ from etils import epath
 
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.rewinds import Rewind, read_rewinds
-from MaxText.checkpointing.starting_data import begin_data, complete
-from MaxText.checkpointing.starting_point import Start, restore_or_initialize
-from MaxText.configuration.data_sections import Data
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.data_sections import Data
+from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.run.starting_data import begin_data, complete
+from MaxText.run.starting_point import Start, restore_or_initialize
 
 
 def batches(seed=0):

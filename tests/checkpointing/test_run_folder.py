@@ -12,7 +12,7 @@ from MaxText.checkpointing import run_lock
 from MaxText.checkpointing.run_folder import prepare_run_folder
 from MaxText.checkpointing.whole_files import write_whole
 from MaxText.errors import UserError
-from tests.parallelism.child_programs import ended, started, wait_for
+from tests.runtime.child_programs import ended, started, wait_for
 
 
 def test_it_is_created_and_probed(tmp_path):
@@ -79,7 +79,7 @@ FULL = """
     # jax.distributed.initialize, which comes later, refuses once a backend is up.
     assert not xla_bridge.backends_are_initialized()
     from MaxText.checkpointing.manager import Checkpoints
-    from MaxText.configuration.training_sections import Checkpoint
+    from MaxText.config.training_sections import Checkpoint
     from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
     from tests.checkpointing.small_state import on_host, update
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from MaxText.checkpointing.reading import read_params, read_state
-from MaxText.configuration.catalogue import flat
-from tests.checkpointing.growing import program, save, stored_in
+from MaxText.config.catalogue import flat
+from tests.growth.growing import program, save, stored_in
 from tests.small_models import tiny_config
 
 

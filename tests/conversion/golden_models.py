@@ -13,11 +13,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.serialization import msgpack_serialize
 
-from MaxText.configuration.loading import load
+from MaxText.config.loading import load
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
-from MaxText.conversion.weights import Weights, nested
+from MaxText.conversion.weight_source import Weights, nested
 from MaxText.layers.batch import Batch
 from tests.conversion.small_folders import muddformer, tokenformer, write
 

@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 
-from MaxText.configuration.loading import load
-from MaxText.conversion import request
+from MaxText.config.loading import load
+from MaxText.conversion import conversion_request
 from MaxText.conversion.converting import convert
 from MaxText.conversion.stored_arrays import RunWeights
-from MaxText.conversion.weights import model_of, nested
+from MaxText.conversion.weight_source import model_of, nested
+from MaxText.run.growing import grow
 
 EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
 
@@ -14,7 +15,8 @@ EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
 def run(*arguments):
     """What the program prints."""
     lines = []
-    convert(request.read(arguments), lines.append)
+    asked = conversion_request.read(arguments)
+    (grow if asked.grow else convert)(asked, lines.append)
     return "\n".join(lines)
 
 

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from MaxText.configuration.loading import configure
+from MaxText.config.loading import configure
 from MaxText.conversion.settings import family_of, to_keys
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.weight_source import model_of
 
 _SIZES = {
     "vocab_size": 40,

@@ -12,20 +12,20 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.checkpointing import description, layout
-from MaxText.checkpointing.given_parameters import open_parameters
-from MaxText.configuration.loading import configure, load
+from MaxText.config.loading import configure, load
+from MaxText.conversion.given_parameters import open_parameters
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.settings import find_family
 from MaxText.conversion.stored_arrays import RunWeights, StoredArrays
-from MaxText.conversion.weights import nested
+from MaxText.conversion.weight_source import nested
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
-from tests.checkpointing.growing import logits_of
 from tests.conversion.golden_models import hugging_face
 from tests.conversion.running import model_in_run, names, parameters_in_run, run
 from tests.conversion.small_folders import muddformer, random, same_bits, tokenformer, write
+from tests.growth.growing import logits_of
 from tests.small_models import random_batch
 
 

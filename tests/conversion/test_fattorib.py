@@ -10,13 +10,13 @@ import pytest
 from flax.serialization import msgpack_serialize
 from safetensors.numpy import load_file
 
-from MaxText.conversion import request
-from MaxText.conversion.weights import nested
+from MaxText.conversion import conversion_request
+from MaxText.conversion.weight_source import nested
 from MaxText.errors import UserError
-from tests.checkpointing.growing import by_name
 from tests.conversion.golden_models import of_fattorib
 from tests.conversion.running import parameters_in_run, run
 from tests.conversion.small_folders import same_bits, write
+from tests.growth.growing import by_name
 
 ALIBI, SGU = of_fattorib("alibi_fused_h4"), of_fattorib("sgu_headqk_sequential_h4")
 # Linear layers of a block: PyTorch -> Flax.
@@ -115,5 +115,5 @@ def test_files_that_cannot_be_read(here):
         for problem in problems:
             assert problem in str(caught.value)
     with pytest.raises(UserError, match="to=fattorib:there"):
-        request.read(["from=run", "to=fattorib:there"])
+        conversion_request.read(["from=run", "to=fattorib:there"])
     assert not (here / "run").exists()

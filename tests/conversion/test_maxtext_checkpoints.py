@@ -6,14 +6,14 @@ Golden ones are compared with their programs in tests/layers/test_golden.py.
 import numpy as np
 import pytest
 
-from MaxText.configuration.loading import load
+from MaxText.config.loading import load
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.weights import model_of, nested
+from MaxText.conversion.weight_source import model_of, nested
 from MaxText.errors import UserError
-from tests.checkpointing.growing import by_name
 from tests.conversion.golden_models import hugging_face, of_muddformer, of_tokenformer, save_tree
 from tests.conversion.running import names, parameters_in_run, run
 from tests.conversion.small_folders import same_bits
+from tests.growth.growing import by_name
 
 KEYS = ("base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
         "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=40",

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.loading import configure
-from MaxText.configuration.saved import flat
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.loading import configure
+from MaxText.config.saved import flat
+from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.importing import FolderWeights
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
-from tests.checkpointing.growing import by_name, program
+from MaxText.run.starting_point import restore_or_initialize
 from tests.conversion.running import run as convert
 from tests.conversion.small_folders import muddformer, random, tokenformer, write
+from tests.growth.growing import by_name, program
 
 
 def start(folder, path, config):

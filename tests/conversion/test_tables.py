@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.configuration.catalogue import all_keys
-from MaxText.configuration.layer_sections import MIXERS
-from MaxText.configuration.loading import configure
+from MaxText.config.catalogue import all_keys
+from MaxText.config.layer_sections import MIXERS
+from MaxText.config.loading import configure
 from MaxText.conversion.exporting import FolderExport
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.settings import family_of, find_family, our_values, to_config_json, to_keys
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.weight_source import model_of
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face
 from tests.conversion.small_folders import (

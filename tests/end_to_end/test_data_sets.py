@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from MaxText.configuration.loading import load
+from MaxText.config.loading import load
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.input_pipeline.token_store.token_files import write_tfrecord
 from tests.programs import run as run_program

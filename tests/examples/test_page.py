@@ -6,10 +6,10 @@ import shlex
 import pytest
 import yaml
 
-from MaxText.comparison import request as comparison
-from MaxText.configuration.loading import load
-from MaxText.conformance import CHECKS
-from MaxText.planning import request as planning
+from MaxText.config.loading import load
+from MaxText.cost import plan_request as planning
+from MaxText.experiments import comparison_request as comparison
+from MaxText.experiments.conformance import CHECKS
 from tests.house.sources import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "add_an_architecture.md").read_text(encoding="utf-8")

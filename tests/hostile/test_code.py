@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.configuration.loading import configure, load
-from MaxText.configuration.problems import ConfigurationError
+from MaxText.config.loading import configure, load
+from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import TensorFiles
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
 
 

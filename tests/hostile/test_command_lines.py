@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from MaxText.configuration.catalogue import all_keys
-from MaxText.configuration.values import to_yaml
+from MaxText.config.catalogue import all_keys
+from MaxText.config.values import to_yaml
 from tests.house.sources import run_main
 from tests.inference.small_models import llama_folder
 from tests.input_pipeline import small_data
@@ -36,8 +36,8 @@ def _reached(*_):
 
 # Where the work itself begins, for which a command line is accepted.
 _WORK = (
-    "generation.decoding.open_trained_model",
-    "scoring.evaluating.open_trained_model",
+    "inference.decoding.open_trained_model",
+    "evaluation.evaluating.open_trained_model",
     "input_pipeline.inspection.inspecting.Inspection.show_statistics",
     "input_pipeline.inspection.inspecting.Inspection.show_batch",
 )

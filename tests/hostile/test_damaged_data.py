@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.configuration.data_sections import Data, Preparation
+from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan

@@ -10,17 +10,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from MaxText.configuration.loading import configure
+from MaxText.config.loading import configure
 from MaxText.conversion.hugging_face_folder import TensorFiles, read_json
 from MaxText.conversion.settings import family_of, to_keys
 from MaxText.errors import UserError
+from MaxText.evaluation import lambada
 from MaxText.inference import own_configuration
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.token_records import read_ids
-from MaxText.input_pipeline.storage import file_info
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-from MaxText.scoring import lambada
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
+from MaxText.storage.file_access import file_info
+from MaxText.storage.unreadable import BadRecord
 from tests.hostile.files import tar_archive, texts_of, torch_archive
 
 DEEP = "[" * 100_000

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from MaxText.configuration.inference_sections import Decoding
+from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
-from MaxText.generation.prompts import read_prompts
-from MaxText.monitoring.json_lines import JsonLines, read_rows, stream_rows
-from MaxText.scoring import lambada, wikitext
+from MaxText.evaluation import lambada, wikitext
+from MaxText.inference.prompts import read_prompts
+from MaxText.metrics.json_lines import JsonLines, read_rows, stream_rows
 from tests.hostile.files import damaged, texts_of
 
 DAMAGES = 120

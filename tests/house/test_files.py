@@ -124,47 +124,42 @@ def test_no_name_hides_another_module():
 def test_the_configuration_is_checked_without_jax():
     modules = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-        for path in (PACKAGE / "configuration").glob("*.py")
+        for path in (PACKAGE / "config").glob("*.py")
         if path.stem != "__init__"
     ]
     program = "\n".join(
         [
             f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})",
             *(f"import {module}" for module in modules),
-            "MaxText.configuration.loading.configure('quickstart.yml')",
+            "MaxText.config.loading.configure('quickstart.yml')",
             "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)",
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# Package or module -> the packages and modules that it may import besides itself and the modules of
-# MaxText (errors, ...).
-_BELOW_TRAINING = {"configuration", "buckets", "parallelism", "layers", "input_pipeline"}
-_COST = {"compilation", "planning", "monitoring.cost", "monitoring.flops", "monitoring.peak_flops"}
-BELOW = {
-    "configuration": set(),
-    "buckets": {"configuration"},
-    "parallelism": {"configuration"},
-    "layers": {"configuration", "parallelism"},
-    "input_pipeline": {"configuration", "buckets", "layers.batch"},
-    "training": _BELOW_TRAINING,
-}
-# What is compiled ahead of time has the scale of scores that growth fixes.
-BELOW |= dict.fromkeys(
-    _COST, _BELOW_TRAINING | _COST | {"training", "checkpointing.growth", "monitoring.tables"}
+# Each package may import those before it (from `conversion` on also `metrics`) and the modules of
+# MaxText (errors, ...). Those of _TOP, and the programs, may import everything below.
+_UP = (
+    *("config", "storage", "runtime", "parallelism", "layers", "input_pipeline", "training"),
+    *("checkpointing", "conversion", "growth", "inference", "evaluation"),
 )
+BELOW = {name: set(_UP[:place]) for place, name in enumerate(_UP)}
+for name in ("conversion", "growth", "inference", "evaluation"):
+    BELOW[name] |= {"metrics"}
+BELOW["metrics"] = set(_UP[:3])
+BELOW["cost"] = set(_UP[: _UP.index("growth") + 1]) | {"metrics"}
+BELOW["reports"] = {"config", "storage", "metrics"}
+BELOW["run"] = {*_UP, "metrics", "cost", "reports"}
+_TOP = ("experiments", "launchers")
 
 
 def test_imports_go_down():
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders == {*BELOW, *_TOP}
     for name, below in BELOW.items():
-        place = PACKAGE / name.replace(".", "/")
-        paths = [*place.rglob("*.py"), *place.parent.glob(f"{place.name}.py")]
-        assert paths, f"there is no {name}"
-        for path in paths:
+        for path in (PACKAGE / name).rglob("*.py"):
             for module in imported_modules(path):
-                ours = module.removeprefix("MaxText.")
-                if ours != module and ours.split(".")[0] in folders:
-                    allowed = any(f"{ours}.".startswith(f"{one}.") for one in {name, *below})
-                    assert allowed, f"{shown(path)} imports {module}"
+                ours = module.removeprefix("MaxText.").split(".")[0]
+                allowed = ours not in folders or ours in {name, *below}
+                assert allowed, f"{shown(path)} imports {module}"

@@ -8,18 +8,18 @@ from etils import epath
 
 from MaxText.checkpointing import description, layout
 from MaxText.checkpointing.good_steps import GoodSteps
-from MaxText.checkpointing.run_files import write_run_files
-from MaxText.configuration.command_line import why
-from MaxText.configuration.loading import configure
-from MaxText.configuration.saved import flat
+from MaxText.config.command_line import why
+from MaxText.config.loading import configure
+from MaxText.config.saved import flat
+from MaxText.conversion.conversion_request import read
 from MaxText.conversion.converting import convert
-from MaxText.conversion.request import read
 from MaxText.errors import UserError
+from MaxText.evaluation.text_pairs import first_id
 from MaxText.inference.model_tokenizer import open_tokenizer
 from MaxText.inference.own_configuration import load
 from MaxText.inference.trained_model import open_trained_model, weights_path, with_stored_zoom
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.scoring.text_pairs import first_id
+from MaxText.run.run_files import write_run_files
 from tests.inference.small_models import END, llama_folder
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.input_pipeline.data_errors import UnreadableFile
 from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.storage.unreadable import UnreadableFile
 from tests.input_pipeline.small_data import (
     data_keys,
     open_train,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.configuration.data_sections import Data
+from MaxText.config.data_sections import Data
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import eval_loader, train_loader
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter

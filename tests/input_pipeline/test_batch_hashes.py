@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.configuration.data_sections import Masking
+from MaxText.config.data_sections import Masking
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.small_data import (
     LENGTH,

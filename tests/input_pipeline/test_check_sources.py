@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from MaxText.configuration.loading import load
+from MaxText.config.loading import load
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.token_store.manifest import find_split

@@ -12,8 +12,8 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
-from MaxText.input_pipeline.data_errors import BadRecord
-from MaxText.input_pipeline.transient import is_transient
+from MaxText.storage.transient import is_transient
+from MaxText.storage.unreadable import BadRecord
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,

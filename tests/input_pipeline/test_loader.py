@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from MaxText.configuration.data_sections import Masking
+from MaxText.config.data_sections import Masking
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.configuration.data_sections import Masking
+from MaxText.config.data_sections import Masking
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (

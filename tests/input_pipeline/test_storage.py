@@ -8,8 +8,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.data_errors import UnreadableFile
+from MaxText.storage import file_access
+from MaxText.storage.unreadable import UnreadableFile
 from tests.input_pipeline.small_data import denying
 from tests.refusals import refused
 
@@ -43,7 +43,7 @@ def below(files, root: str) -> list[str]:
     ],
 )
 def test_locations(root, location, expected):
-    assert below(storage.list_files(root + location, "dataset_path"), root) == expected
+    assert below(file_access.list_files(root + location, "dataset_path"), root) == expected
 
 
 def test_numbers_and_other_special_characters(tmp_path):
@@ -56,17 +56,17 @@ def test_numbers_and_other_special_characters(tmp_path):
         (names[5], names[5:]),
     ):
         for prefix in ("", "file://"):
-            files = storage.list_files(f"{prefix}{tmp_path}/{pattern}", "k")
+            files = file_access.list_files(f"{prefix}{tmp_path}/{pattern}", "k")
             assert below(files, str(tmp_path)) == expected
     # Digits of other scripts, and superscripts, which are no decimal number.
     order = ["t.b0", "t.b500", "t.b1000", "t.b19500", "x1", "x٣", "x²"]
-    assert sorted(order[1::2] + order[::2], key=storage.natural_key) == order
+    assert sorted(order[1::2] + order[::2], key=file_access.natural_key) == order
 
 
 def test_list_files_keep_their_order(root, tmp_path):
     listing = tmp_path / "train.index"
     listing.write_text(f"# first ten\n{root}/shard-10.tar\n\n  {root}/shard-2.tar\n")
-    files = storage.list_files(f"@{listing}", "dataset_path")
+    files = file_access.list_files(f"@{listing}", "dataset_path")
     assert below(files, root) == ["shard-10.tar", "shard-2.tar"]
 
 
@@ -87,19 +87,19 @@ def test_nothing_found(tmp_path, monkeypatch, location, message):
         (tmp_path / "empty").write_text("# only this\n")
         (tmp_path / "wrong").write_text("/nowhere/a.tar\n")
         (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    refused(message, storage.list_files, location, "dataset_path")
+    refused(message, file_access.list_files, location, "dataset_path")
 
 
 def read(*places):
     """The bytes of (path, offset, length) each, by one call."""
     arrays = [np.empty(length, np.uint8) for _, _, length in places]
-    storage.read_ranges([path for path, _, _ in places], [at for _, at, _ in places], arrays)
+    file_access.read_ranges([path for path, _, _ in places], [at for _, at, _ in places], arrays)
     return [array.tobytes() for array in arrays]
 
 
 def test_ranges_of_several_files(root):
     ten, two = f"{root}/shard-10.tar", f"{root}/shard-2.tar"
-    assert storage.file_info(ten).size == len("shard-10.tar")
+    assert file_access.file_info(ten).size == len("shard-10.tar")
     assert read((ten, 6, 2), (two, 0, 7), (ten, 11, 1), (two, 3, 0)) == [
         b"10", b"shard-2", b"r", b"",
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_remote_ranges_are_one_call_and_a_folder_one_listing(tmp_path, monkeypat
 
     for name in ("cat_ranges", "info", "ls"):
         counted(name)
-    files = storage.list_files(f"{folder}/{{000..029}}", "dataset_path")
+    files = file_access.list_files(f"{folder}/{{000..029}}", "dataset_path")
     assert [file.size for file in files] == [4] * 30
     assert calls.count("ls") == 1
     assert "info" not in calls
@@ -139,14 +139,14 @@ def test_truncated_and_missing_files(root):
     with pytest.raises(UnreadableFile, match="ends at byte 11, where 3 more") as caught:
         read((f"{root}/shard-2.tar", 9, 5))
     assert caught.value.path == f"{root}/shard-2.tar"
-    for call in (lambda name: read((name, 4, 1)), storage.file_info):
+    for call in (lambda name: read((name, 4, 1)), file_access.file_info):
         with pytest.raises(UnreadableFile, match=r"gone\.tar"):
             call(f"{root}/gone.tar")
 
 
 def test_folders_and_denied_files(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(b"x")
-    refused("is a folder", storage.file_info, str(tmp_path))
+    refused("is a folder", file_access.file_info, str(tmp_path))
     with pytest.raises(UnreadableFile, match="directory"):
         read((str(tmp_path), 0, 1))
     monkeypatch.setattr(os, "open", denying(os.open, "secret"))

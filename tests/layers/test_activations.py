@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.configuration.layer_sections import Activation, NotElementwise
+from MaxText.config.layer_sections import Activation, NotElementwise
 from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, rrelu
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model

@@ -12,10 +12,10 @@ from unittest import mock
 import jax.numpy as jnp
 import pytest
 
-from MaxText.configuration.problems import ConfigurationError
-from MaxText.conformance import CHECKS, LENGTH, SIZES, Subject
+from MaxText.config.problems import ConfigurationError
+from MaxText.cost.flops import count_flops
+from MaxText.experiments.conformance import CHECKS, LENGTH, SIZES, Subject
 from MaxText.layers import depth_mixing
-from MaxText.monitoring.flops import count_flops
 from tests.small_models import tiny_config
 
 SLOW = pytest.mark.slow

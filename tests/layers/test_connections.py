@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from MaxText.configuration.dense_connections_section import DenseConnections
+from MaxText.config.dense_connections_section import DenseConnections
 from MaxText.layers.connections import product_of_normalized
 from MaxText.layers.model import Model
 from MaxText.layers.stack import rematerialized

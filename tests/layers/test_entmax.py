@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import approx_fprime, brentq
 
-from MaxText.generation.token_choice import Choice, probabilities
+from MaxText.inference.token_choice import Choice, probabilities
 from MaxText.layers.entmax import entmax_loss
 from MaxText.training.objective import cross_entropy
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from MaxText.cost.step_time import operations
+from MaxText.cost.traced import traced
 from MaxText.layers import flash_attention
 from MaxText.layers.attention_core import Scoring, softmax_attention
 from MaxText.layers.stack import rematerialized
-from MaxText.planning.step_time import operations
-from MaxText.planning.traced import traced
 from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
 

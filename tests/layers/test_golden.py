@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.configuration.layer_sections import Pattention
-from MaxText.configuration.loading import load
+from MaxText.config.layer_sections import Pattention
+from MaxText.config.loading import load
 from MaxText.conversion.importing import FolderWeights
 from MaxText.layers.model import Model
 from MaxText.layers.pattention import Theta
@@ -22,7 +22,6 @@ from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import make_train_step
-from tests.checkpointing.growing import by_name
 from tests.conversion.golden_models import (
     below,
     hugging_face,
@@ -32,6 +31,7 @@ from tests.conversion.golden_models import (
 )
 from tests.conversion.running import EXACT, model_in_run, parameters_in_run, run
 from tests.conversion.small_folders import same_bits
+from tests.growth.growing import by_name
 from tests.small_models import some_quick
 
 # How the same numbers are computed.

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.configuration.loading import configure
+from MaxText.config.loading import configure
 from MaxText.conversion.families.gpt_neo import GPT_NEO
 from MaxText.conversion.family import row
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weights import nested
+from MaxText.conversion.weight_source import nested
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums

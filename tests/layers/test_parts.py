@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.configuration.loading import configure
+from MaxText.config.loading import configure
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
 from MaxText.layers.rotary import rotary_table

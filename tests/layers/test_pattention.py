@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.configuration.layer_sections import Pattention
+from MaxText.config.layer_sections import Pattention
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model

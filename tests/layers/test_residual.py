@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText import conformance
-from MaxText.configuration.loading import configure
+from MaxText.config.loading import configure
 from MaxText.errors import UserError
+from MaxText.experiments import conformance
 from MaxText.layers.model import Model
 from tests.small_models import random_batch, tiny_config
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.configuration.layer_sections import Position
+from MaxText.config.layer_sections import Position
 from MaxText.layers.rotary import frequencies, rotary_table, rotate, rotate_whole
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from MaxText.configuration.layer_plan import plan_layers
+from MaxText.config.layer_plan import plan_layers
 from MaxText.layers import stack
 from MaxText.layers.model import Model
 from MaxText.layers.weights import weight

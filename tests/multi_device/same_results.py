@@ -8,10 +8,10 @@ import pytest
 
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.training_sections import Checkpoint
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_layout
+from MaxText.run.starting_point import restore_or_initialize
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.configuration.layer_sections import Pattention
-from MaxText.configuration.training_sections import Batch
+from MaxText.config.layer_sections import Pattention
+from MaxText.config.training_sections import Batch
 from MaxText.layers.pattention import Theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
 from tests.multi_device.same_results import (

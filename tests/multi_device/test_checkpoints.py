@@ -7,19 +7,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpointing.checksums import array_checksums, host_checksum
-from MaxText.checkpointing.growth.settling import settle
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.saved import flat
-from MaxText.configuration.training_sections import Checkpoint
+from MaxText.config.saved import flat
+from MaxText.config.training_sections import Checkpoint
+from MaxText.growth.settling import settle
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
+from MaxText.run.starting_point import restore_or_initialize
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize
-from tests.checkpointing.growing import by_name, config_of, grow_by, save, trained
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal, fresh_state, on_host, update
+from tests.growth.growing import by_name, config_of, grow_by, save, trained
 from tests.multi_device.same_results import MIXED, assert_read_as, planned, train
 
 pytestmark = pytest.mark.multi_device

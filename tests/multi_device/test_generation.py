@@ -4,19 +4,19 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.configuration.loading import configure
-from MaxText.generation.engine import Engine
-from MaxText.generation.generating import Limits, generate
-from MaxText.generation.token_choice import Choice
+from MaxText.config.loading import configure
+from MaxText.evaluation.data_set import score_data_set
+from MaxText.evaluation.text_bytes import TextBytes
+from MaxText.inference.engine import Engine
+from MaxText.inference.generating import Limits, generate
+from MaxText.inference.token_choice import Choice
 from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
-from MaxText.scoring.data_set import score_data_set
-from MaxText.scoring.text_bytes import TextBytes
+from tests.evaluation.small_trained import tiny_trained
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.multi_device.same_results import MIXED, fresh_parameters
-from tests.scoring.small_trained import tiny_trained
 from tests.small_models import TINY
 
 pytestmark = pytest.mark.multi_device

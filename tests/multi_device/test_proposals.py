@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.compilation.compiling import plan_step
-from MaxText.configuration.loading import load
-from MaxText.planning import fitting
-from MaxText.planning.fitting import candidates
-from MaxText.planning.hardware import find
-from MaxText.planning.planning import peak_of
+from MaxText.config.loading import load
+from MaxText.cost import fitting
+from MaxText.cost.compiling import plan_step
+from MaxText.cost.fitting import candidates
+from MaxText.cost.hardware import find
+from MaxText.cost.job_plan import peak_of
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.recovery import copied, placed
-from MaxText.configuration.training_sections import Batch, Mesh
+from MaxText.config.training_sections import Batch, Mesh
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import ParameterInfo
 from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout, rows_of_batch
+from MaxText.run.recovery import copied, placed
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
 from tests.multi_device.same_results import MIXED, assert_read_as, train

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from MaxText.configuration import axis_rules
-from MaxText.configuration.axis_rules import MESH_AXES
-from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
+from MaxText.config import axis_rules
+from MaxText.config.axis_rules import MESH_AXES
+from MaxText.config.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
 from MaxText.errors import UserError
 from MaxText.parallelism.constraints import partition_spec
 from MaxText.parallelism.device_mesh import arranged, mesh_sizes

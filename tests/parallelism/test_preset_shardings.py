@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.configuration import config_files
-from MaxText.configuration.loading import configure
+from MaxText.config import config_files
+from MaxText.config.loading import configure
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout
 from MaxText.training import backend_defaults

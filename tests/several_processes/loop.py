@@ -10,9 +10,9 @@ import sys
 import time
 
 from MaxText import exit_codes
-from MaxText.parallelism import processes, start_up
-from MaxText.parallelism.preemption import StopSignal
-from MaxText.parallelism.watchdog import Watchdog
+from MaxText.runtime import processes, start_up
+from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.watchdog import Watchdog
 
 
 def go_wrong(what: str) -> None:

@@ -53,11 +53,11 @@ def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
 
 AGREEING = """
 import sys
-from MaxText.parallelism import start_up
+from MaxText.runtime import start_up
 for line in start_up.connect("cpu", 60.0):
     print(line)
 import jax
-from MaxText.parallelism.agreement import agreed
+from MaxText.runtime.agreement import agreed
 
 def work():
     if jax.process_index() == 0:

@@ -11,7 +11,7 @@ import pytest
 from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer, per_parameter
 from MaxText.training.schedule import learning_rate_schedule
-from tests.checkpointing.growing import by_name
+from tests.growth.growing import by_name
 from tests.small_models import tiny_config
 
 RATE = 0.01

@@ -4,15 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText import conformance
-from MaxText.configuration import import_modules, registry
-from MaxText.configuration.problems import ConfigurationError
-from MaxText.conformance import LENGTH, SIZES, Subject
+from MaxText.config import import_modules, registry
+from MaxText.config.problems import ConfigurationError
+from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
-from MaxText.generation.engine import Engine
-from MaxText.generation.token_choice import Choice
+from MaxText.experiments import conformance
+from MaxText.experiments.conformance import LENGTH, SIZES, Subject
+from MaxText.inference.engine import Engine
+from MaxText.inference.token_choice import Choice
 from MaxText.layers.model import Model
-from MaxText.monitoring.flops import count_flops
 from MaxText.parallelism.mesh import make_layout
 from MaxText.training.assembly import assemble
 from MaxText.training.objective import is_in_nats
@@ -21,7 +21,7 @@ from tests.small_models import random_batch, tiny_config, trainer
 
 MINE = """
 import jax.numpy as jnp
-from MaxText.configuration.keys import Section, key
+from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.part import Head
 from MaxText.layers.part import register

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from MaxText.configuration.training_sections import Schedule
+from MaxText.config.training_sections import Schedule
 from MaxText.training.schedule import learning_rate_schedule
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from MaxText.configuration.training_sections import Guard
+from MaxText.config.training_sections import Guard
 from MaxText.layers.model import Model
 from MaxText.training import spike_guard
 from MaxText.training import step as steps

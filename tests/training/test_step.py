@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.compilation import known_memory
+from MaxText.cost import known_memory
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.layers.entmax import entmax_loss

@@ -15,7 +15,7 @@ from MaxText.input_pipeline.document_sources.json_rows import (
     missing_text_error,
     token_ids_error,
 )
-from MaxText.input_pipeline.storage import is_url, local_path
+from MaxText.storage.file_access import is_url, local_path
 
 # Rows of parquet that are decoded at once.
 _BATCH_ROWS = 256

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.storage import is_url, local_path, open_stream
+from MaxText.storage.file_access import is_url, local_path, open_stream
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.document_sources.shards import SHARD_BYTES, Shard, cut_into_shards
 from MaxText.input_pipeline.document_sources.source_files import (
     STDLIB,
@@ -13,6 +12,7 @@ from MaxText.input_pipeline.document_sources.source_files import (
     resolve_files,
     split_entries,
 )
+from MaxText.storage import file_access
 
 # Words that the name of a file or of one of its folders may begin with.
 _SPLIT_NAMES = {
@@ -60,7 +60,7 @@ def open_corpus(
     entries = split_entries(prepare_source)
     found: dict[str, SourceFile] = {}  # none twice
     for file in (file for entry in entries for file in resolve_files(entry)):
-        is_local = not storage.is_url(file.path)
+        is_local = not file_access.is_url(file.path)
         found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
     files = [*found.values()]
     splits = _splits(files)

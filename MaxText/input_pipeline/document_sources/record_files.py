@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.arrow_tables import partition_range
 from MaxText.input_pipeline.document_sources.compressed import (
     decode,
@@ -25,6 +24,7 @@ from MaxText.input_pipeline.document_sources.json_rows import (
     token_ids_error,
 )
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
+from MaxText.storage.unreadable import BadRecord
 
 
 def scan_records(

@@ -18,7 +18,7 @@ from MaxText.input_pipeline.document_sources.documents import Document, Skipped
 from MaxText.input_pipeline.document_sources.json_rows import NoValidRow, json_texts
 from MaxText.input_pipeline.document_sources.record_files import record_texts
 from MaxText.input_pipeline.document_sources.source_files import SourceFile
-from MaxText.input_pipeline.storage import is_url
+from MaxText.storage.file_access import is_url
 
 SHARD_BYTES = 2**26
 

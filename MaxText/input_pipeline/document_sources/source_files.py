@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.document_sources.document_formats import (
     NOT_TEXT,
     PLAIN_TEXT,
@@ -28,6 +27,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
     known_format,
 )
 from MaxText.input_pipeline.document_sources.json_rows import token_ids_error
+from MaxText.storage import file_access
 
 STDLIB = "python_stdlib"
 
@@ -119,7 +119,7 @@ def resolve_files(entry: str) -> list[SourceFile]:
             return _stdlib_files(stdlib_root())
         if _is_folder(entry):
             return _folder_files(entry)
-        is_there = storage.is_url(entry) or os.path.exists(storage.local_path(entry))
+        is_there = file_access.is_url(entry) or os.path.exists(file_access.local_path(entry))
         if not (is_there or glob.has_magic(entry) or entry.startswith("@") or "{" in entry):
             raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
         return [_source_file(path, name) for name, path in _listed(entry).items()]
@@ -131,16 +131,16 @@ def resolve_files(entry: str) -> list[SourceFile]:
 
 
 def _is_folder(entry: str) -> bool:
-    if not storage.is_url(entry):
-        return Path(storage.local_path(entry)).is_dir()
-    system, name = storage.file_system(entry)
+    if not file_access.is_url(entry):
+        return Path(file_access.local_path(entry)).is_dir()
+    system, name = file_access.file_system(entry)
     return not glob.has_magic(entry) and "{" not in entry and system.isdir(name)
 
 
 def _listed(entry: str) -> dict[str, str]:
     """Returns paths of files by their names below the folder that they share."""
-    paths = [file.path for file in storage.list_files(entry, _KEY)]
-    return dict(zip(storage.names_below(paths), paths, strict=True))
+    paths = [file.path for file in file_access.list_files(entry, _KEY)]
+    return dict(zip(file_access.names_below(paths), paths, strict=True))
 
 
 def _source_file(path: str, name: str) -> SourceFile:
@@ -153,10 +153,10 @@ def _source_file(path: str, name: str) -> SourceFile:
             "object with the text per line), which may be compressed (.gz .zst .xz .bz2)."
         )
     check_not_compressed(path, file_format)
-    if storage.is_url(path):
-        system, remote_path = storage.file_system(path)
+    if file_access.is_url(path):
+        system, remote_path = file_access.file_system(path)
         return SourceFile(path, name, system.info(remote_path).get("size") or 0, file_format)
-    path = storage.local_path(path)
+    path = file_access.local_path(path)
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise UserError(
@@ -209,10 +209,10 @@ def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
 def _folder_files(entry: str) -> list[SourceFile]:
     """Returns files of a folder with a known ending, in natural order of their names."""
     saved: dict[str, list[str]] = {}
-    if storage.is_url(entry):
+    if file_access.is_url(entry):
         found = _listed(entry)
     else:
-        folder = Path(storage.local_path(entry))
+        folder = Path(file_access.local_path(entry))
         if _is_made(folder, _MADE_OF_IDS):
             found_ids = "what prepare_data.py made of text"
             raise token_ids_error(f"{_KEY}={entry}", str(folder), found_ids)
@@ -232,8 +232,8 @@ def _folder_files(entry: str) -> list[SourceFile]:
         parent, base = os.path.split(name)
         # Saved arrow files keep the order that their folder states.
         if base in saved.get(parent, ()):
-            return storage.natural_key(parent), saved[parent].index(base)
-        return storage.natural_key(name), -1
+            return file_access.natural_key(parent), saved[parent].index(base)
+        return file_access.natural_key(name), -1
 
     chosen = _readable([name for name in found if is_data(name)])
     if not chosen:

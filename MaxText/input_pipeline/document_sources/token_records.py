@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.arrow_tables import open_table
 from MaxText.input_pipeline.document_sources.compressed import (
     READ_ERRORS,
@@ -33,6 +32,7 @@ from MaxText.input_pipeline.document_sources.token_tables import (
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tar_archive import scan_members
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
+from MaxText.storage.unreadable import BadRecord
 
 # What the position of a document in a file counts.
 _UNITS = {

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.arrow_tables import (
     Table,
     is_list,
     is_list_of_integers,
 )
+from MaxText.storage.unreadable import BadRecord
 
 IGNORED = -100
 """Label of a position that does not count; any negative one is read as such."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import google_crc32c
 
-from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.storage.unreadable import BadRecord
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.configuration.data_sections import Preparation
-from MaxText.configuration.schema import Config
+from MaxText.config.data_sections import Preparation
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenedSource
-from MaxText.input_pipeline.inspection import report as inspection_report
+from MaxText.input_pipeline.inspection import inspection_report as inspection_report
 from MaxText.input_pipeline.inspection.statistics import (
     document_lengths,
     measure_sequences,
@@ -20,9 +20,9 @@ from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
-from MaxText.input_pipeline.storage import local_path
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
+from MaxText.storage.file_access import local_path
 
 _IN_NO_FILE_NAME = "/"
 _ID_BYTES = 4  # progress is in bytes

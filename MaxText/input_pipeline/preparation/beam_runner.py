@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.token_shards import ShardJob, Tokenization, tokenize_shard
-from MaxText.input_pipeline.sync import write_whole
+from MaxText.storage.atomic import write_whole
 
 _REFUSED = ".refused"
 

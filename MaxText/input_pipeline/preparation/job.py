@@ -22,7 +22,7 @@ from MaxText.input_pipeline.document_sources.documents import too_many_error
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, shard_of
 from MaxText.input_pipeline.preparation.progress import show_progress
-from MaxText.input_pipeline.preparation.sampling import corpus_digest
+from MaxText.input_pipeline.preparation.text_sample import corpus_digest
 from MaxText.input_pipeline.preparation.token_shards import (
     ShardJob,
     Tokenization,
@@ -31,7 +31,6 @@ from MaxText.input_pipeline.preparation.token_shards import (
     tokenize_shard,
     write_documents,
 )
-from MaxText.input_pipeline.sync import sync_file, write_whole
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -39,6 +38,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     SourceEntry,
     Split,
 )
+from MaxText.storage.atomic import sync_file, write_whole
 
 Show = Callable[[str], None]
 

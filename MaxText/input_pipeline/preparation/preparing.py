@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.configuration.data_sections import Data, Preparation
+from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sync
-from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.job import (
@@ -37,7 +35,7 @@ from MaxText.input_pipeline.preparation.record_export import (
     export_records,
     record_shape,
 )
-from MaxText.input_pipeline.preparation.sampling import (
+from MaxText.input_pipeline.preparation.text_sample import (
     SAMPLED_SHARDS,
     ReadJob,
     ReadSettings,
@@ -48,10 +46,12 @@ from MaxText.input_pipeline.preparation.sampling import (
     sampling_jobs,
 )
 from MaxText.input_pipeline.preparation.token_shards import Tokenization
-from MaxText.input_pipeline.storage import file_infos, is_url, local_path
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
-from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
+from MaxText.runtime.cores import num_cores
+from MaxText.storage import atomic
+from MaxText.storage.file_access import file_infos, is_url, local_path
 
 Show = Callable[[str], None]
 
@@ -161,7 +161,7 @@ def make_once(
     staging = folder.with_name(f".{folder.name}.preparing")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with sync.lock(folder.with_name(f".{folder.name}.lock"), show):
+        with atomic.lock(folder.with_name(f".{folder.name}.lock"), show):
             if (folder / manifest_name_of(preparation)).exists():
                 # Left by a process that was killed after it had renamed the folder.
                 shutil.rmtree(staging, ignore_errors=True)
@@ -213,11 +213,11 @@ def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -
         records = staging / "records"
         export_records(complete, preparation, records, show)
         shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
-        sync.sync_file(records / _RECORDS_MANIFEST_NAME)
-        sync.sync_file(records)
+        atomic.sync_file(records / _RECORDS_MANIFEST_NAME)
+        atomic.sync_file(records)
         complete = records
     complete.rename(folder)
-    sync.sync_file(folder.parent)
+    atomic.sync_file(folder.parent)
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -437,7 +437,7 @@ def _save_digest(path: Path | None, sha256: str) -> None:
     if path:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            sync.write_whole(path, sha256)
+            atomic.write_whole(path, sha256)
 
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:

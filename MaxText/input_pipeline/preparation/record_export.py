@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.record_shards import (
     FinishedFile,
@@ -34,9 +33,10 @@ from MaxText.input_pipeline.preparation.record_shards import (
     require_pyarrow,
     write_record_file,
 )
-from MaxText.input_pipeline.sync import WRITING_SUFFIX, publish, write_whole, writing_name
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import open_flat
+from MaxText.runtime.cores import num_cores
+from MaxText.storage.atomic import WRITING_SUFFIX, publish, write_whole, writing_name
 
 TEXT_FORMATS = ("text_tfrecord", "text_array_record")
 """Values of prepare_output_format that export the text itself."""

@@ -24,9 +24,9 @@ from MaxText.input_pipeline.preparation.strided_windows import (
     rows_of_windows,
     strided_windows,
 )
-from MaxText.input_pipeline.sync import publish, sync_file, writing_name
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
+from MaxText.storage.atomic import publish, sync_file, writing_name
 
 # Tokens read, encoded and written at a time; also the size of a parquet row group.
 _BATCH_TOKENS = 1_000_000

@@ -10,15 +10,15 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.shards import cut_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.preparation.preparing import make_once
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
+from MaxText.storage import file_access
 
 
 def open_text(
@@ -64,7 +64,8 @@ def open_text(
     tokenizer = load_tokenizer(tokenizer_path, tokenizer_type)
     decisive = {
         "files": [
-            [storage.absolute(path), size, tag] for path, size, tag in storage.file_infos(files)
+            [file_access.absolute(path), size, tag]
+            for path, size, tag in file_access.file_infos(files)
         ],
         "tokenizer": tokenizer.entry.sha256,
         "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],

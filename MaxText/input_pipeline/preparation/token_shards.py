@@ -34,14 +34,13 @@ from MaxText.input_pipeline.preparation.held_out import (
     hashes,
     held_out_below,
 )
-from MaxText.input_pipeline.preparation.sampling import (
+from MaxText.input_pipeline.preparation.text_sample import (
     ReadJob,
     ReadSettings,
     TextDigest,
     read_shard,
     text_cleaner,
 )
-from MaxText.input_pipeline.sync import publish, sync_file, write_whole, writing_name
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
@@ -51,7 +50,8 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.tokenization.loading import TextTokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer
+from MaxText.storage.atomic import publish, sync_file, write_whole, writing_name
 
 # Text tokenized at a time: enough for several threads, little enough for memory (the tokenizers
 # library takes some hundred bytes per token while it works).

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_copies import copied_folder
@@ -16,9 +16,9 @@ from MaxText.input_pipeline.preparation.preparing import (
     manifest_name_of,
     prepare,
 )
-from MaxText.input_pipeline.storage import file_system, path_type
-from MaxText.input_pipeline.sync import lock
 from MaxText.input_pipeline.token_store.manifest import Manifest
+from MaxText.storage.atomic import lock
+from MaxText.storage.file_access import file_system, path_type
 
 
 def prepare_in_bucket(

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from MaxText.configuration.training_sections import Batch
+from MaxText.config.training_sections import Batch
 
 
 @dataclasses.dataclass(frozen=True)

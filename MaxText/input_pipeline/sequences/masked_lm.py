@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from MaxText.configuration.data_sections import Masking
+from MaxText.config.data_sections import Masking
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.splitmix import INCREMENT, mix
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.input_pipeline.storage import FileInfo, names_below, open_stream
+from MaxText.storage.file_access import FileInfo, names_below, open_stream
 
 ACCEPTED = (
     "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "

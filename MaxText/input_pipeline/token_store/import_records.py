@@ -27,16 +27,16 @@ import numpy as np
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import Arrays, delete_unused, unwritable
-from MaxText.input_pipeline.cores import num_cores
-from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
 from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
 from MaxText.input_pipeline.preparation import work_processes
-from MaxText.input_pipeline.storage import FileInfo
-from MaxText.input_pipeline.sync import lock, sync_file, write_whole
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
-from MaxText.input_pipeline.transient import is_transient
+from MaxText.runtime.cores import num_cores
+from MaxText.storage import file_access
+from MaxText.storage.atomic import lock, sync_file, write_whole
+from MaxText.storage.file_access import FileInfo
+from MaxText.storage.transient import is_transient
+from MaxText.storage.unreadable import BadRecord, UnreadableFile
 
 _LAYOUT = 1
 _HEADER_NAME = "import.json"
@@ -111,7 +111,7 @@ def import_records(
       UnreadableFile: A file cannot be read.
       UserError: Too many bad records, or `cache_dir` cannot be written.
     """
-    found = [(storage.absolute(file.path), file.size, file.tag) for file in files]
+    found = [(file_access.absolute(file.path), file.size, file.tag) for file in files]
     name = json.dumps([_LAYOUT, identity, eos_id, skip, found])
     folder = cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
     job = _Job(folder, tuple(files), read, eos_id, skip, max_bad_records)
@@ -129,7 +129,7 @@ def import_records(
         except UserError:
             raise
         except OSError as error:
-            if is_transient(error, remote=any(storage.is_url(file.path) for file in files)):
+            if is_transient(error, remote=any(file_access.is_url(file.path) for file in files)):
                 raise
             raise unwritable(cache_dir, error) from error
     with contextlib.suppress(OSError):  # the cache may be read-only
@@ -272,7 +272,7 @@ def _raise_if_unreadable(problem: BadRecord) -> None:
     """Raises storage errors, which are not damage to skip."""
     cause = problem.__cause__
     if isinstance(cause, Exception):
-        if is_transient(cause, storage.is_url(problem.path)):
+        if is_transient(cause, file_access.is_url(problem.path)):
             raise cause  # which arrives from another process as what it is
         if isinstance(cause, OSError) and cause.errno is not None:
             raise UnreadableFile(str(problem), problem.path) from problem

@@ -24,15 +24,15 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import cached_arrays
-from MaxText.input_pipeline.storage import FileInfo
 from MaxText.input_pipeline.token_store.store import (
     TokenData,
     TokenStore,
     boundaries_digest,
     record_length,
 )
+from MaxText.storage import file_access
+from MaxText.storage.file_access import FileInfo
 
 MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -55,7 +55,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
     indices = [file for file in files if file.path.endswith(".idx")]
     if not indices:  # the name of the .bin file was given
         name = re.sub(r"(-\d+-of-\d+)?\.bin$", ".idx", files[0].path)
-        indices = [storage.file_info(name)]
+        indices = [file_access.file_info(name)]
     if len(indices) > 1:
         names = ", ".join(Path(index.path).name for index in indices[:3])
         raise UserError(
@@ -64,17 +64,17 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
         )
     (index,) = indices
     prefix = index.path.removesuffix(".idx")
-    if storage.path_type(f"{prefix}.bin"):
-        shards = [storage.file_info(f"{prefix}.bin")]
+    if file_access.path_type(f"{prefix}.bin"):
+        shards = [file_access.file_info(f"{prefix}.bin")]
     else:  # published in parts of a fixed number of bytes, to be joined
         pattern = f"{prefix}-*-of-*.bin"
-        shards = storage.list_files(pattern, f"{key}={location}, the data of {prefix}.idx")
+        shards = file_access.list_files(pattern, f"{key}={location}, the data of {prefix}.idx")
     with _opened(index) as file:
         dtype = read_header(file, index)[0]
         documents = cached_arrays(
             cache_dir,
             "megatron1",
-            f"{storage.absolute(index.path)} {index.size} {index.tag}",
+            f"{file_access.absolute(index.path)} {index.size} {index.tag}",
             lambda: read_offsets(file, index),
         )
     if dtype == np.int8:
@@ -94,7 +94,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
         description=(
             f"{len(store):,} tokens in {offsets.size - 1:,} {kind} of the Megatron data {prefix}"
         ),
-        fingerprint=storage.fingerprint([index, *shards], [boundaries_digest(offsets)]),
+        fingerprint=file_access.fingerprint([index, *shards], [boundaries_digest(offsets)]),
         record_length=length,
     )
 
@@ -103,11 +103,11 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
 def _opened(index: FileInfo) -> Iterator[Path]:
     """Yields a local path of an index: itself, or a temporary copy."""
     try:
-        if not storage.is_url(index.path):
-            yield Path(storage.local_path(index.path))
+        if not file_access.is_url(index.path):
+            yield Path(file_access.local_path(index.path))
             return
         with tempfile.TemporaryDirectory() as folder:
-            system, name = storage.file_system(index.path)
+            system, name = file_access.file_system(index.path)
             system.get_file(name, f"{folder}/idx")
             yield Path(folder, "idx")
     except OSError as error:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.configuration.data_sections import Data, Preparation
+from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import Arrays
 from MaxText.input_pipeline.document_sources.arrow_tables import (
     is_list,
@@ -29,7 +28,6 @@ from MaxText.input_pipeline.document_sources.token_records import (
 )
 from MaxText.input_pipeline.document_sources.token_tables import id_column, labels_are_ids
 from MaxText.input_pipeline.local_copies import copies_folder, copy_files
-from MaxText.input_pipeline.storage import FileInfo, is_url, local_path
 from MaxText.input_pipeline.token_store.file_formats import choose_format, choose_split
 from MaxText.input_pipeline.token_store.import_records import Imported, Read, import_records
 from MaxText.input_pipeline.token_store.manifest import (
@@ -51,6 +49,8 @@ from MaxText.input_pipeline.token_store.store import (
     record_length,
 )
 from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
+from MaxText.storage import file_access
+from MaxText.storage.file_access import FileInfo, is_url, local_path
 
 
 class _Request(NamedTuple):
@@ -138,9 +138,9 @@ def _is_prepared(location: str, key: str) -> bool:
     if is_url(location):
         # What a web server answers for any name is no proof of a file.
         manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
-        return not location.startswith("http") and storage.path_type(manifest) == "file"
+        return not location.startswith("http") and file_access.path_type(manifest) == "file"
     try:
-        return storage.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
+        return file_access.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
     except PermissionError as error:
         raise UserError(
             f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
@@ -220,14 +220,14 @@ def _copy_prepared(
     request: _Request, url: str, split: str
 ) -> tuple[Path, Manifest, list[FileInfo] | None]:
     """Returns a copy of a remote dataset without its token files, and these."""
-    with storage.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
+    with file_access.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
         content = stream.read()
     folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
-    copy_files(storage.files_in(url), folder)
+    copy_files(file_access.files_in(url), folder)
     manifest = read_manifest(str(folder))
     if split not in manifest.splits:
         return folder, manifest, None
-    found = {file.path.rsplit("/", 1)[-1]: file for file in storage.files_in(f"{url}/{split}")}
+    found = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(f"{url}/{split}")}
     names = [file.name for file in manifest.splits[split].files]
     copy_files([file for name, file in found.items() if name not in names], folder / split)
     if missing := [name for name in names if name not in found]:
@@ -244,11 +244,11 @@ def _find(request: _Request) -> list[FileInfo]:
     if not location.startswith("@") and not is_url(location):
         path = local_path(location)
         try:
-            if not storage.path_type(path) and storage.path_type(f"{path}.idx"):
+            if not file_access.path_type(path) and file_access.path_type(f"{path}.idx"):
                 location = f"{location}.idx"
         except PermissionError:
             pass  # which list_files puts into words
-    return storage.list_files(location, request.key)
+    return file_access.list_files(location, request.key)
 
 
 def _open_tables(
@@ -324,7 +324,7 @@ def _open_records(
             f"{len(store):,} tokens in {offsets.size - 1:,} {what} of {len(files)} {kind} files "
             f"at {request.location}{labelled}"
         ),
-        fingerprint=storage.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
+        fingerprint=file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
         filler_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,

@@ -17,9 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import Arrays
-from MaxText.input_pipeline.storage import FileInfo
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
@@ -29,6 +27,8 @@ from MaxText.input_pipeline.token_store.manifest import (
     damaged,
     tokens_of_files,
 )
+from MaxText.storage import file_access
+from MaxText.storage.file_access import FileInfo
 
 # Pieces of fewer tokens than this on average are read together with what lies between them.
 _SMALL_PIECE = 256
@@ -65,7 +65,7 @@ class TokenStore:
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
-        storage.forget(self.files)  # others may have been there when they were read last
+        file_access.forget(self.files)  # others may have been there when they were read last
         self._dtype = dtype
         self._documents = documents
         self._origins = origins
@@ -109,7 +109,7 @@ class TokenStore:
         for path in paths:
             if path not in known:
                 continue
-            size = storage.file_info(path).size
+            size = file_access.file_info(path).size
             expected = self._num_bytes(known[path])
             if size > expected:
                 raise UserError(
@@ -175,7 +175,7 @@ class TokenStore:
             offsets = (starts - self._first[files]) * width
             ends = np.cumsum(sizes)
             parts = [ids[i:j] for i, j in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-            storage.read_ranges(paths, offsets.tolist(), parts)
+            file_access.read_ranges(paths, offsets.tolist(), parts)
             return ids
         paths, offsets, parts, at = [], [], [], 0
         for file, start, stop in zip(files.tolist(), starts.tolist(), stops.tolist(), strict=True):
@@ -187,7 +187,7 @@ class TokenStore:
                     parts.append(ids[at : at + end - start])
                     at += end - start
                 start, file = end, file + 1
-        storage.read_ranges(paths, offsets, parts)
+        file_access.read_ranges(paths, offsets, parts)
         return ids
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
+from MaxText.runtime.cores import num_cores
 
 # Control tokens by the names that published tokenizers use, tried in this order where no
 # tokenizer_config.json says which they are.

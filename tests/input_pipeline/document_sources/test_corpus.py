@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources import source_files
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.documents import Document

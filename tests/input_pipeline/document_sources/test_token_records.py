@@ -15,10 +15,10 @@ from hypothesis import strategies
 from pyarrow import parquet
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.token_records import holds_text, read_ids
 from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.storage.unreadable import BadRecord
 from tests.hostile.files import damaged, tar_archive, torch_file
 from tests.input_pipeline.document_sources.written_corpora import COMPRESS
 from tests.input_pipeline.token_store import token_files

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.configuration.loading import configure
+from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.input_pipeline.inspection import statistics
 from MaxText.input_pipeline.inspection.inspecting import Inspection
-from MaxText.input_pipeline.inspection.report import (
+from MaxText.input_pipeline.inspection.inspection_report import (
     batch_lines,
     document_lines,
     show_sequence,
@@ -24,7 +24,7 @@ from MaxText.input_pipeline.inspection.statistics import (
     spread,
 )
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.input_pipeline.small_data import (
     EOS,
     data_keys,

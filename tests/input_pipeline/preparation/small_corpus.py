@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.preparation import preparing
 from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest

@@ -12,8 +12,8 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation import job, token_shards
-from MaxText.input_pipeline.sync import publish, writing_name
 from MaxText.input_pipeline.token_store.manifest import read_manifest
+from MaxText.storage.atomic import publish, writing_name
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents
@@ -24,7 +24,7 @@ from .small_corpus import byte_options, made, split_small, write_texts
 KILLED = """
 import functools, json, os, signal, sys
 from pathlib import Path
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.preparation import preparing
 
 source, target, keys, first, stride = sys.argv[1:]
@@ -96,7 +96,7 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 
 WORKERS = """
 import functools, sys, time
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.preparation import job, preparing
 encode = job.tokenize_shard
 def encode_then_wait(*arguments):

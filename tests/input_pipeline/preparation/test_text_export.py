@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.preparing import prepare

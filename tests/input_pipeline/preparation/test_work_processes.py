@@ -9,8 +9,8 @@ import time
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sync
 from MaxText.input_pipeline.preparation import work_processes
+from MaxText.storage import atomic
 from tests.refusals import refused
 
 
@@ -74,7 +74,7 @@ def lock(tmp_path):
 
 
 def hold_lock(path, pipe):
-    with sync.lock(path, print):
+    with atomic.lock(path, print):
         pipe.send("held")
         time.sleep(60)
 
@@ -93,7 +93,7 @@ def test_lock_of_a_living_and_a_killed_process(lock):
         process.kill()
         process.join()
 
-    with sync.lock(lock, show):
+    with atomic.lock(lock, show):
         assert process.exitcode == -signal.SIGKILL
     assert not lock.exists()
     (line,) = lines

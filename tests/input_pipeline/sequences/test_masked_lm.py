@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from MaxText.configuration.data_sections import Masking
+from MaxText.config.data_sections import Masking
 from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
 from tests.refusals import refused
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.configuration.training_sections import Batch
+from MaxText.config.training_sections import Batch
 from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
 from MaxText.input_pipeline.sequences.exclusions import Holes
 from MaxText.input_pipeline.sequences.global_batch import fold

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow
 import pytest
 
-from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
 from MaxText.input_pipeline.formats import tf_example
+from MaxText.storage.unreadable import BadRecord, UnreadableFile
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused

@@ -10,7 +10,7 @@ import pyarrow
 from array_record.python import array_record_module
 from pyarrow import parquet
 
-from MaxText.configuration.data_sections import Data, Preparation
+from MaxText.config.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.token_store.megatron import write_index

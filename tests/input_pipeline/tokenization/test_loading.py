@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer, train_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer, train_tokenizer
 from tests.input_pipeline.tokenization import test_tiktoken_file
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, assert_same_ids, write
 from tests.input_pipeline.tokenization.test_sentence_piece import train

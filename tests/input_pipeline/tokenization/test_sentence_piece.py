@@ -7,7 +7,7 @@ import sys
 import pytest
 import sentencepiece
 
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.refusals import refused
 
 

@@ -8,7 +8,7 @@ import tiktoken
 from hypothesis import HealthCheck, given, settings
 from tiktoken_ext import openai_public
 
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.input_pipeline.tokenization.tiktoken_file import LLAMA3_WORDS
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, texts
 from tests.refusals import refused

@@ -1,0 +1,225 @@
+"""Command lines of all programs: help, --show-config, --why, and mistakes."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from MaxText import early_signals, exit_codes
+from MaxText.config import import_modules, maxtext_report, saved, values
+from MaxText.config.catalogue import Key, all_keys, by_section
+from MaxText.config.config_files import FileProblem
+from MaxText.config.layering import Layer, Setting
+from MaxText.config.loading import Loaded, accepted, load
+from MaxText.config.maxtext_keys import ALIASES, absent
+from MaxText.config.problems import ConfigurationError, Problem, nearest, nearest_fact
+from MaxText.errors import UserError
+
+_OPTIONS = """
+options:
+  --help [KEY]          this text, or everything about one key
+  --show-config         print the resolved configuration as YAML and exit
+  --why KEY             print a value, where it was set and what it beat, and exit
+  --from-maxtext FILE   print what this program makes of a YAML file written for MaxText, and exit
+
+Values come, last wins, from: the schema's defaults, configs/decoder_blocks/<decoder_block>.yml,
+base_config files, the config file, configs/models/<model_name>.yml, environment variables
+M_<KEY>, key=value arguments.
+"""
+
+
+Load = Callable[..., Loaded]
+
+
+def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load) -> Loaded:
+    """Resolves the command line of a program, or answers it and exits.
+
+    Args:
+      program: Name as typed, such as "train.py", which selects its rules.
+      load: (arguments, program or nothing) -> the configuration.
+
+    Raises:
+      SystemExit: 0 after an option was answered, 2 after mistakes were printed on stderr.
+    """
+    remaining = list(arguments)
+    try:
+        if answer := _answer(program, remaining, usage, load):
+            # Of a file's name that is not UTF-8, what can be printed.
+            sys.stdout.write(answer.encode(errors="backslashreplace").decode())
+            raise SystemExit(0)
+        return load(remaining, program)
+    except UserError as error:
+        fail(error)
+    except FileProblem as error:
+        fail(ConfigurationError([error.problem]))
+
+
+def program(name: str) -> str:
+    """Returns how to start another program the way that this one was."""
+    own = os.path.basename(sys.argv[0])
+    if own.startswith("maxtext-"):
+        return f"maxtext-{name.replace('_', '-')}"
+    path = os.path.join(os.path.dirname(sys.argv[0]), f"{name}.py")
+    if own.endswith(".py") and os.path.isfile(path):
+        return f"python {path}"
+    return f"python -m MaxText.{name}"
+
+
+def fail(error: UserError) -> NoReturn:
+    """Prints a user error without traceback and exits with its code."""
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(error.exit_code)
+
+
+@contextlib.contextmanager
+def ending_well(stopped: str = "") -> Iterator[None]:
+    """Ends the program with one line if a user error is raised inside."""
+    early_signals.leave_to_python()
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        sys.stdout.flush()
+        fail(error)
+    except FileProblem as error:
+        fail(ConfigurationError([error.problem]))
+    except BrokenPipeError:
+        # The interpreter would flush it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(exit_codes.NOBODY_READS) from None
+    except KeyboardInterrupt:
+        if stopped:
+            sys.stderr.write(f"{stopped}\n")
+        raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
+    """Returns the text that an option in `remaining` asks for, and removes the option."""
+    with contextlib.suppress(UserError):  # the configuration's own mistakes are told later
+        rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
+        import_modules.gather(rest, {}, os.environ)  # its parts have keys
+    for index, argument in enumerate(remaining):
+        if argument in ("-h", "--help"):
+            name = _operand(remaining, index)
+            return _help_key(name, remaining, load) if name else _help(program, usage)
+        if argument == "--show-config":
+            del remaining[index]
+            return _show_config(_loaded(program, remaining, load))
+        if argument in ("--why", "--from-maxtext"):
+            name = _operand(remaining, index)
+            if not name:
+                what = "a key" if argument == "--why" else "a YAML file"
+                raise UserError(f"{argument} needs {what} after it")
+            if argument == "--from-maxtext":
+                return maxtext_report.report(name)
+            key = _known(name)
+            return why(_loaded(program, remaining, load), key.name)
+    return ""
+
+
+def _loaded(program: str, remaining: list[str], load: Load) -> Loaded:
+    """Loads by the rules of all programs; what this one would refuse becomes a note."""
+    loaded = load(remaining)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the same notices once more
+            load(remaining, program)
+    except UserError as error:
+        sys.stderr.write(f"note: {program} would refuse this: {error}\n")
+    return loaded
+
+
+def _operand(remaining: list[str], index: int) -> str:
+    """Removes the option at `index` and the word after it, which is returned."""
+    following = remaining[index + 1 : index + 2]
+    # After --help and --why a YAML file is the configuration, not the key.
+    wants_file = remaining[index] == "--from-maxtext"
+    operands = [
+        word
+        for word in following
+        if wants_file or not (word.endswith((".yml", ".yaml")) or "=" in word or word[:1] == "-")
+    ]
+    del remaining[index : index + 1 + len(operands)]
+    return operands[0] if operands else ""
+
+
+def _known(name: str) -> Key:
+    keys = all_keys()
+    name = ALIASES.get(name, name)
+    if name in keys:
+        return keys[name]
+    close = nearest(name, keys)
+    if reason := absent(name, tuple(close)):
+        raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
+    raise ConfigurationError([Problem(f"{name}: unknown key", facts=nearest_fact(name, keys))])
+
+
+def _help(program: str, usage: str) -> str:
+    lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
+    for section, keys in by_section().items():
+        lines.append(f"{'.'.join(section)}: {keys[0].title}")
+        lines += [f"  {key.name}={values.to_yaml(key.default)}" for key in keys if _short(key)]
+        lines += [f"  {key.name}=[...]" for key in keys if not _short(key)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _short(key: Key) -> bool:
+    return len(values.to_yaml(key.default)) < 60
+
+
+def _help_key(name: str, remaining: list[str], load: Load) -> str:
+    key = _known(name)
+    lines = [key.name, f"  {key.meaning}", f"  section:  {'.'.join(key.section)}"]
+    lines.append(f"  accepted: {accepted(key)}")
+    facts: list[tuple[str, str]] = [
+        ("unit", key.unit),
+        ("default", values.to_yaml(key.default)),
+    ]
+    for group in key.conditions:
+        wanted = (
+            f"{other}={' or '.join(values.to_yaml(value) for value in effective)}"
+            for other, effective in group.items()
+        )
+        facts.append(("only if", ", or ".join(wanted)))
+    lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
+    try:
+        loaded = load(remaining)
+    except UserError:
+        # The command line has mistakes; they are no reason to withhold the help that mends them.
+        return "\n".join(lines) + "\n"
+    origin = loaded.origins[key.name]
+    value = values.to_yaml(saved.flat(loaded.config)[key.name])
+    lines.append(f"  now:      {value} ({origin.place})")
+    return "\n".join(lines) + "\n"
+
+
+def _show_config(loaded: Loaded) -> str:
+    def comment(key: Key) -> str:
+        origin = loaded.origins[key.name]
+        return "" if origin.layer is Layer.DEFAULT else origin.place
+
+    return saved.resolved_yaml(loaded.config, comment)
+
+
+def why(loaded: Loaded, name: str) -> str:
+    """Returns the value of a key, its origin, and the origins it beat, strongest first."""
+    key = all_keys()[name]
+    origin = loaded.origins[name]
+    default = f"{Layer.DEFAULT.value}, {values.to_yaml(key.default)}"
+    places = [_described(setting) for setting in loaded.settings if setting.name == name]
+    places = [default, *places]
+    if origin.layer is Layer.DERIVED:
+        places.append(f"{origin.place}")
+    winner, *beaten = reversed(places)
+    value = values.to_yaml(saved.flat(loaded.config)[name])
+    lines = [f"{name}={value}", f"  set by: {winner}"]
+    lines += [f"  over:   {place}" for place in beaten]
+    return "\n".join(lines) + "\n"
+
+
+def _described(setting: Setting) -> str:
+    if setting.origin.file is None:
+        return setting.place
+    return f"{setting.origin.layer.value}, {setting.place}"

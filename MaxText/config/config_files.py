@@ -1,0 +1,154 @@
+"""YAML files: finding, and reading with line numbers and without duplicate keys."""
+
+import dataclasses
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from MaxText.config import values
+from MaxText.config.problems import Problem, nearest
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = _PACKAGE.parent
+# A wheel holds the configs inside the package, a clone beside it.
+SHIPPED = next(
+    (folder for folder in (_PACKAGE / "configs", REPOSITORY / "configs") if folder.is_dir()),
+    REPOSITORY / "configs",
+)
+BASE_YML = SHIPPED / "base.yml"
+MODELS = SHIPPED / "models"
+DECODER_BLOCKS = SHIPPED / "decoder_blocks"
+
+_MOST_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
+
+# What may stand before "configs/" in a path for it to mean the shipped configs.
+_BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    name: str
+    value: Any
+    raw: str
+    line: int
+
+
+class FileProblem(Exception):
+    """A file that cannot be used."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem.what)
+        self.problem = problem
+
+
+def display(path: Path) -> str:
+    """Returns a path as short as it stays unambiguous."""
+    for root in (Path.cwd(), REPOSITORY):
+        if path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    return str(path)
+
+
+def shipped_names(folder: Path = SHIPPED) -> list[str]:
+    """Returns relative paths of the shipped configs below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yml"))
+
+
+def preset_names(folder: Path) -> list[str]:
+    """Returns the names of the files of configs/models or configs/decoder_blocks."""
+    return sorted(path.stem for path in folder.glob("*.yml"))
+
+
+def find(name: str | Path, beside: Path | None = None) -> Path:
+    """Finds the file a user means.
+
+    Looks next to the file that names it (in `beside`), then as given, then by its name among the
+    shipped configs: configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
+    """
+    try:
+        given = Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise FileProblem(Problem(f"config file {str(name)!r} not found: {error}")) from error
+    candidates = [beside / given] if beside else []
+    candidates.append(given)
+    if (inside := _inside_shipped(given)) is not None:
+        candidates.append(SHIPPED / inside)
+    for candidate in candidates:
+        try:
+            if candidate.is_file():
+                return candidate.resolve()
+        except OSError as error:  # a name that is too long, a folder that may not be searched
+            shown = textwrap.shorten(str(name), width=80, placeholder=" ...")
+            what = f"config file {shown!r} cannot be looked for: {error.strerror}"
+            raise FileProblem(Problem(what)) from error
+    known = shipped_names()
+    if given.parent == Path("."):
+        same_name = [path for path in known if Path(path).name == given.name]
+        if len(same_name) == 1:
+            return SHIPPED / same_name[0]
+    facts = [("searched", ", ".join(str(candidate) for candidate in candidates))]
+    short = {Path(path).name: path for path in known}
+    close = nearest(given.name, short)
+    if close:
+        facts.append(("nearest", ", ".join(f"configs/{short[found]}" for found in close)))
+    raise FileProblem(Problem(f"config file {str(name)!r} not found", facts=tuple(facts)))
+
+
+def _inside_shipped(given: Path) -> Path | None:
+    if given.is_absolute():
+        if not given.is_relative_to(REPOSITORY):
+            return None
+        given = given.relative_to(REPOSITORY)
+    parts = given.parts
+    if "configs" in parts:
+        place = parts.index("configs")
+        return Path(*parts[place + 1 :]) if set(parts[:place]) <= _BEFORE_CONFIGS else None
+    return given
+
+
+def read(path: Path) -> tuple[list[Entry], list[Problem]]:
+    """Returns the top-level entries of a YAML file, and problems with single keys."""
+    try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            what = f"{display(path)} has {size:,} bytes: a config file has {_MOST_BYTES:,} at most"
+            raise FileProblem(Problem(what))
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileProblem(Problem(f"{display(path)} cannot be read: {error}")) from error
+    except RecursionError as error:
+        what = f"{display(path)} is nested deeper than any configuration"
+        raise FileProblem(Problem(what)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{display(path)}:{mark.line + 1}" if mark else display(path)
+        reason = getattr(error, "problem", None) or str(error)
+        raise FileProblem(Problem(f"{place} is not valid YAML: {reason}")) from error
+    if root is None:
+        return [], []
+    if not isinstance(root, yaml.MappingNode):
+        raise FileProblem(Problem(f"{display(path)} holds no `key: value` lines"))
+    return _entries(root, text, path)
+
+
+def _entries(root: yaml.MappingNode, text: str, path: Path) -> tuple[list[Entry], list[Problem]]:
+    entries: list[Entry] = []
+    problems: list[Problem] = []
+    first_line: dict[str, int] = {}
+    for name_node, value_node in root.value:
+        line = name_node.start_mark.line + 1
+        place = f"{display(path)}:{line}"
+        name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
+        if name in first_line:
+            what = f"{name}: given twice in one file, first on line {first_line[name]}"
+            problems.append(Problem(what, (place,)))
+            continue
+        first_line[name] = line
+        raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
+        try:
+            entries.append(Entry(name, values.from_node(value_node), raw, line))
+        except values.WrongValue as error:
+            problems.append(Problem(f"{name}: {error}", (place,)))
+    return entries, problems

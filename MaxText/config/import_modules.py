@@ -1,0 +1,189 @@
+"""`import_modules`: import of the modules that register a user's own parts.
+
+Code runs only because the user named it on the command line, in the environment or in a config file
+they passed, never because a checkpoint or a dataset names it.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.config import config_files, layering, registry, values
+from MaxText.config.layering import Gathered, OwnConfiguration, Setting
+from MaxText.config.problems import ConfigurationError, Problem
+
+KEY = "import_modules"
+# In a checkpoint's metadata: {module: SHA-256 of its source}.
+METADATA = "imported_modules"
+
+_hashes: dict[str, str] = {}  # by name as the user wrote it
+_files: dict[Path, str] = {}  # path -> SHA-256 of what was imported
+
+
+def gather(
+    arguments: Sequence[str],
+    overrides: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+    own: OwnConfiguration | None = None,
+) -> Gathered:
+    """Imports the modules that the settings name, then calls layering.gather.
+
+    Modules that were imported before and have not changed stay.
+
+    Raises:
+      ConfigurationError: A module cannot be imported.
+    """
+    gathered = layering.gather(arguments, overrides, environment, own)
+    setting = gathered.last(KEY)
+    if setting is None:
+        return gathered
+    try:
+        names = names_in(setting)
+    except values.WrongValue:
+        return gathered  # said where all types are checked
+    if not names:
+        return gathered
+    if problems := [problem for name in names if (problem := _import(name, setting.place))]:
+        raise ConfigurationError(problems)
+    # Environment variables of the new keys count now.
+    return layering.gather(arguments, overrides, environment, own)
+
+
+def names_in(setting: Setting) -> tuple[str, ...]:
+    """Returns the modules that `import_modules` names; files from the current folder.
+
+    Raises:
+      values.WrongValue: It is not a list of names.
+    """
+    beside = setting.origin.file.parent if setting.origin.file else None
+    names = values.convert(as_list(setting.value), tuple[str, ...])
+    return tuple(_from_here(name, beside) if name.endswith(".py") else name for name in names)
+
+
+def _from_here(name: str, beside: Path | None) -> str:
+    given = Path(name).expanduser()
+    for folder in [Path.cwd(), *([beside] if beside else []), config_files.REPOSITORY]:
+        if (folder / given).is_file():
+            path = (folder / given).resolve()
+            inside = path.is_relative_to(Path.cwd())
+            return str(path.relative_to(Path.cwd()) if inside else path)
+    return name
+
+
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) and value and not values.is_null(value) else value
+
+
+def check_named(config_flat: Mapping[str, Any], place: str) -> None:
+    """Checks that the user has named the modules that a checkpoint's configuration needs.
+
+    Args:
+      config_flat: The configuration that the checkpoint recorded.
+      place: Of the checkpoint, for the message.
+
+    Raises:
+      ConfigurationError: Some are not imported.
+    """
+    named = {Path(name).name for name in _hashes}
+    missing = [name for name in config_flat.get(KEY) or () if Path(name).name not in named]
+    if missing:
+        what = f"{KEY}: the model has parts of {', '.join(missing)}"
+        add = f"{KEY}=[{','.join(missing)}]: code runs only if you name it"
+        raise ConfigurationError([Problem(what, (place,), (("add", add),))])
+
+
+def _import(name: str, place: str) -> Problem | None:
+    before = registry.registrations()
+    try:
+        _hashes[name] = _import_file(name) if name.endswith(".py") else _import_module(name)
+    except (Exception, SystemExit) as error:  # a module of the user's can raise anything
+        registry.keep_only(before)
+        if isinstance(error, FileNotFoundError) and error.filename == name:
+            where = "neither in the current folder nor in that of the config file"
+            return Problem(f"{KEY}: there is no file {name}, {where}", (place,))
+        if isinstance(error, registry.RegistrationError):
+            return Problem(f"{KEY}: {name}: {error}", (place,))
+        what, *_ = str(error).strip().splitlines() or [""]
+        facts = tuple(("raised", line) for line in _last_line(error))
+        what = f"{type(error).__name__}: {what}" if what else type(error).__name__
+        return Problem(f"{KEY}: {name} cannot be imported: {what}", (place,), facts)
+    return None
+
+
+def forget(parts: Sequence[registry.Registration]) -> None:
+    """Undoes all imports, so that only these parts are registered."""
+    registry.keep_only(parts)
+    _hashes.clear()
+    _files.clear()
+
+
+def _last_line(error: BaseException) -> tuple[str, ...]:
+    """Returns the last line of the user's own code where an error was raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return (f"{config_files.display(Path(error.filename))}:{error.lineno}",)
+    others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return (f"{config_files.display(Path(frame.filename))}:{frame.lineno}",)
+    return ()
+
+
+def _import_module(name: str) -> str:
+    # `python MaxText/train.py` looks for modules beside itself, not in the current folder.
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        importlib.invalidate_caches()
+        known = sys.modules.get(name)
+        if known is not None and name not in _hashes:  # imported, and forgotten since
+            module = importlib.reload(known)
+        else:
+            module = importlib.import_module(name)
+    finally:
+        sys.path.remove(here)
+    return _sha256(Path(module.__file__)) if module.__file__ else ""
+
+
+def _import_file(name: str) -> str:
+    if not Path(name).is_file():
+        raise FileNotFoundError(0, "no file", name)
+    path = Path(name).resolve()
+    digest = _sha256(path)
+    if _files.get(path) == digest:
+        return digest
+    registry.forget(str(path))
+    spec = importlib.util.spec_from_file_location(f"maxtext_parts_{path.stem}", path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    _files.pop(path, None)
+    # Never bytecode, which looks current where a file changed twice within a second.
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    _files[path] = digest
+    return digest
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def imported(names: Sequence[str]) -> dict[str, str]:
+    """Returns module, as the user named it -> SHA-256 of its source."""
+    return {name: _hashes[name] for name in names if name in _hashes}
+
+
+def changes(metadata: Mapping[str, Any]) -> list[str]:
+    """Returns a warning for each module whose source changed since a checkpoint was saved."""
+    now = {Path(name).name: digest for name, digest in _hashes.items()}
+    recorded = metadata.get(METADATA) or {}
+    return [
+        f"warning: {name} has changed since the checkpoint was saved"
+        for name, digest in recorded.items()
+        if now.get(Path(name).name, digest) != digest
+    ]

@@ -1,0 +1,83 @@
+"""`layer_pattern` and `layer_kinds`: letters of layers, and the keys they set."""
+
+import re
+from typing import Any, Self
+
+from MaxText.config import values
+
+_PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
+
+
+class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
+    """Pairs of a letter and the keys that it sets in its layers."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Builds it from a mapping of mappings, such as a checkpoint records."""
+        pairs = value.items() if isinstance(value, dict) else value
+        return cls(
+            (letter, tuple((name, _hashable(one)) for name, one in dict(keys).items()))
+            for letter, keys in pairs
+        )
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {letter: dict(keys) for letter, keys in self}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def parse(value: Any, annotations: Any) -> LayerKinds:
+    """Parses {letter: {key: value}}; `annotations` are the types of values by key.
+
+    Raises:
+      values.WrongValue: Another form, an unknown key, or a value of another type.
+    """
+    if values.is_null(value) or value in ((), []):
+        return LayerKinds()
+    if isinstance(value, LayerKinds):
+        return value
+    if not isinstance(value, dict):
+        raise values.WrongValue(f"{values.show(value)} is not {{letter: {{key: value}}}}")
+    kinds = []
+    for letter, keys in value.items():
+        if len(str(letter)) != 1 or str(letter) in "() ":
+            raise values.WrongValue(f"{values.show(letter)} is not one letter")
+        if not isinstance(keys, dict):
+            raise values.WrongValue(f"{letter}: {values.show(keys)} is not {{key: value}}")
+        typed = []
+        for name, given in keys.items():
+            if name not in annotations:
+                raise values.WrongValue(f"{letter}: {name} is no key of a layer's parts")
+            try:
+                typed.append((str(name), values.convert(given, annotations[name])))
+            except values.WrongValue as error:
+                raise values.WrongValue(f"{letter}: {name}: {error}") from None
+        kinds.append((str(letter), tuple(typed)))
+    return LayerKinds(kinds)
+
+
+def letters(pattern: str, num_layers: int) -> str:
+    """Returns the letter of each layer.
+
+    Args:
+      pattern: prefix(cycle)suffix, where the cycle is repeated to fill the layers, or a cycle
+        alone.
+    """
+    found = _PATTERN.fullmatch(pattern)
+    if found is None:
+        raise ValueError(f"layer_pattern={pattern}: letters, with one repeated part in parentheses")
+    prefix, cycle, suffix = found.groups()
+    if cycle is None:
+        prefix, cycle, suffix = "", prefix, ""
+    repeats, rest = divmod(num_layers - len(prefix) - len(suffix), len(cycle))
+    if rest or repeats < 1:
+        count = len(prefix) + len(suffix) + max(repeats, 1) * len(cycle)
+        raise ValueError(
+            f"layer_pattern={pattern}: {num_layers} layers (base_num_decoder_layers) are no "
+            f"repeats of its {len(cycle)} letters\nbase_num_decoder_layers={count}"
+        )
+    return prefix + cycle * repeats + suffix

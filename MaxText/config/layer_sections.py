@@ -1,0 +1,481 @@
+"""Keys that choose and size the parts of a layer, a class for each part."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import PlainValidator
+
+from MaxText.config.keys import (
+    Count,
+    CountOrAuto,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    key,
+)
+from MaxText.config.layer_kinds import LayerKinds
+from MaxText.config.registry import Name
+
+Activation = Literal[
+    "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
+    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign", "abs", "sin",
+    "cos", "sign", "id", "lrelu001", "lrelu020", "triangle_relax", "square_relax", "spike",
+    "spike2", "tanhshrink", "softsign", "bipolarsigmoid", "elish", "arcsinh", "maxsig", "cosid",
+    "minsin", "maxtanh", "tanhexp", "lisht", "seagull", "snake", "roottanh", "softplusmone",
+]  # fmt: skip
+# Over all features of a token, with learned numbers, or random in training: only in an MLP.
+NotElementwise = Literal[
+    "softmax", "logsoftmax", "aria", "prelu", "parcsinh", "psoftplus", "proottanh", "rrelu"
+]
+MLPActivation = Literal[Activation, NotElementwise]
+
+
+class Dimensions(NamedTuple):
+    """The sizes that parts agree on, after `global_parameter_scale` is applied.
+
+    Letters used in shape comments: B batch, T query length, S key length, D emb_dim, N query
+    heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, L num_layers.
+    """
+
+    emb_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    num_layers: int
+    vocab_size: int
+    max_target_length: int
+
+
+class Block(Section):
+    """How a layer arranges its mixer and its feed-forward."""
+
+    mixer: Annotated[str, Name("mixer")] = key(
+        "attention",
+        "What mixes the tokens of a layer, by the name of a registered part. attention_types and "
+        "layer_kinds choose it layer by layer.",
+    )
+    layer_pattern: str = key(
+        "",
+        'A letter of layer_kinds for each layer: a cycle that is repeated ("GGG*"), or a prefix, a '
+        'cycle and a suffix ("DD(EE*)D"). Empty: all layers are alike.',
+    )
+    layer_kinds: Annotated[LayerKinds, PlainValidator(LayerKinds.of)] = key(
+        LayerKinds(),
+        "What the letters of layer_pattern stand for: {letter: {key: value}}, with any keys of a "
+        'layer\'s parts: {G: {mixer: linear_attention}, "*": {mixer: attention}}.',
+    )
+    block_arrangement: Literal["sequential", "parallel"] = key(
+        "sequential",
+        "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
+        "parallel: x + attn(norm1(x)) + mlp(norm2(x)), as GPT-NeoX.",
+    )
+    parallel_residual_shared_norm: bool = key(
+        False,
+        "One norm before both parts of a parallel layer (GPT-J, fattorib/transformer's fused "
+        "residuals) instead of one each.",
+        only_if={"block_arrangement": ["parallel"]},
+    )
+    normalization_type: Annotated[str, Name("norm")] = key(
+        "rms_norm",
+        "Norm before each part. scale_norm: g x / |x|, one g for all dimensions (Nguyen and "
+        "Salazar 2019). scale_norm_centered: LayerNorm with one scale and no bias, GPT-Neo's "
+        "scalenorm.",
+    )
+    normalization_bias: bool = key(
+        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
+    )
+    normalization_layer_epsilon: Positive = key(1e-5, "Added to the variance inside norms.")
+    normalization_zero_centered: bool = key(
+        False,
+        "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
+        "weight decay pulls the norm to 1 instead of 0.",
+    )
+    block_norm_parametric: bool = key(
+        True,
+        "Whether the norms before the parts of a layer have scale and bias (TokenFormer: false). "
+        "The final norm always has.",
+    )
+    use_rezero: bool = key(
+        False,
+        "Multiply what a part adds to the stream by a learned number that starts at 0, and leave "
+        "out the norms before parts (ReZero).",
+    )
+    use_macaron: bool = key(
+        False,
+        "Half a feed-forward before attention and half a one after it (Macaron).",
+        only_if={"block_arrangement": ["sequential"]},
+    )
+    macaron_prenorm: bool = key(
+        True,
+        "Whether the first half has a norm and a gate as other parts have; GPT-Neo's has neither.",
+        only_if={"use_macaron": [True]},
+    )
+    connection_type: Annotated[str, Name("connection", "auto")] = key(
+        "auto",
+        "What layers read of those before them: residual is the last output, dense sums of all; "
+        "auto is dense with dense_conn, and residual otherwise.",
+    )
+    share_parameters: bool = key(False, "All layers are one and the same (ALBERT).")
+
+
+AttentionKind = Literal["global", "local", "linear", "none"]
+MIXERS: dict[AttentionKind, str] = {
+    "global": "attention",
+    "local": "local_attention",
+    "linear": "linear_attention",
+    "none": "none",
+}
+SOFTMAX_MIXERS = ("attention", "local_attention")
+ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
+
+_ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
+
+
+class Position(Section):
+    """How the model knows where a token stands."""
+
+    position_embedding: Annotated[str, Name("position")] = key(
+        "rotary",
+        "rotary turns queries and keys; learned adds a table to the embedding, axial the mean of "
+        "two small ones; alibi lowers scores with distance.",
+    )
+    axial_pos_shape: tuple[int, ...] = key(
+        (),
+        "Rows of the two tables; position p is row p // b of the first and row p % b of the second "
+        "(GPT-Neo: axial_pos_emb).",
+        only_if={"position_embedding": ["axial"]},
+    )
+    alibi_max_bias: Positive = key(
+        8.0,
+        "Slopes of n heads are 2^(-alibi_max_bias i / n), i from 1 to n (Press et al. 2022).",
+        only_if={"position_embedding": ["alibi"]},
+    )
+    trainable_position_size: int = key(
+        -1,
+        "Rows of the learned position table; -1 is max_target_length.",
+        unit="tokens",
+        only_if={"position_embedding": ["learned"]},
+        ge=-1,
+    )
+    rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
+    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key(
+        "default",
+        "Rotary frequencies for long texts. linear: all divided by rope_factor. llama3.1: those "
+        "that turn rarely. yarn: the same with another transition, and larger scores.",
+        only_if=_ROTARY,
+    )
+    rope_factor: float = key(
+        8.0,
+        "Divides rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
+        only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
+        ge=1,
+    )
+    original_max_position_embeddings: Count = key(
+        8192,
+        "Length of the texts before frequencies were changed.",
+        unit="tokens",
+        only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
+    )
+    low_freq_factor: Positive = key(
+        1.0,
+        "Turns in the original length up to which a frequency is divided in full.",
+        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+    )
+    high_freq_factor: Positive = key(
+        4.0,
+        "Turns in the original length from which a frequency stays as it is.",
+        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+    )
+    beta_fast: Positive = key(
+        32.0,
+        "Turns in the original length from which a frequency stays as it is.",
+        only_if=_ROTARY | {"rope_type": ["yarn"]},
+    )
+    beta_slow: Positive = key(
+        1.0,
+        "Turns in the original length up to which a frequency is divided in full.",
+        only_if=_ROTARY | {"rope_type": ["yarn"]},
+    )
+    rotary_pct: float = key(
+        1.0,
+        "Share of each head's dimensions that rotary turns (GPT-NeoX: 0.25).",
+        only_if=_ROTARY,
+        gt=0,
+        le=1,
+    )
+    rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key(
+        "float32",
+        "Format that sines and cosines are rounded to. The released MUDDFormer was trained with "
+        "bfloat16, MUDDPythia with float16.",
+        only_if=_ROTARY,
+    )
+
+
+class Attention(Section):
+    """The attention mixer."""
+
+    attention_projections: Annotated[str, Name("projection")] = key(
+        "dense",
+        "What makes queries, keys, values and the output: matrices, or Pattention over slots "
+        "(TokenFormer).",
+    )
+    attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key(
+        "autoselected",
+        "Backend. blocked: causal in blocks of query rows, half the products of dot_product. "
+        "flash: a kernel that writes no scores to memory, JAX's splash attention on TPU, cuDNN's "
+        "on GPU. autoselected: flash where it can be, else blocked.",
+    )
+    attention_block_size: Count = key(
+        128, "Query rows of a block.", unit="tokens",
+        only_if={"attention": ["autoselected", "blocked"]},
+    )  # fmt: skip
+    context_parallel_strategy: Literal["all_gather", "ring"] = key(
+        "all_gather",
+        "How queries meet keys of other devices where *_context_parallelism splits sequences. "
+        "all_gather: every device gathers all keys and values of its sequences. ring: they go from "
+        "device to device, and each keeps one part at a time (docs/meshes.md).",
+    )
+    context_parallel_load_balance: bool = key(
+        True,
+        "Give each device of the ring tokens from both ends of the sequence, which evens out "
+        "causal attention and halves its time. No effect on the result.",
+        only_if={"context_parallel_strategy": ["ring"]},
+    )
+    causal: bool = key(True, "Attend to earlier tokens only. mlm_training=true switches it off.")
+    qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
+    proj_bias: bool = key(False, "Bias on the attention output projection.")
+    use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")
+    attn_logits_soft_cap: NonNegative = key(
+        0.0, "Caps attention scores at c * tanh(score / c); 0 is off."
+    )
+    attention_scale: float | None = key(
+        None, "Multiplies scores; null is 1 / sqrt(head_dim). GPT-Neo: 1.", gt=0
+    )
+    attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(
+        (),
+        "Kinds of attention by layer, patterns and how often each comes: [[[global, local], 12]] "
+        "are 24 layers in turns. local sees sliding_window_size tokens; linear costs as much for a "
+        "token of a long text as of a short one (not where causal=false meets several documents); "
+        "a layer of kind none has a feed-forward alone. Empty: all global.",
+    )
+    sliding_window_size: Count = key(
+        256,
+        "Tokens that a token of a local layer sees, itself included; without a causal mask, also "
+        "as many after it.",
+        unit="tokens",
+    )
+    linear_attention_chunk: Count = key(
+        64, "Tokens that a linear layer multiplies at once. No effect on the result.", unit="tokens"
+    )
+    linear_attention_epsilon: NonNegative = key(
+        1e-6, "Added to the sums of keys that linear attention divides by."
+    )
+    num_mem_kv: Natural = key(
+        0, "Learned keys and values that every token of a global layer sees as well."
+    )
+    none_doubles_residual: bool = key(
+        False, "Layers of kind none double the stream, as a defect of GPT-Neo does."
+    )
+    static_sgu: bool = key(
+        False,
+        "Half of the channels skip attention and are summed over the tokens before with fixed "
+        "weights 1 / (distance + 2) (fattorib/transformer).",
+    )
+    static_sgu_kernel: Natural = key(
+        128, "Largest distance of that sum.", unit="tokens", only_if={"static_sgu": [True]}
+    )
+
+    @property
+    def num_kinds(self) -> int:
+        return sum(len(pattern) * times for pattern, times in self.attention_types)
+
+    def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
+        """Returns the kind of attention of each layer."""
+        if not self.attention_types:
+            return ("global",) * num_layers
+        kinds: list[AttentionKind] = []
+        for pattern, times in self.attention_types:
+            count = min(times * len(pattern), num_layers - len(kinds))
+            kinds.extend(pattern[i % len(pattern)] for i in range(count))
+        return tuple(kinds)
+
+
+class FeedForward(Section):
+    """The feed-forward part."""
+
+    feed_forward_type: Annotated[str, Name("feed_forward")] = key(
+        "mlp",
+        "mlp: an MLP, plain or gated. pattention: Pattention over slots (TokenFormer). Or the name "
+        "of another registered part.",
+    )
+    mlp_activations: tuple[MLPActivation, ...] = key(
+        ("silu", "linear"),
+        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
+        "gelu is the tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus "
+        "and proottanh learn a few numbers.",
+        only_if={"feed_forward_type": ["mlp"]},
+    )
+    ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
+    dynamic_mlp_dim: bool = key(
+        False,
+        "Move feed-forward width from early to late layers (MUDDFormer): from half of mlp_dim in "
+        "the first to one and a half of it in the last, in multiples of mlp_dim_multiple.",
+        only_if={"feed_forward_type": ["mlp"]},
+    )
+    mlp_dim_multiple: Count = key(
+        128, "What widths of dynamic_mlp_dim are rounded to.", only_if={"dynamic_mlp_dim": [True]}
+    )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its activations draw random numbers in training."""
+        return self.feed_forward_type == "mlp" and "rrelu" in self.mlp_activations
+
+    def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
+        """Returns the hidden width F of each layer's MLP."""
+        num_layers, width = dimensions.num_layers, dimensions.mlp_dim
+        if not self.dynamic_mlp_dim:
+            return (width,) * num_layers
+        step = self.mlp_dim_multiple
+        last = max(num_layers - 1, 1)
+        return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
+
+
+_EXPERTS: dict[str, Iterable[Any]] = {"feed_forward_type": ["mlp"]}
+_TWO: dict[str, Iterable[Any]] = {"num_experts_per_tok": [2]}
+
+
+class MixtureOfExperts(Section):
+    """A feed-forward of experts, of which each token visits a few."""
+
+    num_experts: Count = key(1, "Experts of a layer; 1 is an ordinary MLP.", only_if=_EXPERTS)
+    num_experts_per_tok: Count = key(1, "Experts that each token visits.")
+    moe_layers: tuple[int, ...] | None = key(
+        None, "Layers with experts, counted from 0; null is all."
+    )
+    moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
+    moe_activations: tuple[Activation, ...] | None = key(
+        None, "As mlp_activations, for experts; null is the same (GPT-Neo: [relu])."
+    )
+    capacity_factor: float = key(
+        -1.0,
+        "An expert takes at most this times tokens / experts of a group in training; -1 is as many "
+        "as come (dropless).",
+        ge=-1,
+    )
+    eval_capacity_factor: float = key(
+        -1.0,
+        "The same in evaluation (GPT-Neo: 2). While text is generated experts take what comes.",
+        ge=-1,
+    )
+    moe_group_size: CountOrAuto = key(
+        -1,
+        "Tokens that share the places of experts: a part of a sequence; -1 is a whole one.",
+        unit="tokens",
+    )
+    load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
+    router_z_loss_weight: NonNegative = key(
+        0.0, "Weight of the squared log of the router's normaliser (ST-MoE: 0.001)."
+    )
+    moe_second_policy: Literal["all", "none", "threshold", "random"] = key(
+        "all",
+        "When a token's second expert is visited in training. threshold: where its gate is above "
+        "moe_second_threshold. random: with probability gate / moe_second_threshold (GPT-Neo).",
+        only_if=_TWO,
+    )
+    moe_second_policy_eval: Literal["all", "none", "threshold"] = key(
+        "all", "The same outside of training.", only_if=_TWO
+    )
+    moe_second_threshold: NonNegative = key(0.2, "See moe_second_policy.", only_if=_TWO)
+
+
+_QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}
+_FEED_FORWARD: dict[str, Iterable[Any]] = {"feed_forward_type": ["pattention"]}
+_ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
+_L2: dict[str, Iterable[Any]] = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
+SlotPlace = Literal["qkv", "proj", "ffn"]
+
+
+class Pattention(Section):
+    """Pattention, attention from tokens to learned slots: y = Theta(x K) V (TokenFormer)."""
+
+    slot_num: CountOrAuto = key(
+        -1,
+        "Slots of each of query, key, value and the output projection; the feed-forward has 4 "
+        "times as many. -1 is emb_dim.",
+        only_if_any=_ANYWHERE,
+    )
+    qkv_slot_num: CountOrAuto = key(
+        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
+    )
+    proj_slot_num: CountOrAuto = key(
+        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
+    )
+    ffn_slot_num: CountOrAuto = key(
+        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD
+    )
+    normalize_type: Literal[
+        "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
+    ] = key(
+        "l2_norm_gelu",
+        "Theta, over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm takes "
+        "gelu first, l2_norm has none; softmax is n times softmax; gelu_layer_norm a LayerNorm of "
+        "gelu. n is the number of slots.",
+        only_if_any=_ANYWHERE,
+    )
+    gelu_approximate: bool = key(
+        True,
+        "gelu by tanh, as TokenFormer's JAX code; false is the exact one, as its PyTorch code.",
+        only_if={"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]},
+        only_if_any=_ANYWHERE,
+    )
+    score_norm_epsilon: float | None = key(
+        None,
+        "Added to the norm of Theta, outside its root. null: 1e-5 with l2_norm_gelu, else 1e-8. "
+        "TokenFormer's PyTorch code has 0.",
+        only_if=_L2,
+        only_if_any=_ANYWHERE,
+        ge=0,
+    )
+    zoom_dim: NonNegative = key(
+        0.0,
+        "Number that stands for n in sqrt(n), so that slots can be added without a change of "
+        "scale; 4 times as much in the feed-forward. 0 is the number of slots.",
+        only_if=_L2,
+        only_if_any=_ANYWHERE,
+    )
+    qkv_zoom_dim: float = key(
+        -1.0, "That of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+    )
+    proj_zoom_dim: float = key(
+        -1.0, "That of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+    )
+    ffn_zoom_dim: float = key(
+        -1.0, "That of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD | _L2, ge=-1
+    )
+    qkv_scale_factor: float = key(
+        1.0, "Multiplies Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
+    )
+    proj_scale_factor: float = key(
+        1.0, "Multiplies Theta in the output projection.", only_if=_QKV_AND_OUTPUT
+    )
+    ffn_scale_factor: float = key(
+        1.0, "Multiplies Theta in the feed-forward.", only_if=_FEED_FORWARD
+    )
+
+    def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
+        """Slots of one Pattention at a place, every -1 replaced."""
+        own: int = getattr(self, f"{place}_slot_num")
+        if own != -1:
+            return own
+        base = emb_dim if self.slot_num == -1 else self.slot_num
+        return 4 * base if place == "ffn" else base
+
+    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
+        """What stands for n in sqrt(n) at a place: fixed, or the number of slots there."""
+        own: float = getattr(self, f"{place}_zoom_dim")
+        if own == -1:
+            own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
+        return own or self.num_slots(place, emb_dim)

@@ -1,0 +1,376 @@
+"""Layers of settings, gathered in the order in which later ones win."""
+
+import dataclasses
+import enum
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.config import config_files, values
+from MaxText.config.catalogue import all_keys
+from MaxText.config.config_files import FileProblem, display
+from MaxText.config.maxtext_keys import ALIASES, UNAVAILABLE, translation
+from MaxText.config.problems import Problem, nearest, nearest_fact
+from MaxText.config.schema import SCHEMA_VERSION
+
+# Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
+FOR_COMPARE = {
+    "sweep": "several configurations",
+    "stages": "several runs, each beginning from the one before",
+}
+
+FILE_KEYS = ("base_config", "schema_version", *FOR_COMPARE)
+
+# What an argument of a program is: key=value, or a config file.
+ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_NUMBER = re.compile(r"-\d.*", re.DOTALL)
+YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
+
+
+class Layer(enum.Enum):
+    """Sources of values, weakest first. DERIVED values are computed from the others."""
+
+    DEFAULT = "schema default"
+    DECODER_BLOCK = "decoder_block"
+    BASE_CONFIG = "base_config"
+    SAVED_CONFIG = "saved config"
+    CONFIG_FILE = "config file"
+    PRESET = "model_name preset"
+    ENVIRONMENT = "environment"
+    COMMAND_LINE = "command line"
+    ARGUMENT = "argument of configure()"
+    DERIVED = "derived"
+
+    @property
+    def rank(self) -> int:
+        return list(Layer).index(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    layer: Layer
+    file: Path | None = None  # YAML file, or None
+    line: int | None = None  # line in that file, or None
+    raw: str = ""  # the value as it was written
+    note: str = ""  # environment variable, or how a derived value came about
+
+    @property
+    def place(self) -> str:
+        """For example "configs/gpt2.yml:12"."""
+        if self.file is not None:
+            return f"{display(self.file)}:{self.line}"
+        if self.layer is Layer.ENVIRONMENT:
+            return f"environment variable {self.note}"
+        return f"{self.layer.value} {self.note}" if self.note else self.layer.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One `key = value` with its origin. `name` is ours; `written` is what the user wrote."""
+
+    name: str
+    value: Any
+    origin: Origin
+    written: str
+
+    @property
+    def place(self) -> str:
+        raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
+        if self.origin.layer is Layer.ENVIRONMENT:
+            return f"{self.origin.place}={raw}"
+        between = ": " if self.origin.file else "="
+        return f"{self.origin.place}, {self.written}{between}{raw}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnConfiguration:
+    """The configuration that weights record, in place of a config file."""
+
+    values: Mapping[str, Any]  # by key
+    place: str  # where the weights lie
+
+
+@dataclasses.dataclass(frozen=True)
+class ForCompare:
+    """`sweep:` or `stages:` of a file, for compare.py."""
+
+    value: Any  # as config_files reads it
+    place: str  # the file and line
+
+
+@dataclasses.dataclass
+class Gathered:
+    """All settings, weakest first, before their types are checked."""
+
+    settings: list[Setting] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    is_file_missing: bool = False
+    config_path: Path | None = None
+    notices: list[str] = dataclasses.field(default_factory=list)
+    for_compare: dict[str, ForCompare] = dataclasses.field(default_factory=dict)
+
+    def last(self, name: str) -> Setting | None:
+        return next((s for s in reversed(self.settings) if s.name == name), None)
+
+
+def gather(
+    arguments: Sequence[str],
+    overrides: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+    own: OwnConfiguration | None = None,
+) -> Gathered:
+    """Gathers the settings of all layers.
+
+    Args:
+      arguments: Config paths, of which later ones win, and key=value.
+      overrides: Python values that beat everything (of configure()).
+      own: Configuration that weights record, below a config file.
+    """
+    result = Gathered()
+    if own is not None:
+        for name, value in own.values.items():
+            origin = Origin(Layer.SAVED_CONFIG, raw=values.show(value), note=f"of {own.place}")
+            result.settings.append(Setting(name, value, origin, name))
+    paths, typed = _read_arguments(arguments, result)
+    typed += _distinct(
+        [
+            Setting(name, value, Origin(Layer.ARGUMENT, raw=values.show(value)), name)
+            for name, value in overrides.items()
+        ],
+        result,
+    )
+    environment_settings = _read_environment(environment, result)
+    for path in paths:
+        try:
+            result.config_path = config_files.find(path)
+            result.settings += _read_chain(result.config_path, Layer.CONFIG_FILE, result)
+        except FileProblem as error:
+            result.problems.append(error.problem)
+            result.is_file_missing = True
+
+    upper = environment_settings + typed
+    place = len(result.settings)
+    result.settings += upper
+    preset = _read_named("model_name", config_files.MODELS, Layer.PRESET, result)
+    named = result.last("model_name")
+    if preset and named is not None and named.origin.file is not None:
+        # Keys written in the file that names the preset beat it.
+        file = named.origin.file
+        place = next(i for i, each in enumerate(result.settings) if each.origin.file == file)
+    result.settings[place:place] = preset
+    bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Layer.DECODER_BLOCK, result)
+    result.settings[:0] = bundle
+    return result
+
+
+def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[str], list[Setting]]:
+    paths, settings = [], []
+    for argument in _without_dashes(arguments):
+        if match := ARGUMENT.fullmatch(argument):
+            name, text = match.groups()
+            origin = Origin(Layer.COMMAND_LINE, raw=text)
+            settings.append(Setting(name, values.from_text(text), origin, name))
+        elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
+            paths.append(argument)
+        else:
+            name = argument.lstrip("-").replace("-", "_")
+            what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
+            if argument.startswith("-"):
+                what = f"argument {argument!r} has no value: write {name}=VALUE"
+            facts = nearest_fact(name, all_keys(), "{}=...")
+            if os.path.exists(os.path.expanduser(argument)):
+                facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
+            result.problems.append(Problem(what, ("command line",), facts))
+    return paths, _distinct(settings, result, last_wins=True)
+
+
+def _without_dashes(arguments: Sequence[str]) -> list[str]:
+    """Rewrites `--key=value` and `--key value` as key=value."""
+    joined: list[str] = []
+    for argument in arguments:
+        if argument == "--import" or argument.startswith("--import="):
+            argument = argument.replace("--import", "--import_modules", 1)
+        before = joined[-1] if joined else ""
+        is_value = not ARGUMENT.fullmatch(argument) and not YAML_PATH.fullmatch(argument)
+        is_value = is_value and (argument[:1] != "-" or _NUMBER.fullmatch(argument) is not None)
+        if before.startswith("-") and is_value:
+            joined[-1] = f"{before.lstrip('-').replace('-', '_')}={argument}"
+        elif argument.startswith("-") and "=" in argument:
+            name, _, text = argument.partition("=")
+            joined.append(f"{name.lstrip('-').replace('-', '_')}={text}")
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _read_environment(environment: Mapping[str, str], result: Gathered) -> list[Setting]:
+    by_variable = {f"M_{name.upper()}": name for name in (*all_keys(), *ALIASES)}
+    settings = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith("M_"):
+            continue
+        if name := by_variable.get(variable):
+            origin = Origin(Layer.ENVIRONMENT, raw=text, note=variable)
+            settings.append(Setting(name, values.from_text(text), origin, name))
+        elif reason := UNAVAILABLE.get(variable[2:].lower()):
+            result.notices.append(f"warning: {variable} has no effect: {reason.sentence}")
+        elif close := nearest(variable[2:], all_keys(), count=1):
+            name = f"M_{close[0].upper()}"
+            result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
+    return _distinct(settings, result, last_wins=True)
+
+
+def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
+    """Returns the settings of a file and of its base configs, the deepest first."""
+    chain: list[list[Setting]] = []
+    seen: list[Path] = []
+    here = layer
+    while True:
+        seen.append(path)
+        entries, problems = config_files.read(path)
+        result.problems += problems
+        special = {entry.name: entry for entry in entries if entry.name in FILE_KEYS}
+        if "schema_version" in special:
+            _check_version(special["schema_version"], path, result)
+            here = Layer.SAVED_CONFIG if layer is Layer.CONFIG_FILE else here
+        settings = [
+            Setting(e.name, e.value, Origin(here, path, e.line, e.raw), e.name)
+            for e in entries
+            if e.name not in FILE_KEYS
+        ]
+        chain.append(_distinct(settings, result))
+        for name in FOR_COMPARE:
+            if name not in result.for_compare and (entry := special.get(name)):
+                place = f"{display(path)}:{entry.line}"
+                result.for_compare[name] = ForCompare(entry.value, place)
+        base = special.get("base_config")
+        if base is None or values.is_null(base.value):
+            break
+        place = f"{display(path)}:{base.line}, base_config: {base.raw}"
+        try:
+            if not isinstance(base.value, str):
+                what = f"base_config: {base.raw} is not the path of one YAML file"
+                raise FileProblem(Problem(what))
+            path = config_files.find(base.value, beside=path.parent)
+            if path in seen:
+                way = " -> ".join(display(step) for step in (*seen[seen.index(path) :], path))
+                raise FileProblem(Problem(f"base_config: files refer to each other: {way}"))
+        except FileProblem as error:
+            result.problems.append(dataclasses.replace(error.problem, where=(place,)))
+            break
+        if layer is Layer.CONFIG_FILE:
+            here = Layer.BASE_CONFIG
+    return [setting for settings in reversed(chain) for setting in settings]
+
+
+def _check_version(entry: config_files.Entry, path: Path, result: Gathered) -> None:
+    place = f"{display(path)}:{entry.line}, schema_version: {entry.raw}"
+    try:
+        version = values.convert(entry.value, int)
+    except values.WrongValue as error:
+        result.problems.append(Problem(f"schema_version: {error}", (place,)))
+        return
+    if version > SCHEMA_VERSION:
+        what = (
+            f"schema_version: {version} was written by a newer version of this program, "
+            f"which reads up to {SCHEMA_VERSION}"
+        )
+        result.problems.append(Problem(what, (place,), (("instead", "update the program"),)))
+
+
+def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list[Setting]:
+    """Returns the settings of the preset or bundle that `name` asks for."""
+    setting = result.last(name)
+    default = all_keys()[name].default
+    chosen = default if setting is None else setting.value
+    if setting is not None and not isinstance(chosen, str):
+        chosen = setting.origin.raw
+    # A saved configuration already holds what its preset gave, and what beat it.
+    if layer is Layer.PRESET and setting and setting.origin.layer is Layer.SAVED_CONFIG:
+        return []
+    if layer is Layer.PRESET and (chosen in ("", default) or values.is_null(chosen)):
+        return []
+    known = config_files.preset_names(folder)
+    place = (setting.place,) if setting else ()
+    file = folder / f"{chosen}.yml"
+    if setting is not None and YAML_PATH.fullmatch(chosen):
+        beside = setting.origin.file.parent if setting.origin.file else None
+        try:
+            file = config_files.find(chosen, beside)
+        except FileProblem as error:
+            problem = dataclasses.replace(error.problem, where=place)
+            result.problems.append(problem)
+            return []
+    elif chosen not in known:
+        facts = (
+            *nearest_fact(str(chosen), known),
+            ("known", ", ".join(known)),
+            ("default", default),
+        )
+        what = f"{name}: there is no {display(folder)}/{chosen}.yml"
+        result.problems.append(Problem(what, place, facts))
+        return []
+    try:
+        settings = _read_chain(file, layer, result)
+    except FileProblem as error:
+        result.problems.append(dataclasses.replace(error.problem, where=place))
+        return []
+    kept = []
+    for inner in settings:
+        if inner.name == "model_name" and inner.value != chosen:
+            what = f"model_name: a file of {display(folder)} cannot choose another preset"
+            result.problems.append(Problem(what, (inner.place,)))
+        elif inner.name not in ("model_name", name):
+            kept.append(inner)
+    return kept
+
+
+def unexpanded(name: str, place: str) -> Problem:
+    """Returns the problem of a file for several runs in a program that does one."""
+    return Problem(
+        f"{name}: stands for {FOR_COMPARE[name]}, which only compare.py expands",
+        (place,),
+        (("run", f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"),),
+    )
+
+
+def _distinct(
+    settings: list[Setting], result: Gathered, *, last_wins: bool = False
+) -> list[Setting]:
+    """Returns the settings of one source under our names.
+
+    With `last_wins` a key may be set twice; otherwise that is a problem.
+    """
+    kept: dict[str, Setting] = {}
+    for setting in settings:
+        name = ALIASES.get(setting.name, setting.name)
+        if name != setting.name:
+            result.notices.append(f"note: {setting.name} is called {name} here")
+        setting = dataclasses.replace(setting, name=name)
+        if found := translation(name, setting.value):
+            written = f"{setting.written}={setting.origin.raw}"
+            result.notices.append(f"note: {written} {found.sentence}")
+            if not found.name:
+                continue
+            name = found.name
+            setting = dataclasses.replace(setting, name=name, value=found.value)
+        earlier = kept.get(name)
+        if earlier is not None and earlier.value != setting.value and last_wins:
+            line = f"note: {name} is given twice: {setting.place} wins over {earlier.place}"
+            result.notices.append(line)
+        elif earlier is not None and earlier.value != setting.value:
+            what = f"{name}: given twice with different values"
+            result.problems.append(Problem(what, (earlier.place, setting.place)))
+            continue
+        kept[name] = setting
+    return list(kept.values())
+
+
+def announce(notices: Sequence[str]) -> None:
+    """Writes each notice once to stderr."""
+    for notice in dict.fromkeys(notices):
+        sys.stderr.write(notice + "\n")

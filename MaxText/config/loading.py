@@ -1,0 +1,367 @@
+"""Resolution of files, environment and command line into one checked configuration.
+
+Order, last wins: schema default, bundle of the decoder_block, base_config chain, config file,
+preset of model_name, environment (M_<KEY>), command line. jax is not imported, so that a mistake is
+reported in a fraction of a second.
+"""
+
+import dataclasses
+import datetime
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, layering, values
+from MaxText.config.catalogue import Key, all_keys, build, is_of_layer
+from MaxText.config.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
+from MaxText.config.maxtext_keys import VALUE_NOTES, absent
+from MaxText.config.problems import ConfigurationError, Problem, nearest, nearest_fact
+from MaxText.config.rules import RULES
+from MaxText.config.schema import Config
+
+_DELIBERATE = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+
+__all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A configuration and the origins of its values."""
+
+    # resolved: every default filled in, every -1 and empty name that another key decides
+    config: Config
+    origins: dict[str, Origin]  # by key
+    config_path: Path | None  # the config file that was named, or None
+    settings: tuple[Setting, ...]  # everything that was set, weakest first, beaten values included
+
+    def typed(self, name: str) -> bool:
+        """Returns whether a key was set for this start of the program, outside of files."""
+        return self.origins[name].layer in (Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+
+
+def load(
+    arguments: Sequence[str],
+    program: str | None = None,
+    *,
+    for_compare: bool = False,
+    own: OwnConfiguration | None = None,
+) -> Loaded:
+    """Resolves a command line.
+
+    Args:
+      arguments: Optional config paths, then key=value.
+      program: Such as "train.py"; adds the rules of that program.
+      for_compare: Leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
+      own: Configuration that weights record, below a config file.
+
+    Raises:
+      ConfigurationError: A UserError that lists every problem.
+    """
+    gathered = import_modules.gather(arguments, {}, os.environ, own)
+    if for_compare:
+        gathered.for_compare = {}
+    return _resolve(gathered, program)
+
+
+def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
+    """Returns the configuration of a config file and Python values, checked as in `load`."""
+    arguments = [] if config_file is None else [str(config_file)]
+    return _resolve(import_modules.gather(arguments, overrides, os.environ), None).config
+
+
+class _Winners(NamedTuple):
+    """The winning settings."""
+
+    typed: dict[str, Any]  # values by key
+    origins: dict[str, Origin]
+    kept: list[Setting]  # that took part, weakest first
+    wrong: set[str]  # keys with a problem
+
+    @property
+    def last(self) -> dict[str, Setting]:
+        """The winning setting of each key."""
+        return {setting.name: setting for setting in self.kept}
+
+    def is_deliberate(self, name: str) -> bool:
+        """Returns whether the user set another value than the default for this run."""
+        is_default = self.typed[name] == all_keys()[name].default
+        return self.origins[name].layer in _DELIBERATE and not is_default
+
+
+def _resolve(gathered: Gathered, program: str | None) -> Loaded:
+    layering.announce(gathered.notices)
+    problems = list(gathered.problems)
+    problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
+    winners = _winners(gathered.settings, problems)
+    typed, origins, kept, wrong = winners
+    _derive(typed, origins, gathered.config_path)
+    idle = _without_effect(winners)
+    problems += _inert_family(origins, kept)
+    config = build({name: value for name, value in typed.items() if name not in wrong})
+    broken, of_rules = _broken_rules(config, winners, program)
+    # What rules miss may stand in a file that could not be read.
+    problems += [] if gathered.is_file_missing else broken
+    idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
+    if typed["strict_config"] is True:
+        problems += idle.values()
+    if problems:
+        raise ConfigurationError(problems)
+    layering.announce([_notice(name, problem) for name, problem in idle.items()])
+    return Loaded(config, origins, gathered.config_path, tuple(kept))
+
+
+def _winners(settings: Sequence[Setting], problems: list[Problem]) -> _Winners:
+    keys = all_keys()
+    typed = {name: key.default for name, key in keys.items()}
+    origins = {name: Origin(Layer.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}
+    typed["logical_axis_rules"] = ()
+    kept: list[Setting] = []
+    wrong: set[str] = set()
+    for setting in settings:
+        key = keys.get(setting.name)
+        if key is None:
+            problems.append(_unknown(setting))
+            continue
+        try:
+            value = _typed(setting, key)
+        except values.WrongValue as error:
+            problems.append(_wrong(setting, key, str(error)))
+            wrong.add(key.name)
+            continue
+        # configs/base.yml lists every key so that people can read it. Its values are the schema's
+        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
+        if setting.origin.file == config_files.BASE_YML and value == key.default:
+            continue
+        if setting.name == "logical_axis_rules":
+            value = axis_rules.merge(typed["logical_axis_rules"], value)
+        typed[setting.name] = value
+        origins[setting.name] = setting.origin
+        kept.append(setting)
+    if not typed["override_logical_axis_rules"]:
+        typed["logical_axis_rules"] = axis_rules.merge(
+            axis_rules.default_rules(), typed["logical_axis_rules"]
+        )
+    return _Winners(typed, origins, kept, wrong)
+
+
+def _typed(setting: Setting, key: Key) -> Any:
+    if key.name == import_modules.KEY:
+        return import_modules.names_in(setting)
+    value = setting.value
+    # A text key takes what was typed as it is: prompt=[hello] is no list.
+    from_shell = setting.origin.layer in (Layer.COMMAND_LINE, Layer.ENVIRONMENT)
+    if key.annotation is str and from_shell and not isinstance(value, str):
+        value = values.Plain(setting.origin.raw)
+    converted = converted_value(value, key)
+    if key.out_of_bounds(converted):
+        raise values.WrongValue(f"{values.show(converted)} is not {key.bounds_text}")
+    return converted
+
+
+def converted_value(value: Any, key: Key) -> Any:
+    """Converts a value to a key's type.
+
+    Raises:
+      values.WrongValue: It has another type.
+    """
+    if key.name == "logical_axis_rules":
+        return axis_rules.parse(value)
+    if key.name == "layer_kinds":
+        names = {name: one.annotation for name, one in all_keys().items() if is_of_layer(one)}
+        return layer_kinds.parse(value, names)
+    return values.convert(value, key.annotation)
+
+
+def _unknown(setting: Setting) -> Problem:
+    name = setting.written
+    if name in layering.FOR_COMPARE:
+        return layering.unexpanded(name, setting.place)
+    if name in layering.FILE_KEYS:
+        return Problem(f"{name}: only a YAML file can set it", (setting.place,))
+    close = nearest(name, all_keys())
+    if reason := absent(name, tuple(close)):
+        return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
+    facts = (*nearest_fact(name, all_keys()), ("all keys", "configs/base.yml, or --help"))
+    return Problem(f"{name}: unknown key", (setting.place,), facts)
+
+
+def accepted(key: Key) -> str:
+    """Returns text about the values a key takes."""
+    if key.name == "logical_axis_rules":
+        return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
+    if key.name == "layer_kinds":
+        return "{letter: {key: value}}, with keys of a layer's parts"
+    bounds = f", {key.bounds_text}" if key.bounds_text else ""
+    return values.describe(key.annotation) + bounds
+
+
+def _wrong(setting: Setting, key: Key, message: str) -> Problem:
+    facts = [("accepted", accepted(key))]
+    if key.choices and isinstance(setting.value, str):
+        facts += nearest_fact(setting.value, [str(choice) for choice in key.choices if choice])
+        if note := VALUE_NOTES.get((key.name, setting.value)):
+            facts.append(("note", note))
+    if dict(key.bounds).get("ne") is not None:
+        facts.append(("meaning", key.meaning))
+    if key.name != "logical_axis_rules":
+        facts.append(("default", values.to_yaml(key.default)))
+    return Problem(f"{key.name}: {message}", (setting.place,), tuple(facts))
+
+
+def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
+    """Sets keys that follow from others."""
+
+    def set_derived(name: str, value: Any, note: str) -> None:
+        typed[name] = value
+        origins[name] = Origin(Layer.DERIVED, raw=values.to_yaml(value), note=note)
+
+    if typed["steps"] == -1 and typed["learning_rate_schedule_steps"] != -1:
+        set_derived(
+            "steps", typed["learning_rate_schedule_steps"], "from learning_rate_schedule_steps"
+        )
+    elif typed["learning_rate_schedule_steps"] == -1:
+        set_derived("learning_rate_schedule_steps", typed["steps"], "from steps")
+
+    if typed["mlm_training"] and origins["causal"].layer == Layer.DEFAULT:
+        set_derived("causal", False, "from mlm_training")
+
+    if typed["eval_interval"] == 0:
+        set_derived("eval_interval", -1, "0 is never, too")
+
+    reads_records = typed["dataset_type"] == "grain" and typed["grain_train_files"]
+    by_user = origins["eval_interval"].layer in (Layer.COMMAND_LINE, Layer.ARGUMENT)
+    nothing_held_out = not (typed["grain_eval_files"] or typed["dataset_path"])
+    if reads_records and nothing_held_out and typed["eval_interval"] != -1 and not by_user:
+        layering.announce(["note: no evaluation: grain_eval_files names no records for it"])
+        set_derived("eval_interval", -1, "without records to evaluate on")
+
+    # What to train on is one choice: the key that was set last beats the others.
+    for name in ("dataset_path", "grain_train_files") if typed["dataset_mix"] else ():
+        if typed[name] and origins[name].layer.rank < origins["dataset_mix"].layer.rank:
+            set_derived(name, "", "because of dataset_mix")
+        elif typed[name] and origins[name].layer.rank > origins["dataset_mix"].layer.rank:
+            set_derived("dataset_mix", (), f"because of {name}")
+
+    sizes = typed["ici_expert_parallelism"], typed["dcn_expert_parallelism"]
+    if typed["num_experts"] > 1 and any(size not in (0, 1) for size in sizes):
+        for name, factor in (("capacity_factor", 1.25), ("eval_capacity_factor", 2.0)):
+            if typed[name] == -1 and origins[name].layer in (Layer.DEFAULT, Layer.DECODER_BLOCK):
+                layering.announce([f"note: {name}={factor:g}: experts are on several devices"])
+                set_derived(name, factor, "for experts on several devices")
+
+    if not typed["run_name"]:
+        if job := os.environ.get("JOBSET_NAME"):
+            set_derived("run_name", job, "from $JOBSET_NAME")
+        else:
+            chosen = typed["model_name"] if typed["model_name"] != "default" else ""
+            stem = chosen or (config_path.stem if config_path else "run")
+            time = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+            time += f"-{secrets.token_hex(2)}"  # a sweep may start several runs in one second
+            source = "model_name" if chosen else "the config file's name" if config_path else "run"
+            set_derived("run_name", f"{stem}_{time}", f"from {source} and time of start")
+    name = typed["run_name"]
+    if name.startswith(("/", "~")) or "://" in name:
+        base = typed["base_output_directory"]
+        parent, _, last = name.rstrip("/").rpartition("/")
+        if base and base.rstrip("/") != parent:
+            layering.announce([f"note: base_output_directory={base}: run_name is a whole path"])
+        set_derived("base_output_directory", parent or "/", "from run_name, a whole path")
+        set_derived("run_name", last, "from the last part of the path given as run_name")
+    elif not typed["base_output_directory"]:
+        set_derived("base_output_directory", "./maxtext_output", "because it is empty")
+
+
+def _without_effect(winners: _Winners) -> dict[str, Problem]:
+    """Returns keys that were set on purpose and have no effect under the chosen parts, and why.
+
+    Values of a preset, bundle or base file are silently inert, as is one of the config file if a
+    stronger layer made the choice that disables it: `file.yml dataset_type=synthetic` need not
+    empty dataset_path.
+    """
+    typed, origins, _, wrong = winners
+    last, problems = winners.last, {}
+    for name, key in all_keys().items():
+        layer = origins[name].layer
+        if name in wrong or not winners.is_deliberate(name):
+            continue
+        for group in key.conditions:
+            if any(other in wrong or typed[other] in group[other] for other in group):
+                continue
+            chosen_by = [origins[other].layer for other in group]
+            if any(by is not Layer.DERIVED and by.rank > layer.rank for by in chosen_by):
+                continue
+            as_it_is = " and ".join(f"{other}={values.to_yaml(typed[other])}" for other in group)
+            needed = (
+                f"{other}={' or '.join(values.to_yaml(value) for value in effective)}"
+                for other, effective in group.items()
+            )
+            what = f"{name}: has no effect with {as_it_is}"
+            places = [last[name].place]
+            for other in group:
+                places.append(last[other].place if other in last else f"{other} is the default")
+            facts = (
+                ("needs", ", or ".join(needed)), ("default", values.to_yaml(key.default)),
+            )  # fmt: skip
+            problems[name] = Problem(what, tuple(places), facts)
+    return problems
+
+
+def _notice(name: str, problem: Problem) -> str:
+    kind = "warning" if all_keys()[name].section[0] == "model" else "note"
+    return f"{kind}: {problem.what} ({problem.where[0]})"
+
+
+def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> list[Problem]:
+    """Returns the problem of a decoder_block over a saved configuration, which sets every part."""
+    saved = [s for s in kept if s.origin.layer is Layer.SAVED_CONFIG and s.name == "decoder_block"]
+    if not saved or origins["decoder_block"].layer is Layer.SAVED_CONFIG:
+        return []
+    chosen = [setting for setting in kept if setting.name == "decoder_block"][-1]
+    if chosen.value == saved[-1].value or chosen.origin.layer is Layer.PRESET:
+        return []
+    what = "decoder_block: has no effect over a saved configuration, which sets every part"
+    facts = (("instead", "start from a config file that is not saved, or set the parts"),)
+    return [Problem(what, (chosen.place, saved[-1].place), facts)]
+
+
+def _broken_rules(
+    config: Config, winners: _Winners, program: str | None
+) -> tuple[list[Problem], dict[str, Problem]]:
+    """Returns problems, and keys without effect by name."""
+    last, origins = winners.last, winners.origins
+    stem = Path(program).stem if program else None
+    problems, idle = [], {}
+    for rule in RULES:
+        if winners.wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
+            continue
+        # A derived value is only as wrong as the key it comes from, which has a rule of its own.
+        if len(rule.keys) == 1 and origins[rule.keys[0]].layer is Layer.DERIVED:
+            continue
+        if message := rule.check(config):
+            named = [name for name in rule.keys if re.search(rf"\b{name}\b", message)]
+            used = [name for name in named if name in last] or rule.keys
+            places = [last[name].place for name in used if name in last]
+            what, *remedies = message.splitlines()
+            facts = tuple(("try", remedy) for remedy in remedies)
+            facts += _defaults(named or rule.keys, origins)
+            problem = Problem(what, tuple(places), facts)
+            # Of the values that a bundle, a preset or a base file brings along, nothing is said.
+            # A message begins with the key that has no effect.
+            first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
+            subjects = [first[0]] if first else rule.keys
+            by_user = [name for name in subjects if winners.is_deliberate(name)]
+            if not rule.is_idle:
+                problems.append(problem)
+            elif by_user:
+                idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
+    return problems, idle
+
+
+def _defaults(names: Sequence[str], origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
+    defaults = [
+        f"{name}={origins[name].raw}" for name in names if origins[name].layer is Layer.DEFAULT
+    ]
+    return (("default", ", ".join(defaults)),) if defaults else ()

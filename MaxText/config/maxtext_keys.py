@@ -1,0 +1,112 @@
+"""Keys of MaxText and other programs: aliases of ours, and keys that are refused.
+
+A key that means exactly what one of ours means is accepted under its old name, as is a value that a
+key of ours states differently or that holds here anyway. Any other is refused with a sentence that
+says what to use. maxtext_keys.yml has the tables.
+"""
+
+from importlib import resources
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from MaxText.config import values
+
+
+class Absent(NamedTuple):
+    """The reason that a key does not exist here."""
+
+    why: str  # the reason, in words
+    instead: str = ""  # the key of ours that serves its purpose, if one does
+    # values that are ignored with a note: those that switch the thing off, any because none would
+    # change a result here, or nothing
+    accepts: Literal["off", "any", "nothing"] = "off"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.why}; use {self.instead}" if self.instead else self.why
+
+
+class Translation(NamedTuple):
+    """The meaning here of another program's `key=value`."""
+
+    name: str  # key of ours; empty where nothing has to be set
+    text: str = ""  # value of that key, as it is typed
+    why: str = ""  # a sentence for where nothing has to be set
+
+    @property
+    def value(self) -> Any:
+        """The value of our key, before its type is checked."""
+        return values.from_text(self.text)
+
+    @property
+    def sentence(self) -> str:
+        """The text of the note."""
+        if self.name:
+            return f"is {self.name}={self.text} here"
+        return f"has no effect here: {self.why}"
+
+
+def _read() -> dict[str, Any]:
+    tables = resources.files("MaxText.config") / "maxtext_keys.yml"
+    text = tables.read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _absent(row: dict[str, Any]) -> Absent:
+    return Absent(row["why"], row.get("use", ""), row.get("accepts", "off"))
+
+
+_TABLES = _read()
+# Old name -> ours, where both mean exactly the same.
+ALIASES: dict[str, str] = _TABLES["aliases"]
+UNAVAILABLE = {key: _absent(row) for row in _TABLES["absent"] for key in row["keys"]}
+# Families too large to list; the first prefix that fits counts.
+_FAMILIES = {row["prefix"]: _absent(row) for row in _TABLES["prefixes"]}
+# (key, value) -> what to choose for a value of MaxText that is not among ours.
+VALUE_NOTES = {(key, value): note for key, value, note in _TABLES["value_notes"]}
+# (key, value) -> ours. Values in lower case; null stands for all ways to write nothing.
+TRANSLATIONS = {
+    (key, value): Translation(*ours) if len(ours) == 2 else Translation("", why=ours[0])
+    for key, value, *ours in _TABLES["translations"]
+}
+# Key of another program -> (whose it is, key of ours). Values mean something else there (a global
+# batch, a computed width), so these are no aliases; docs/gpt_neo.md and docs/fattorib.md have more.
+REFERENCE_KEYS = {
+    theirs: (whose, ours)
+    for whose, keys in _TABLES["other_programs"].items()
+    for theirs, ours in keys.items()
+}
+
+# Ways to say that something is off, which is true of everything that is not here.
+_OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
+
+
+def translation(name: str, value: Any) -> Translation | None:
+    """Returns the meaning of another program's `key=value`, or None."""
+    if values.is_null(value):
+        spelled = "null"
+    else:
+        spelled = value.lower() if isinstance(value, str) else values.to_yaml(value)
+    if found := TRANSLATIONS.get((name, spelled or "null")):
+        return found
+    families = (one for start, one in _FAMILIES.items() if name.startswith(start))
+    reason = UNAVAILABLE.get(name) or next((one for one in families if one.accepts == "any"), None)
+    if reason and (reason.accepts == "any" or (reason.accepts == "off" and spelled in _OFF)):
+        return Translation("", why=reason.sentence)
+    return None
+
+
+def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
+    """Returns why a key of another program is refused, None for any other name.
+
+    Args:
+      known: Names close to it among our keys.
+    """
+    if name in UNAVAILABLE:
+        return UNAVAILABLE[name]
+    if name in REFERENCE_KEYS:
+        return Absent(*REFERENCE_KEYS[name])
+    if known:
+        return None
+    return next((reason for prefix, reason in _FAMILIES.items() if name.startswith(prefix)), None)

@@ -1,0 +1,248 @@
+"""Registry of parts: what a key such as `mixer` may name.
+
+Parts are decorated with `register`, built-in ones and those of modules that `import_modules` names.
+The generated layers/built_in.yml lists built-in parts, which are thus known without importing jax.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+from pydantic import model_serializer, model_validator
+
+from MaxText.config.keys import Section
+
+KINDS = {
+    "mixer": "mixer",
+    "feed_forward": "feed_forward_type",
+    "norm": "normalization_type",
+    "projection": "attention_projections",
+    "position": "position_embedding",
+    "connection": "connection_type",
+    "head": "head_type",
+    "objective": "loss_type",
+    "optimizer": "opt_type",
+}
+BUILT_IN = Path(__file__).parents[1] / "layers" / "built_in.yml"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class RegistrationError(ValueError):
+    """A part cannot be registered; names the part, the file and the line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """A registered part.
+
+    Attributes:
+      kind: One of KINDS.
+      target: The class or function, or "module:name" to import when it is needed.
+      keys: Keys of the part's own, which join the configuration.
+      place: File and line of the registration.
+    """
+
+    kind: str
+    name: str
+    target: Any
+    keys: type[Section] | None
+    place: str
+
+    @property
+    def is_built_in(self) -> bool:
+        return isinstance(self.target, str)
+
+    def load(self) -> Any:
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+class Name:
+    """Marks a text key whose choices are the registered parts of a kind, and `others`."""
+
+    def __init__(self, kind: str, *others: str):
+        assert kind in KINDS
+        self.kind, self.others = kind, others
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return (*self.others, *(name for kind, name in _all() if kind == self.kind))
+
+
+_registered: dict[tuple[str, str], Registration] = {}
+_changed: list[Callable[[], None]] = []
+
+
+def when_changed(forget: Callable[[], None]) -> None:
+    """Registers a callback for whenever a part is registered, to invalidate derived data."""
+    _changed.append(forget)
+
+
+def _tell() -> None:
+    for forget_derived in _changed:
+        forget_derived()
+
+
+def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Callable[[Any], Any]:
+    """Registers a part; a decorator of its class or function.
+
+    Args:
+      kind: One of KINDS.
+      name: Lower-case letters, digits and underscores.
+      keys: A Section with keys of the part's own.
+
+    Raises:
+      RegistrationError: The kind is unknown, the name is taken or invalid, or a key exists.
+    """
+    frame = sys._getframe(1)
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def add(given: Any) -> Any:
+        if kind not in KINDS:
+            raise RegistrationError(
+                f"{place}: there are no parts of kind {kind!r}: {', '.join(KINDS)}"
+            )
+        if not _NAME.fullmatch(name):
+            raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
+        earlier = _all().get((kind, name))
+        if earlier and earlier.target == f"{given.__module__}:{given.__name__}":
+            return given  # built in
+        if earlier is not None:
+            where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
+            raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")
+        if keys is not None:
+            _check_keys(keys, f"{place}: {kind} {name!r}")
+        _registered[kind, name] = Registration(kind, name, given, keys, place)
+        _tell()
+        return given
+
+    return add
+
+
+def _check_keys(keys: type[Section], who: str) -> None:
+    from MaxText.config.catalogue import all_keys
+
+    if not (isinstance(keys, type) and issubclass(keys, Section)):
+        raise RegistrationError(f"{who}: keys has to be a class derived from Section")
+    for key, field in keys.model_fields.items():
+        facts = field.json_schema_extra
+        if not isinstance(facts, dict) or "unit" not in facts:
+            raise RegistrationError(f"{who}: key {key!r} is not declared with key(...)")
+        if (taken := all_keys().get(key)) is not None:
+            raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
+
+
+@functools.cache
+def _load_built_in() -> None:
+    for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
+        for name, target in targets.items():
+            _registered[kind, name] = Registration(kind, name, target, None, str(BUILT_IN))
+
+
+def _all() -> dict[tuple[str, str], Registration]:
+    _load_built_in()
+    return _registered
+
+
+def registration(kind: str, name: str) -> Registration:
+    """Returns a part; raises KeyError if there is none."""
+    return _all()[kind, name]
+
+
+def lookup(kind: str, name: str) -> Any:
+    return registration(kind, name).load()
+
+
+def registrations() -> list[Registration]:
+    """Returns all parts, built-in ones first."""
+    return list(_all().values())
+
+
+def forget(module_file: str) -> None:
+    """Removes what a file has registered, so that it can be imported again."""
+    for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
+        del _registered[key]
+    _tell()
+
+
+def keep_only(parts: Iterable[Registration]) -> None:
+    """Removes all parts but these."""
+    kept = {(one.kind, one.name): one for one in parts}
+    if kept != _registered:
+        _registered.clear()
+        _registered.update(kept)
+        _tell()
+
+
+class Parts(Section):
+    """Keys of registered parts: a section for each part with keys of its own."""
+
+    kinds: ClassVar[tuple[str, ...]] = tuple(
+        kind for kind in KINDS if kind not in ("objective", "optimizer")
+    )
+    sections: tuple[Any, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """Converts {part: {key: value}}."""
+        if not isinstance(given, dict) or "sections" in given:
+            return given
+        found = []
+        for one in cls.with_keys():
+            assert one.keys is not None
+            found.append(one.keys.model_validate(given.get(one.name, {})))
+        return {"sections": tuple(found)}
+
+    @model_serializer
+    def _as_by_name(self) -> dict[str, dict[str, Any]]:
+        return {one.name: self._of(one).model_dump() for one in self.with_keys()}
+
+    def named(self, name: str) -> Section:
+        """Returns the keys of a part by its name."""
+        return self._of(next(one for one in self.with_keys() if one.name == name))
+
+    def of(self, target: Any) -> Section | None:
+        """Returns the keys of a part by its class or function; None without keys of its own."""
+        bases = getattr(target, "__mro__", (target,))
+        found = next((one for one in self.with_keys() if one.target in bases), None)
+        return None if found is None else self._of(found)
+
+    def with_values(self, values: dict[str, Any]) -> Self:
+        """Returns these keys with other values of some of them."""
+        sections = []
+        for own in self.sections:
+            names = type(own).model_fields
+            changed = {name: value for name, value in values.items() if name in names}
+            sections.append(own.model_copy(update=changed))
+        return self.model_copy(update={"sections": tuple(sections)})
+
+    def _of(self, registered: Registration) -> Section:
+        assert registered.keys is not None
+        kind = registered.keys
+        return next((one for one in self.sections if type(one) is kind), None) or kind()
+
+    @classmethod
+    def with_keys(cls) -> list[Registration]:
+        """Returns parts of these kinds with keys of their own."""
+        return [one for one in registrations() if one.kind in cls.kinds and one.keys is not None]
+
+
+class ObjectiveParts(Parts):
+    """Keys of registered objectives."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("objective",)
+
+
+class OptimizerParts(Parts):
+    """Keys of registered optimizers."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("optimizer",)

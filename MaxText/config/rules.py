@@ -1,0 +1,495 @@
+"""Combinations of keys that cannot work, besides those of the model alone."""
+
+import math
+import re
+
+from MaxText.config import model_rules  # noqa: F401 (registers its rules)
+from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
+from MaxText.config.data_sections import SAMPLINGS, mix_part
+from MaxText.config.model_sections import NO_STAGES, Pipeline
+from MaxText.config.rule import RULES, rule
+from MaxText.config.training_sections import Checkpoint
+
+__all__ = ["RULES"]
+
+_STAGES = tuple(size_key("stage", network) for network in NETWORKS)
+_CONTEXT = tuple(size_key("context", network) for network in NETWORKS)
+
+
+# ---- Batches and lengths
+
+
+@rule()
+def _length(steps, learning_rate_schedule_steps):
+    if steps == -1:
+        return "steps=-1 and learning_rate_schedule_steps=-1 refer to each other; set one of them"
+
+
+@rule()
+def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, config):
+    schedule, decay = config.schedule, wsd_decay_steps_fraction
+    if schedule.lr_schedule_type != "wsd":
+        return None
+    length, warmup = schedule.learning_rate_schedule_steps, schedule.num_warmup_steps
+    if warmup_steps != -1 and warmup + int(length * decay) > length:
+        return (
+            f"warmup_steps={warmup} and wsd_decay_steps_fraction={decay:g} are more than the "
+            f"{length} steps of the schedule together"
+        )
+    if warmup_steps == -1 and warmup_steps_fraction + decay > 1 + 1e-9:
+        return (
+            f"warmup_steps_fraction={warmup_steps_fraction:g} and "
+            f"wsd_decay_steps_fraction={decay:g} are more than 1 together"
+        )
+
+
+@rule("warmup_steps", is_idle=True)
+def _endless_warmup(steps, learning_rate_schedule_steps, config):
+    length, warmup = learning_rate_schedule_steps, config.schedule.num_warmup_steps
+    if 0 < length < warmup and config.schedule.lr_schedule_type != "wsd":
+        name = "steps" if steps == length else "learning_rate_schedule_steps"
+        return f"{name}={length} ends within the warm-up of {warmup} steps"
+
+
+@rule()
+def _rampup(
+    per_device_batch_size, per_device_batch_size_start, per_device_batch_size_increment, config
+):
+    count = (per_device_batch_size - per_device_batch_size_start) / per_device_batch_size_increment
+    is_whole = 1 - 1e-6 <= count < math.inf and abs(count - round(count)) <= 1e-6
+    if config.batch.enable_rampup_batch_size and not is_whole:
+        return (
+            f"per_device_batch_size_start={per_device_batch_size_start:g} plus a number of "
+            f"increments of {per_device_batch_size_increment:g} does not make "
+            f"per_device_batch_size={per_device_batch_size:g}"
+        )
+
+
+@rule()
+def _length_stages(sequence_length_stages, max_target_length, mlm_training):
+    steps = [step for step, _ in sequence_length_stages]
+    if steps and (steps[0] != 0 or steps != sorted(set(steps))):
+        return f"sequence_length_stages: the first steps {steps} must begin with 0 and increase"
+    for _, length in sequence_length_stages:
+        if length < 1 or max_target_length % length:
+            return (
+                f"sequence_length_stages: {length} does not divide max_target_length="
+                f"{max_target_length}, and each window is cut into rows of that length"
+            )
+    if steps and mlm_training:
+        return "sequence_length_stages does not work with mlm_training=true: CLS begins a window"
+
+
+@rule(*_CONTEXT)
+def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
+    # What -1 fills is known where the devices are.
+    parts = math.prod(max(size, 1) for size in sizes.values())
+    lengths = {f"max_target_length={max_target_length}": max_target_length} | {
+        f"a stage of {length} in sequence_length_stages": length
+        for _, length in sequence_length_stages
+    }
+    for whose, length in lengths.items():
+        if length % parts:
+            shown = " ".join(f"{name}={size}" for name, size in sizes.items())
+            return f"{_CONTEXT[0]}: {whose} is no multiple of {parts} ({shown})"
+
+
+@rule(*_CONTEXT, "attention_dropout_rate", "dropout_rate")
+def _ring(context_parallel_strategy, model, **keys):
+    splits = any(keys[name] not in (0, 1) for name in _CONTEXT)
+    if splits and context_parallel_strategy == "ring" and model.dropout.rate("attention"):
+        return (
+            "context_parallel_strategy=ring computes probabilities again in the backward pass and "
+            "drops none of them\ncontext_parallel_strategy=all_gather\nattention_dropout_rate=0"
+        )
+
+
+# ---- Data
+
+
+@rule()
+def _tokenizer_fits(tokenizer_vocab_size, vocab_size, config):
+    preparation = config.preparation
+    reads_text = config.data.dataset_type != "synthetic" and preparation.prepare_source
+    if reads_text and not preparation.tokenizer_path and tokenizer_vocab_size > vocab_size:
+        return (
+            f"tokenizer_vocab_size={tokenizer_vocab_size} makes ids that "
+            f"vocab_size={vocab_size} has no row for"
+        )
+
+
+@rule()
+def _one_data_set(grain_train_files, dataset_mix, dataset_path):
+    for name, other in (("grain_train_files", grain_train_files), ("dataset_path", dataset_path)):
+        if dataset_mix and other:
+            return f"{name} and dataset_mix both name what to train on; set one of them"
+
+
+@rule()
+def _mixture(dataset_mix, num_epoch):
+    for part in dataset_mix:
+        location, stitch, sampling, weight = mix_part(part)
+        if sampling not in SAMPLINGS:
+            known = ", ".join(SAMPLINGS)
+            return f"dataset_mix: sampling {sampling!r} of {location} is none of {known}"
+        if stitch < 1:
+            return f"dataset_mix: {location} has stitch {stitch}, which must be 1 or more"
+        if weight <= 0:
+            return f"dataset_mix: {location} has weight {weight:g}, which must be above 0"
+    named = [mix_part(part)[:3] for part in dataset_mix]
+    if twice := [part[0] for part in named if named.count(part) > 1]:
+        return f"dataset_mix: {twice[0]} is named twice; give it one weight"
+    if len(dataset_mix) > 1 and num_epoch != -1:
+        return (
+            f"num_epoch={num_epoch}: the sources of a mixture end at different times, "
+            "so it repeats them without end\nleave num_epoch=-1 and set steps"
+        )
+
+
+@rule(programs="train compare inspect_data")
+def _needs_dataset(dataset_path, grain_train_files, dataset_mix, dataset_type):
+    if dataset_type == "grain" and not (dataset_path or grain_train_files or dataset_mix):
+        return (
+            "dataset_path: no data set is named\n"
+            "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)\n"
+            "dataset_path=FOLDER, which prepare_data.py wrote, or token records as they are\n"
+            "grain_train_files=PATTERN, records of text or tokens\n"
+            "dataset_type=synthetic (random tokens, to measure speed)"
+        )
+
+
+@rule(programs="train")
+def _evaluates_on_something(eval_interval, grain_eval_files, grain_train_files, config):
+    if config.data.dataset_type != "grain" or eval_interval == -1:
+        return None
+    if grain_train_files and not (grain_eval_files or config.data.dataset_path):
+        return (
+            "eval_interval asks for evaluation, and grain_train_files names no records for it\n"
+            "grain_eval_files=PATTERN\neval_interval=-1 (no evaluation)"
+        )
+
+
+@rule()
+def _strided(prepare_record, prepare_output_format, prep_min_length, prep_stride, prep_max_length):
+    if prepare_record != "strided":
+        return None
+    if prepare_output_format != "parquet":
+        return (
+            f"prepare_record=strided has labels, which prepare_output_format="
+            f"{prepare_output_format} does not hold\nprepare_output_format=parquet"
+        )
+    for name, number in (("prep_min_length", prep_min_length), ("prep_stride", prep_stride)):
+        if number > prep_max_length:
+            return f"{name}={number} above prep_max_length={prep_max_length} would leave tokens out"
+
+
+@rule()
+def _causal(causal, mlm_training):
+    if not causal and not mlm_training:
+        return (
+            "causal=false lets each token see the one it has to predict\n"
+            "mlm_training=true (predict hidden tokens instead)"
+        )
+    if causal and mlm_training:
+        return "mlm_training=true predicts from both sides, but causal=true hides one of them"
+
+
+@rule()
+def _masked_shares(mlm_same_token_prob, mlm_random_token_prob, config):
+    total = mlm_same_token_prob + mlm_random_token_prob
+    if config.masking.mlm_training and total > 1 + 1e-9:
+        return (
+            f"mlm_same_token_prob={mlm_same_token_prob:g} and "
+            f"mlm_random_token_prob={mlm_random_token_prob:g} are more than 1 together"
+        )
+
+
+# ---- Scores
+
+
+@rule("eval_steps", "eval_tasks", "harness_tasks", programs="eval")
+def _something_to_score(dataset_path, grain_eval_files, dataset_mix, dataset_type, config):
+    if config.scoring.eval_tasks or config.scoring.harness_tasks:
+        return None
+    if dataset_type == "synthetic":
+        if config.evaluation.eval_steps == -1:
+            return "dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)"
+    elif not (grain_eval_files or dataset_path or dataset_mix):
+        return (
+            "nothing to score is named\n"
+            "load_parameters_path=RUN without config file: what the run was trained on\n"
+            "dataset_path=FOLDER, whose eval_split is read\n"
+            "grain_eval_files=PATTERN, records of text or tokens\n"
+            "eval_tasks=[lambada] lambada_path=FILE, or harness_tasks=[...]"
+        )
+
+
+@rule(programs="eval")
+def _stride_fits(eval_stride, max_target_length):
+    if eval_stride > max_target_length:
+        return (
+            f"eval_stride={eval_stride} is above the window, max_target_length="
+            f"{max_target_length}: the tokens between two windows would not be scored\n"
+            f"eval_stride={max_target_length} or less"
+        )
+
+
+@rule(programs="eval")
+def _stride_masked(eval_stride, mlm_training):
+    if eval_stride != -1 and mlm_training:
+        return (
+            "eval_stride moves a window along the text that a causal model goes on with, and "
+            "mlm_training=true predicts hidden tokens\neval_stride=-1"
+        )
+
+
+@rule(programs="eval")
+def _stride_truncated(eval_stride, use_truncation):
+    if eval_stride != -1 and use_truncation:
+        return (
+            "eval_stride scores every token, and use_truncation=true drops what is longer than a "
+            "window\nuse_truncation=false\neval_stride=-1"
+        )
+
+
+@rule(programs="eval")
+def _stride_order(eval_stride, megatron_order):
+    if eval_stride != -1 and megatron_order != "stored":
+        return (
+            f"eval_stride reads documents as they are stored, and megatron_order={megatron_order} "
+            "has samples of its own\nmegatron_order=stored\neval_stride=-1"
+        )
+
+
+@rule()
+def _task_files(eval_tasks, lambada_path, wikitext_path):
+    for task, path in (("lambada", lambada_path), ("wikitext", wikitext_path)):
+        if task in eval_tasks and not path:
+            return f"eval_tasks names {task}, and {task}_path names no file of it"
+
+
+@rule(is_idle=True)
+def _idle_task_files(eval_tasks, lambada_path, wikitext_path):
+    for task, path in (("lambada", lambada_path), ("wikitext", wikitext_path)):
+        if path and task not in eval_tasks:
+            return (
+                f"{task}_path: has no effect, because eval_tasks does not name {task}\n"
+                f"eval_tasks=[{task}]"
+            )
+
+
+@rule(is_idle=True)
+def _harness(harness_tasks, harness_task_path, harness_num_fewshot):
+    if not harness_tasks and (harness_task_path or harness_num_fewshot != -1):
+        name = "harness_task_path" if harness_task_path else "harness_num_fewshot"
+        return f"{name}: has no effect without harness_tasks\nharness_tasks=[NAME,...]"
+
+
+@rule(is_idle=True)
+def _target_loss(target_eval_loss, eval_interval):
+    if target_eval_loss and eval_interval == -1:
+        return "target_eval_loss can never be seen: eval_interval=-1 evaluates never"
+
+
+# ---- Checkpoints and growth (docs/growth.md)
+
+
+@rule()
+def _one_start(load_parameters_path, load_full_state_path):
+    if load_parameters_path and load_full_state_path:
+        return "load_parameters_path and load_full_state_path: only one can be the start"
+
+
+# Of the moment of growth. growth_old_slots_learning_rate lasts: whether it has slots to act on is
+# known from the run's checkpoints (growth/settling.py).
+@rule(
+    "growth_mode",
+    "growth_moments",
+    "growth_data",
+    "growth_allow_shrinking",
+    "load_parameters_path_slot_number",
+    "load_parameters_zero_init",
+    is_idle=True,
+)
+def _grows_from(load_parameters_path, **keys):
+    for name, value in keys.items():
+        if not load_parameters_path and value != Checkpoint.model_fields[name].default:
+            return (
+                f"{name}: has no effect without load_parameters_path, the smaller model; a run "
+                "that has grown goes on without either\nload_parameters_path=RUN"
+            )
+
+
+@rule()
+def _one_mode(growth_mode, load_parameters_zero_init):
+    if load_parameters_zero_init and growth_mode == "random":
+        return "load_parameters_zero_init=true is growth_mode=zero, but growth_mode=random is set"
+
+
+@rule()
+def _moments(growth_moments, opt_type):
+    if growth_moments == "warmed" and opt_type not in ("adamw", "muon"):
+        return (
+            "growth_moments=warmed is about Adam's second moments, which opt_type="
+            f"{opt_type} has not\ngrowth_moments=reused\ngrowth_moments=zeroed"
+        )
+
+
+# ---- Devices
+
+
+def _one_fills(**sizes):
+    filling = [name for name, size in sizes.items() if size == -1]
+    if len(filling) > 1:
+        things = "devices" if filling[0].startswith("ici") else "slices"
+        return f"only one of {' and '.join(filling)} can be -1 (fill the remaining {things})"
+
+
+for network in NETWORKS:
+    rule(*(size_key(axis, network) for axis in MESH_AXES))(_one_fills)
+
+
+@rule(*_STAGES, *Pipeline.model_fields, "base_num_decoder_layers", "attention_types")
+def _stages(config):
+    try:
+        if config.mesh.num_stages > 1:
+            config.model.pipeline_schedule(config.mesh.num_stages)
+    except ValueError as error:
+        return str(error)
+
+
+@rule(*Pipeline.model_fields, *_STAGES, programs="train train_compile", is_idle=True)
+def _nothing_to_pipeline(config, **keys):
+    asked = [name for name in Pipeline.model_fields if keys[name] != -1]
+    if config.mesh.num_stages == 1 and asked:
+        return f"{asked[0]}: has no effect without stages\nici_pipeline_parallelism=2, or more"
+
+
+@rule(*_STAGES, programs="decode eval")
+def _no_stages(config):
+    if config.mesh.num_stages > 1:
+        return (
+            "weights are run one batch after another, so that stages of a pipeline would wait for "
+            f"each other\n{NO_STAGES} ici_fsdp_parallelism=-1"
+        )
+
+
+@rule(*_STAGES, programs="train")
+def _stages_and_sample(sample_tokens, config):
+    if config.mesh.num_stages > 1 and sample_tokens:
+        return (
+            "sample_tokens generates text, which a mesh with stages of a pipeline cannot\n"
+            "sample_tokens=0, and decode.py after the run"
+        )
+
+
+@rule(programs="train_compile")
+def _target_named(compile_topology):
+    if not compile_topology:
+        return (
+            "which machine to compile for is not named\n"
+            "compile_topology=v5p-8, or another one of docs/train_compile.md"
+        )
+
+
+# ---- Text
+
+
+@rule()
+def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_nucleus_p):
+    if decode_sampling_strategy == "topk" and not decode_sampling_top_k:
+        return "decode_sampling_strategy=topk needs decode_sampling_top_k, the number of tokens"
+    if decode_sampling_strategy == "nucleus" and decode_sampling_nucleus_p == 1:
+        return (
+            "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
+            "probability to keep"
+        )
+
+
+_FILTERS = {
+    "decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1, "decode_sampling_min_p": 0,
+    "decode_sampling_typical_p": 1, "decode_sampling_eta": 0, "decode_entmax_alpha": 1,
+}  # fmt: skip
+
+
+@rule(*_FILTERS, is_idle=True)
+def _nothing_to_filter(decode_sampling_temperature, config, **filters):
+    on = [name for name, off in _FILTERS.items() if filters[name] != off]
+    draws = config.decoding.decode_sampling_strategy != "greedy"
+    if on and draws and not decode_sampling_temperature:
+        return f"{on[0]} has no effect with decode_sampling_temperature=0, the likeliest token"
+
+
+@rule()
+def _stop_strings(decode_stop):
+    if "" in decode_stop:
+        return "decode_stop: an empty string is everywhere; write the strings at which a text ends"
+
+
+@rule()
+def _one_text_to_compare(autoregressive_decode_assert, prompt_file, decode_num_samples):
+    if autoregressive_decode_assert and (prompt_file or decode_num_samples > 1):
+        return (
+            "autoregressive_decode_assert compares one text, but prompt_file or "
+            "decode_num_samples asks for several"
+        )
+
+
+@rule("mlm_training", programs="decode")
+def _generates(causal):
+    if not causal:
+        return (
+            "causal=false (which mlm_training=true means): a model that sees later tokens cannot "
+            "generate text token by token"
+        )
+
+
+# ---- The run
+
+
+@rule(is_idle=True)
+def _profile(profiler, skip_first_n_steps_for_profiler, steps):
+    if profiler and 0 < steps <= skip_first_n_steps_for_profiler:
+        return (
+            f"the profiler waits {skip_first_n_steps_for_profiler} steps, "
+            f"but the run has steps={steps}"
+        )
+
+
+@rule()
+def _run_name(run_name, base_output_directory):
+    if base_output_directory.endswith(":/"):
+        return f"run_name={base_output_directory}/{run_name} is a bucket without a folder in it"
+    if any(part in ("", ".", "..") for part in run_name.rstrip("/").split("/")):
+        return (
+            f"run_name={run_name!r} is not the name of a folder\n"
+            "a name, or names with / between, below base_output_directory\n"
+            "a whole path, /folder/run or gs://bucket/run"
+        )
+
+
+# ---- Patterns of parameters
+
+
+def _compiles(**keys):
+    for name, items in keys.items():
+        for item in items:
+            pattern = item if isinstance(item, str) else item[0]
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                return f"{name}: {pattern!r} is not a regular expression: {error}"
+
+
+def _no_negative_factor(**keys):
+    for name, items in keys.items():
+        for pattern, number in items:
+            if number < 0:
+                return f"{name}: {number:g} for {pattern!r} is negative"
+
+
+for name in ("weight_decay_overrides", "learning_rate_overrides"):
+    rule(name)(_compiles)
+    rule(name)(_no_negative_factor)
+for name in ("adamw_mask", "trainable_parameters_mask"):
+    rule(name)(_compiles)

@@ -1,0 +1,78 @@
+"""Resolved configurations as flat YAML, and the differences between two of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from MaxText.config.catalogue import Key, all_keys, by_section, flat
+from MaxText.config.maxtext_keys import ALIASES, absent
+from MaxText.config.schema import SCHEMA_VERSION, Config
+from MaxText.config.values import to_yaml
+from MaxText.errors import UserError
+
+__all__ = ["differences", "flat", "resolved_yaml", "under_todays_names"]
+
+_LINE = 100
+
+
+def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: "") -> str:
+    """Returns all keys by section; loading it as the config file gives the same configuration.
+
+    `schema_version` marks it as resolved, so that its preset is not applied a second time.
+
+    Args:
+      comment: Returns a comment for the end of a key's line, or an empty string.
+    """
+    return section_lines([f"schema_version: {SCHEMA_VERSION}"], flat(config), comment)
+
+
+def section_lines(
+    head: Sequence[str], values: Mapping[str, Any], comment: Callable[[Key], str] = lambda key: ""
+) -> str:
+    """Returns a YAML file of some keys by section, after its first lines."""
+    lines = [*head]
+    for section, keys in by_section().items():
+        entries = [
+            line
+            for key in keys
+            if key.name in values
+            for line in entry_lines(key.name, values[key.name], comment(key))
+        ]
+        lines += ["", f"# {'.'.join(section)}", *entries] if entries else []
+    return "\n".join(lines) + "\n"
+
+
+def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns a recorded configuration under current key names, without keys known to be gone."""
+    known = all_keys()
+    values = {ALIASES.get(name, name): value for name, value in recorded.items()}
+    values = {name: value for name, value in values.items() if not absent(name, (name,))}
+    if unknown := sorted(values.keys() - known.keys()):
+        raise UserError(
+            f"{place} was made by another version of this program: its configuration has "
+            f"{', '.join(unknown)}, which this one does not know"
+        )
+    return values
+
+
+def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
+    """Returns the YAML lines of one key; a list of pairs too long for one line takes one each."""
+    line = f"{name}: {to_yaml(value)}"
+    end = f"  # {comment}" if comment else ""
+    if len(line) <= _LINE or not isinstance(value, tuple | list):
+        return [line + end]
+    return [f"{name}:{end}", *(f"  - {to_yaml(item)}" for item in value)]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Returns {key: (old value, new value)} as YAML for two flat configurations.
+
+    A list equals a tuple of the same items, because storage turns one into the other.
+    """
+    changed = {}
+    for name in dict.fromkeys([*new, *old]):
+        before, after = (
+            to_yaml(values[name]) if name in values else "(no such key)" for values in (old, new)
+        )
+        if before != after:
+            changed[name] = (before, after)
+    return changed

@@ -1,0 +1,228 @@
+"""Command line of convert.py."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.config.catalogue import all_keys
+from MaxText.config.layering import ARGUMENT, YAML_PATH
+from MaxText.config.maxtext_keys import ALIASES, absent
+from MaxText.config.problems import nearest
+from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.hugging_face_folder import PREFIX as HUGGING_FACE
+from MaxText.conversion.hugging_face_folder import is_file, is_folder, local_path
+from MaxText.errors import UserError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+GROW = "grow"
+_OTHER_PROGRAMS = ("maxtext", "fattorib")  # whose checkpoints are named as maxtext:PATH
+# Keys about the training that follows a growth.
+_OF_TRAINING = ("growth_moments", "growth_data", "growth_old_slots_learning_rate")
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"is none of {', '.join(choices)}.")
+        return text
+
+    return read
+
+
+def _bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
+    if number < 1:
+        raise ValueError("is no size. Write for example max_shard_size=5GB.")
+    return int(number)
+
+
+def _tokens(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("is no number of tokens from 1.")
+    return int(text)
+
+
+# How options besides from and to are read, and the kind of source or target that they are for.
+_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "export": (_one_of("stablehlo"), "to stablehlo"),
+    "family": (_one_of(*FAMILIES), "to hf"),
+    "dtype": (_one_of("float32", "bfloat16", "float16"), "to hf"),
+    "max_shard_size": (_bytes, "to hf"),
+    "query_scaling": (_one_of("weights", "model"), "from maxtext"),
+    "length": (_tokens, "to stablehlo"),
+    "tokenizer": (str, "to hf"),
+}
+_NAMES = ("from", "to", *_OPTIONS)
+
+
+@dataclasses.dataclass
+class Request:
+    # a folder of Hugging Face, a run, or a checkpoint of another program, without its prefix
+    source: str = ""
+    source_kind: str = ""  # "hf", "run", "maxtext" or "fattorib"
+    target: Path = Path()  # where the result goes, without its prefix
+    target_kind: str = ""  # "hf", "run" or "stablehlo"
+    export: str = ""  # the format of a target that is a file, or ""
+    family: str = ""  # model_type to export as; "" for the first that fits
+    dtype: str = ""  # format of exported tensors; "" for the one that they are stored in
+    max_shard_size: int = 5_000_000_000  # bytes; above it an export is several files
+    query_scaling: str = ""  # of a checkpoint of MaxText; "" for what its block does
+    length: int = 0  # tokens of an exported program; 0 for max_target_length
+    tokenizer: str = ""  # folder of the tokenizer to export; "" for that of the run or its data set
+    verify: bool = False  # compare with transformers before anything is left
+    grow: bool = False  # make a larger model; the target is a run
+    config_file: str = ""  # a configuration named first, or ""
+    # key=value arguments that are those of train.py
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments for configuration.loading.load."""
+        named = [self.config_file] if self.config_file else []
+        return [*named, *(f"{name}={text}" for name, text in self.keys.items())]
+
+
+def read(arguments: Sequence[str]) -> Request:
+    request, given = Request(), {}
+    for argument in arguments:
+        match = ARGUMENT.fullmatch(argument)
+        name, text = match.groups() if match else ("", "")
+        if argument == "--verify":
+            request.verify = True
+        elif argument == GROW:
+            request.grow = True
+        elif name in _NAMES:
+            if name in given and given[name] != text:
+                raise UserError(f"{name} is given twice: {given[name]} and {text}.")
+            given[name] = text
+        elif name:
+            request.keys[name] = text
+        elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
+            if request.config_file:
+                raise UserError(f"{argument}: there is already {request.config_file}.")
+            request.config_file = argument
+        else:
+            raise UserError(_unknown(argument))
+    for name in [name for name in _OPTIONS if name in given]:
+        try:
+            setattr(request, name, _OPTIONS[name][0](given[name]))
+        except ValueError as error:
+            raise UserError(f"{name}={given[name]} {error}") from error
+    _take_places(request, given)
+    (_check_growth if request.grow else _check_conversion)(request, given)
+    return request
+
+
+def _spelled(names: Sequence[str]) -> str:
+    words = {"verify": "--verify", GROW: GROW}
+    return " or ".join(words.get(name, f"{name}=...") for name in names)
+
+
+def _check_spelling(request: Request) -> None:
+    """Refuses a misspelled option; the configuration refuses other unknown names."""
+    known = all_keys()
+    for name, text in request.keys.items():
+        if name in known or name in ALIASES or absent(name):
+            continue
+        close = nearest(name, {*_NAMES, "verify", *known})
+        if {*_NAMES, "verify"}.intersection(close):
+            raise UserError(
+                f"{name}={text}: no such option or key. Did you mean {_spelled(close)}?"
+            )
+
+
+def _unknown(argument: str) -> str:
+    close = nearest(argument.lstrip("-").partition("=")[0], [*_NAMES, "verify", GROW])
+    meant = f" Did you mean {_spelled(close[:1])}?" if close else ""
+    if not argument.startswith("-") and os.path.exists(local_path(argument)):
+        meant = f" Write from={argument} or to={argument}."
+    return f"{argument}: no such option.{meant} --help explains them."
+
+
+def _take_places(request: Request, given: dict[str, str]) -> None:
+    for name in ("from", "to"):
+        if not given.get(name):
+            alike = nearest(name, request.keys)
+            meant = f" Did you mean {name}= by {alike[0]}=?" if alike else ""
+            raise UserError(
+                f"{name}= is missing.{meant} Write: convert.py from=SOURCE to=TARGET; --help shows "
+                "which."
+            )
+    source, target = given["from"], given["to"]
+    kind, colon, path = source.partition(":")
+    if colon and kind in _OTHER_PROGRAMS:
+        request.source, request.source_kind = path, kind
+    else:
+        request.source, request.source_kind = source, "hf" if is_folder(source) else "run"
+    if target.partition(":")[0] in _OTHER_PROGRAMS and ":" in target:
+        raise UserError(f"to={target}: this layout is read, not written. Write to=hf:FOLDER.")
+    request.target_kind = "hf" if target.startswith(HUGGING_FACE) else request.export or "run"
+    if request.export and request.target_kind == "hf":
+        raise UserError(f"export={request.export} writes one file, but to={target} is a folder.")
+    request.target = local_path(target.removeprefix(HUGGING_FACE))
+    if str(request.target) in (".", ""):
+        raise UserError(f"to={target} names nothing new. Write for example to={target}exported.")
+
+
+def _check_conversion(request: Request, given: dict[str, str]) -> None:
+    kinds = (request.source_kind, request.target_kind)
+    if kinds == ("hf", "hf"):
+        raise UserError("from= and to= are both folders of Hugging Face: copy the folder instead.")
+    if request.source_kind == "run" and is_file(local_path(request.source)):
+        raise UserError(
+            f"from={request.source} is a file. Name the folder of a run, or hf:FOLDER with "
+            "config.json and the weights."
+        )
+    if kinds == ("run", "run"):
+        raise UserError(
+            f"from={request.source} is a run of this program already. To export it, write "
+            f"to=hf:{request.target}; MaxText's checkpoints are from=maxtext:...; convert.py grow "
+            "makes a larger model of it."
+        )
+    if request.verify and "hf" not in kinds:
+        raise UserError(
+            "--verify compares with transformers, which reads folders of Hugging Face; neither "
+            "from= nor to= is one."
+        )
+    _check_spelling(request)
+    if request.source_kind == "hf" and request.config_file:
+        raise UserError(
+            f"{request.config_file} has no part in this: the folder's config.json decides. Single "
+            "keys can be set, for example max_target_length=2048."
+        )
+    if request.source_kind == "run" and request.keys and not request.config_file:
+        name = next(iter(request.keys))
+        raise UserError(
+            f"{name}={request.keys[name]} has no part in this: the run's own configuration decides."
+        )
+    here = (f"from {request.source_kind}", f"to {request.target_kind}")
+    for name, (_, place) in _OPTIONS.items():
+        if name in given and place not in here:
+            raise UserError(f"{name}={given[name]} has no effect on this conversion.")
+
+
+def _check_growth(request: Request, given: dict[str, str]) -> None:
+    if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
+        raise UserError(
+            "grow makes a run of a run, or of a folder of Hugging Face: convert.py grow from=RUN "
+            "to=RUN slot_num=NUMBER. Convert other formats before or after it."
+        )
+    if wrong := [name for name in given if name not in ("from", "to")]:
+        raise UserError(f"{wrong[0]}={given[wrong[0]]} has no effect on grow.")
+    if request.verify:
+        raise UserError("--verify compares with transformers, which has no part in grow.")
+    _check_spelling(request)
+    if wrong := [name for name in _OF_TRAINING if name in request.keys]:
+        raise UserError(
+            f"{wrong[0]}={request.keys[wrong[0]]} is about the training that follows: give it to "
+            "train.py, with load_parameters_path naming the smaller run."
+        )
+    if not request.keys and not request.config_file:
+        raise UserError(
+            "grow: how large? Name what grows, for example slot_num=2140 or "
+            "base_num_decoder_layers=24."
+        )

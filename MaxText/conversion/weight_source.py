@@ -1,0 +1,83 @@
+"""Interface of sources of weights: arrays under our names, read one at a time."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from flax import traverse_util
+
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.layers.model import Model
+
+_MOST_LINES = 20
+
+
+class Weights(Protocol):
+    config: Config  # our configuration of it
+    model: Model  # its parameters' names and shapes
+    formats: dict[str, np.dtype]  # of every array of ours
+
+    def read(self, ours: str) -> np.ndarray:
+        """Returns one array of ours, all layers stacked."""
+        ...
+
+
+def model_of(config: Config) -> Model:
+    """Returns the abstract model of a configuration, with numerics of a CPU."""
+    from MaxText.training.backend_defaults import resolve
+
+    return Model(resolve(config.model, "cpu")[0])
+
+
+def num_bytes(weights: Weights) -> dict[str, int]:
+    parameters = weights.model.parameters
+    return {name: info.size * weights.formats[name].itemsize for name, info in parameters.items()}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tree from paths such as "layers/mlp/wo/kernel"."""
+    return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def common_format(formats: Iterable[str]) -> np.dtype:
+    """Returns the format of an array made of tensors in some formats.
+
+    float16 becomes float32, which holds each of its numbers: there are no float16 parameters.
+    """
+    return np.dtype("bfloat16" if set(formats) == {"bfloat16"} else "float32")
+
+
+def check_arrays(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Sequence[int]],
+    what: str,
+    advice: str,
+    others: Iterable[str] = (),
+) -> None:
+    """Compares stored arrays with those of a model, by names and shapes.
+
+    Args:
+      found: Name -> what has a shape, and is shown.
+      what, advice: Begin and end the message.
+      others: Problems of another kind, one line each.
+    """
+    shapes = {name: [int(size) for size in shape] for name, shape in wanted.items()}
+    problems = [
+        f"missing     {name}: wanted {shapes[name]}" for name in shapes if name not in found
+    ]
+    problems += [
+        f"other shape {name}: stored {found[name]}, wanted {shape}"
+        for name, shape in shapes.items()
+        if name in found and list(found[name].shape) != shape
+    ]
+    problems += others
+    problems += [
+        f"extra       {name}: stored {leaf}, unknown to this model"
+        for name, leaf in found.items()
+        if name not in shapes
+    ]
+    if problems:
+        more = len(problems) - _MOST_LINES
+        lines = problems[:_MOST_LINES] + ([f"... and {more} more"] if more > 0 else [])
+        raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")

@@ -1,0 +1,245 @@
+"""The train step of a configuration on devices that need not exist.
+
+Legend: B sequences, T tokens.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, get_args
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from MaxText.config.axis_rules import MESH_AXES
+from MaxText.config.layer_plan import PipelineSchedule
+from MaxText.config.layer_sections import SlotPlace
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.schema import Config
+from MaxText.config.training_sections import Guard, Optimizer, Schedule
+from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.layers.batch import Batch, batch_shapes
+from MaxText.layers.model import Model
+from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
+from MaxText.parallelism.mesh import Layout, check_lengths, rows_of_batch, rows_of_update
+from MaxText.training import backend_defaults
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def remembered(function: _Function) -> _Function:
+    """Caches results; functools.lru_cache in a form that type checkers accept for sections."""
+    return cast(_Function, functools.lru_cache(maxsize=256)(function))
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsentDevice:
+    """A device by name: enough to shard arrays, not to compute."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int = 0
+    slice_index: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The program that train.py would compile."""
+
+    config: Config  # with the model section's `auto` resolved
+    choices: tuple[str, ...]  # one line for each `auto`
+    layout: Layout  # mesh and rules
+    sizes: MeshSizes  # of the mesh, inside a slice and across slices
+    model: Model  # the whole model
+    rows: int  # B of a microbatch over all devices
+    length: int  # T
+
+    @property
+    def platform(self) -> str:
+        return self.layout.mesh.devices.flat[0].platform
+
+    @property
+    def num_devices(self) -> int:
+        return self.layout.mesh.size
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.batch.gradient_accumulation_steps
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens of an update over all devices."""
+        return self.rows * self.num_microbatches * self.length
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        section = _weights_of(self.config.model)
+        return _optimizer(section, self.config.optimizer, self.config.schedule)
+
+    @functools.cached_property
+    def abstract_state(self) -> Any:
+        """Shapes and shardings of the TrainState."""
+        config, section = self.config, _weights_of(self.config.model)
+        shapes = _state_shapes(section, config.optimizer, config.schedule, config.guard)
+        return self.layout.laid_out(shapes, self.model.parameters)
+
+    @functools.cached_property
+    def local_model(self) -> Model:
+        """The model that each device computes its rows with.
+
+        Tensor parallelism reduces it to its heads, MLP columns, slots and ids; other weights are
+        gathered before use. A pipeline stage has its own layers between embedding and head.
+        """
+        return model_of(_local(self.model.section, self.layout))
+
+    @property
+    def local_rows(self) -> int:
+        """B of a microbatch on one device."""
+        return self.rows // self.layout.num_batch_parts
+
+    @property
+    def schedule(self) -> PipelineSchedule | None:
+        """The pipeline schedule; None without one."""
+        num_stages = self.layout.mesh.shape["stage"]
+        return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which a stage is idle."""
+        return 0.0 if self.schedule is None else self.schedule.bubble
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
+        return self.local_rows * self.length // self.layout.num_length_parts
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a hidden state of a microbatch on one device."""
+        section = self.config.model
+        width = np.dtype(section.numerics.dtype).itemsize
+        return float(self.local_tokens * section.shape.dimensions.emb_dim * width)
+
+    def local_batch(self) -> Batch:
+        """Shapes of a microbatch on one device.
+
+        Parts of many sequences cost as much as whole ones of as many tokens. With fewer sequences
+        than parts, these are the first tokens, and pairs with the other parts are missing:
+        step_time.attention_to_other_parts.
+        """
+        parts = self.layout.num_length_parts
+        rows = math.gcd(self.local_rows, parts)
+        sizes = self.local_rows // rows, self.length * rows // parts
+        return batch_shapes(*sizes, with_documents=False)
+
+
+def make_program(
+    config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
+) -> Program:
+    """Returns the program of a configuration.
+
+    Args:
+      num_slices: Groups of devices connected only by a slow network.
+
+    Raises:
+      UserError: Mesh or batch do not fit the devices.
+    """
+    devices = _absent(num_devices, platform, device_kind, num_slices)
+    sizes = mesh_sizes(config.mesh, devices)
+    # Only sizes matter: where a device lies in a slice is not planned.
+    mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
+    axis = "data" if config.mesh.shard_optimizer_over_data else ""
+    # Absent devices have no memories to choose from: memory.py knows what lies in the host.
+    layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
+    section, choices = backend_defaults.resolve(config.model, platform, layout)
+    config = config.model_copy(update={"model": section})
+    rows = rows_of_batch(config.batch, layout)
+    rows_of_batch(config.batch, layout, config.evaluation.eval_per_device_batch_size)
+    length = section.shape.max_target_length
+    plan_batches(config.batch, length, lambda size: rows_of_update(config.batch, layout, size))
+    check_lengths(length, config.batch, layout)
+    return Program(config, tuple(choices), layout, sizes, model_of(section), rows, length)
+
+
+@remembered
+def _absent(
+    num_devices: int, platform: str, device_kind: str, num_slices: int
+) -> tuple[AbsentDevice, ...]:
+    return tuple(
+        AbsentDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
+        for number in range(num_devices)
+    )
+
+
+@remembered
+def model_of(section: ModelSection) -> Model:
+    return Model(section)
+
+
+def _weights_of(section: ModelSection) -> ModelSection:
+    """Returns the section without keys that change no weight."""
+    memory = section.memory.model_copy(update={"remat_policy": "none"})
+    return section.model_copy(update={"memory": memory})
+
+
+@remembered
+def _optimizer(
+    section: ModelSection, optimizer: Optimizer, schedule: Schedule
+) -> optax.GradientTransformation:
+    parameters = model_of(section).parameters
+    return make_optimizer(optimizer, learning_rate_schedule(schedule), parameters)
+
+
+@remembered
+def _state_shapes(
+    section: ModelSection, optimizer: Optimizer, schedule: Schedule, guard: Guard
+) -> Any:
+    initialize = make_initialize(model_of(section), _optimizer(section, optimizer, schedule), guard)
+    return jax.eval_shape(initialize, jax.random.key(0))
+
+
+def _local(section: ModelSection, layout: Layout) -> ModelSection:
+    """Returns the section with the sizes that one device computes with."""
+
+    def part(name: str, size: int) -> int:
+        # Of activations: what splits weights alone is gathered before it is used.
+        name = f"activation_{name}"
+        return layout.sharding((name,), (size,)).shard_shape((size,))[0]
+
+    d = section.shape.dimensions
+    num_layers = d.num_layers // layout.mesh.shape["stage"]
+    heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
+    shape = section.shape.model_copy(
+        update={
+            "global_parameter_scale": 1,
+            "base_emb_dim": d.emb_dim,
+            "base_num_query_heads": heads,
+            # Where heads of keys are not divided, a device uses those of its own queries.
+            "base_num_kv_heads": kv_heads if heads % kv_heads == 0 else heads,
+            "head_dim": d.head_dim,
+            "base_mlp_dim": part("mlp", d.mlp_dim),
+            "base_num_decoder_layers": num_layers,
+            "vocab_size": part("vocab", d.vocab_size),
+        }
+    )
+    experts, slots = section.mixture_of_experts, section.pattention
+    if experts.moe_mlp_dim != -1:
+        width = part("mlp", experts.moe_mlp_dim)
+        experts = experts.model_copy(update={"moe_mlp_dim": width})
+    places = get_args(SlotPlace)
+    slots = slots.model_copy(
+        update={
+            f"{place}_slot_num": part("slots", slots.num_slots(place, d.emb_dim))
+            for place in places
+        }
+    )
+    return section.model_copy(
+        update={"shape": shape, "mixture_of_experts": experts, "pattention": slots}
+    )

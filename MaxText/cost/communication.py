@@ -1,0 +1,190 @@
+"""Bytes that a device receives in an update, by mesh axis, and their seconds.
+
+    weights that an axis splits     gathered for the forward and again for the backward pass of
+                                    every microbatch, in the format of products; their gradients
+                                    scattered, once per microbatch
+    weights that an axis copies     gradients all-reduced, 2 times their bytes
+    weights of pipeline stages      gathered, and gradients scattered, in every turn that uses them;
+                                    between stages if they have several runs of layers
+    stage                           a hidden state of a microbatch in every turn, forward and
+                                    backward; all rows from the last stage to the head and back
+    tensor                          sums of hidden states after products that contract what it
+                                    splits, forward, backward and recomputed; 2 times their bytes
+    context                         keys and values of the other parts of a sequence: gathered for
+                                    both passes and their gradients scattered; or around the ring
+                                    in both, the second time with gradients in float32
+    expert                          rows to their experts and back, forward, backward and again
+
+Of n devices each exchanges (n - 1) / n of an array with the others.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from MaxText.config.axis_rules import MESH_AXES
+from MaxText.cost.abstract_step import Program
+from MaxText.cost.hardware import Hardware
+from MaxText.layers.attention_core import softmax_windows
+from MaxText.layers.mixture_of_experts import places
+
+# Policies whose backward pass computes the output product of attention again.
+_OUT_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded")
+_MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
+               "save_dot_except_mlp", "save_dot_except_mlpwi")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Bytes that an update sends over one mesh axis."""
+
+    axis: str  # of the mesh
+    size: int  # devices along it
+    num_bytes: float  # that a device receives
+    bandwidth: float  # bytes per second at which it can
+
+    @property
+    def seconds(self) -> float:
+        """Seconds without any overlap."""
+        return self.num_bytes / self.bandwidth
+
+
+def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
+    """Returns the communication of an update over mesh axes of several devices."""
+    mesh = program.layout.mesh
+    bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
+    if not bytes_of:
+        return []
+    _add_weights(program, bytes_of)
+    amounts = {"tensor": _hidden_states, "expert": _rows, "context": _keys_and_values}
+    for axis, amount in (amounts | {"stage": _handed_on}).items():
+        if axis in bytes_of:
+            bytes_of[axis] += amount(program) * program.num_microbatches
+    return [
+        Exchange(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
+        for axis, amount in bytes_of.items()
+    ]
+
+
+def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
+    layout, parameters = program.layout, program.model.parameters
+    width = np.dtype(program.config.model.numerics.dtype).itemsize
+    shape = layout.mesh.shape
+    schedule = program.schedule
+    batch = [axis for axis in (*layout.batch_axes, *layout.length_axes) if shape[axis] > 1]
+    for name, sharding in layout.parameter_shardings(parameters).items():
+        info = parameters[name]
+        num_bytes = info.size * width
+        turns = 1.0  # in which they are gathered, for each time that all of them are used
+        in_layers = "layers" in info.logical_axes
+        if schedule is not None and in_layers:
+            turns = schedule.num_turns / schedule.num_repeats
+        # Each stage's rows of embedding and head have a gradient of their own.
+        if schedule is not None and (schedule.num_repeats > 1 or not in_layers):
+            share = (schedule.num_stages - 1) / schedule.num_stages
+            shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+            bytes_of["stage"] += 2 * program.num_microbatches * shard * share
+        split: list[str] = []
+        for logical, axes in zip(info.logical_axes, sharding.spec, strict=False):
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                if axis in batch and logical != "exp":
+                    split.append(axis)
+                else:
+                    num_bytes /= shape[axis]  # computed with where it lies
+        lies = "exp" in info.logical_axes and "expert" in batch
+        # Gradients are scattered before the parts are added up.
+        for axis in sorted(batch, key=lambda axis: axis not in split):
+            if axis in split:
+                per_microbatch = 3.0 * turns
+            elif axis == "expert" and lies:
+                continue
+            else:
+                per_microbatch = 2.0 * turns
+            share = (shape[axis] - 1) / shape[axis]
+            bytes_of[axis] += per_microbatch * program.num_microbatches * num_bytes * share
+            if axis in split:
+                num_bytes /= shape[axis]  # what the next axis has to gather or add up
+
+
+def _hidden_states(program: Program) -> float:
+    """Returns the bytes over the tensor axis per microbatch."""
+    section, layout = program.config.model, program.layout
+    parameters = program.model.parameters
+    layers = section.shape.dimensions.num_layers
+    sums, again = 0.0, 0.0
+    for info in parameters.values():
+        axes = [name for name in info.logical_axes if name != "layers"]
+        contracted = axes[: info.num_in_dims]
+        sizes = info.shape[len(info.logical_axes) - len(axes) :]
+        spec = layout.sharding(axes, sizes).spec
+        if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
+            continue
+        times = info.shape[0] if "layers" in info.logical_axes else 1
+        if section.block.share_parameters and info.owner == "layers":
+            times = layers
+        sums += times
+        again += times * info.is_recomputed
+    policy = section.memory.remat_policy
+    # Forward, and in the backward pass of the products that begin each part; the embedding and the
+    # head add one each.
+    number = 2 * sums + 2 + (again if policy in _OUT_AGAIN else 0)
+    n = layout.mesh.shape["tensor"]
+    return 2 * number * program.state_bytes * (n - 1) / n
+
+
+def _handed_on(program: Program) -> float:
+    """Returns the bytes over the stage axis per microbatch, except those of weights."""
+    schedule = program.schedule
+    if schedule is None:
+        return 0.0
+    turns = schedule.num_turns / schedule.num_microbatches
+    return 2 * (turns + 1) * program.state_bytes
+
+
+def _rows(program: Program) -> float:
+    """Returns the bytes over the expert axis per microbatch."""
+    section = program.config.model
+    experts = section.mixture_of_experts
+    if experts.num_experts == 1 or experts.capacity_factor < 0:
+        return 0.0
+    group, capacity = places(experts, program.length, experts.capacity_factor)
+    filled = experts.num_experts * capacity / group
+    layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
+    passes = 3 if section.memory.remat_policy in _MADE_AGAIN else 2
+    n = program.layout.mesh.shape["expert"]
+    return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
+
+
+def _keys_and_values(program: Program) -> float:
+    """Returns the bytes over the context axis per microbatch."""
+    section = program.config.model
+    attention, d = section.attention, program.local_model.section.shape.dimensions
+    width = np.dtype(section.numerics.dtype).itemsize
+    part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
+    layers = len(softmax_windows(section))
+    others = program.layout.mesh.shape["context"] - 1
+    forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
+    if attention.context_parallel_strategy == "ring":
+        return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)
+    return layers * part * others * (forward + 1)
+
+
+def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
+    """Returns the bytes per second that a device receives over one axis.
+
+    On a torus, a single axis uses the links of all dimensions; of several, those inside get one
+    dimension each. Across slices, each device sends only its part of what a slice has reduced.
+    """
+    chip = hardware.chip
+    place = MESH_AXES.index(axis)
+    within, across = program.sizes.within[place], program.sizes.across[place]
+    several = [name for name, size in zip(MESH_AXES, program.sizes.within, strict=True) if size > 1]
+    links = chip.links / chip.devices
+    if chip.torus and axis in several:
+        inside = len(several) - 1
+        dimensions = max(chip.torus - inside, 1) if axis == several[0] else 1
+        links *= dimensions / chip.torus
+    if across == 1:
+        return links
+    return min(links, chip.network / chip.devices * within)

@@ -1,0 +1,201 @@
+"""Cost table of a model: parameters, operations, training memory, KV cache.
+
+Legend: T tokens of a sequence, L layers, K key/value heads, H head_dim.
+"""
+
+import dataclasses
+import functools
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from MaxText.config.registry import registrations
+from MaxText.cost.flops import FlopCount, count_flops
+from MaxText.layers.arrangements import mixer_of
+from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
+from MaxText.layers.head import head_of
+from MaxText.layers.model import Model
+from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
+
+MFU_RULE = (
+    "MFU is the model's own operations per second over the device's peak (PaLM, appendix B): "
+    "products of matrices only, forward and backward, nothing that is computed again; causal "
+    "attention counts half (MaxText's rule; PaLM counts all of it)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCost:
+    """The cost table of a model. Bytes are those of all devices together.
+
+    Attributes:
+      model: With backend defaults resolved.
+      optimizer_bytes: None without an optimizer.
+    """
+
+    model: Model
+    count: FlopCount
+    optimizer_bytes: int | None
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(info.size * info.dtype.itemsize for info in self.model.parameters.values())
+
+    @property
+    def training_bytes(self) -> int:
+        """Parameters, gradients in their format, and optimizer state."""
+        return 2 * self.parameter_bytes + (self.optimizer_bytes or 0)
+
+    @functools.cached_property
+    def _states(self) -> list[tuple[int, int]]:
+        """Decode state bytes of each layer, and last of the head: per token, and per sequence.
+
+        Nothing if a model sees later tokens: every new token then changes all keys and values.
+        """
+        section, length = self.model.section, self.count.sequence_length
+        if not section.attention.causal:
+            return [(0, 0)]
+        itemsize = jnp.dtype(section.numerics.dtype).itemsize
+        parts = [(mixer_of(layer), layer) for layer in section.layers]
+        return [
+            part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
+            if part is not None
+            else (0, 0)
+            for part, layer in [*parts, head_of(section)]
+        ]
+
+    @property
+    def kv_cache_bytes_per_token(self) -> int:
+        """Decode state bytes per token, of layers and head."""
+        return sum(of_token for of_token, _ in self._states)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Decode state bytes of a whole sequence."""
+        fixed = sum(fixed for _, fixed in self._states)
+        return self.kv_cache_bytes_per_token * self.count.sequence_length + fixed
+
+    @property
+    def attention(self) -> tuple[str, str]:
+        """Text about the keys per query, by the rule of MFU and as executed."""
+        model, length = self.model.section, self.count.sequence_length
+        section = model.attention
+        if not section.causal:
+            rule = f"not causal, a query counts all {length:,} keys"
+        else:
+            keys = keys_by_rule(length, causal=True)
+            rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
+        if section.num_mem_kv:
+            rule += f", and {section.num_mem_kv} learned ones"
+        computed = f"attention={section.attention} multiplies it with"
+        rows = query_block(section, length)
+        if rows == length:
+            computed += f" all {length:,}"
+        else:
+            keys = keys_multiplied(section, length)
+            computed += f" {keys:,.6g}, in blocks of {rows:,} query rows"
+        # Those of mixers registered first stand before others.
+        layers = {layer.section.block.mixer: layer for layer in model.layers}
+        mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
+        loaded = [(one.load(), layers[one.name]) for one in mixers]
+        notes = [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
+        of_rule, of_computed = zip(*notes, strict=True)
+        return "; ".join(filter(None, (rule, *of_rule))), "; ".join(
+            filter(None, (computed, *of_computed))
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the table as JSON values for the events of a run.
+
+        `flops_per_token` is for training by the rule of MFU; `executed_flops_per_token` is null if
+        unknown.
+        """
+        count, (rule, computed) = self.count, self.attention
+        return {
+            "mfu_rule": MFU_RULE,
+            "attention_rule": rule,
+            "attention_computed": computed,
+            "sequence_length": count.sequence_length,
+            "parts": [
+                {
+                    "name": part.name,
+                    "parameters": part.parameters,
+                    "forward_flops_per_token": part.flops,
+                    "flops_per_token": part.training,
+                }
+                for part in count.parts
+            ],
+            "parameters": self.model.num_parameters,
+            "forward_flops_per_token": count.forward,
+            "flops_per_token": count.per_token,
+            "executed_flops_per_token": count.executed_per_token,
+            "bytes": {
+                "parameters": self.parameter_bytes,
+                "optimizer": self.optimizer_bytes,
+                "gradients": self.parameter_bytes,
+            },
+            "kv_cache_bytes_per_token": self.kv_cache_bytes_per_token,
+            "kv_cache_bytes": self.kv_cache_bytes,
+        }
+
+    def describe(self) -> str:
+        """Returns the table as lines of at most 110 characters."""
+        count, num_parameters = self.count, self.model.num_parameters
+
+        def row(name: str, parameters: int, flops: float, training: float) -> list[str]:
+            held, forward = share(parameters, num_parameters), share(flops, count.forward)
+            return [name, f"{parameters:,}", held, f"{flops:,.0f}", f"{training:,.0f}", forward]
+
+        rows = [row(one.name, one.parameters, one.flops, one.training) for one in count.parts]
+        if self.model.section.head.logits_via_embedding:
+            next(row for row in rows if row[0] == "head")[1:3] = ["tied", ""]
+        table = ruled_table(
+            ["part", "parameters", "share", "FLOPs/token forward", "training", "share"],
+            rows,
+            row("total", num_parameters, count.forward, count.per_token),
+            right=range(1, 6),
+        )
+        notes = [f"attention: {'; '.join(self.attention)}.", MFU_RULE]
+        return "\n".join(
+            [
+                table,
+                *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes),
+                derived_quantities(self._totals()),
+            ]
+        )
+
+    def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
+        count, section = self.count, self.model.section
+        if count.executed_per_token is not None:
+            why = f"remat_policy={section.memory.remat_policy}"
+            if section.objective.num_vocab_tiling > 1:
+                why += f", num_vocab_tiling={section.objective.num_vocab_tiling}"
+            yield f"executed FLOPs/token in training ({why})", "", "", count.executed_per_token
+        state = "" if self.optimizer_bytes is None else ", optimizer state"
+        name = f"memory of parameters, gradients{state} (no activations)"
+        yield name, "", "", byte_count(self.training_bytes)
+        if not section.attention.causal:
+            yield "KV cache", "", "", "none, attention is not causal"
+            return
+        yield "KV cache of a token", "", "", byte_count(self.kv_cache_bytes_per_token)
+        name = f"KV cache of {count.sequence_length:,} tokens"
+        yield name, "", "", byte_count(self.kv_cache_bytes)
+
+
+def model_cost(
+    model: Model, *, sequence_length: int, optimizer_state: Any | None = None
+) -> ModelCost:
+    """Returns the cost of training and running a model.
+
+    Args:
+      optimizer_state: A tree of arrays or jax.ShapeDtypeStruct; None omits it from the table.
+    """
+    optimizer_bytes = None
+    if optimizer_state is not None:
+        optimizer_bytes = sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(optimizer_state)
+        )
+    return ModelCost(model, count_flops(model, sequence_length), optimizer_bytes)

@@ -1,0 +1,140 @@
+"""A compiled step in a file: written by train_compile.py, taken by train.py.
+
+Loading one runs what is in it: the machine code, and a pickle of jax's around it. So nothing of a
+file is unpickled before its signature is verified. The signature is an HMAC-SHA256 under a key of
+the user's, so that only who has the key can make a file that is taken; a checksum could be made by
+anybody. The file:
+
+    MaxText compiled step 1       a line
+    signature                     a line, hexadecimal, of all that follows
+    facts                         a line of JSON: what it was compiled for and from
+    executable                    the rest
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import pathlib
+import secrets
+import stat
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from MaxText.errors import UserError
+from MaxText.storage.paths import is_bucket, path_of
+
+_FIRST_LINE = b"MaxText compiled step 1\n"
+_LONGEST_FACTS = 4 << 20  # bytes
+_KEY_BYTES = 32
+
+KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
+
+
+def key_file() -> pathlib.Path:
+    """Where the signing key lies: $MAXTEXT_SIGNING_KEY_FILE, or ~/.maxtext/signing_key."""
+    named = os.environ.get(KEY_VARIABLE)
+    return pathlib.Path(named or "~/.maxtext/signing_key").expanduser()
+
+
+def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
+    """Writes and signs; makes the key if there is none. A kill leaves the old file or the new one.
+
+    Args:
+      path: a file or gs://.
+      facts: JSON values.
+      executable: of jax.experimental.serialize_executable.
+
+    Returns:
+      The signature.
+
+    Raises:
+      UserError: the file cannot be written, or the key is not the user's alone.
+    """
+    key = _read_key(may_make=True)
+    content = json.dumps(facts, sort_keys=True).encode() + b"\n" + executable
+    signature = _sign(key, content)
+    file = path_of(path, "compiled_trainstep_file")
+    whole = _FIRST_LINE + signature.encode() + b"\n" + content
+    try:
+        if is_bucket(file):
+            file.write_bytes(whole)  # objects appear when they are complete
+        else:
+            other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            other.write_bytes(whole)
+            other.replace(file)
+    except OSError as error:
+        raise UserError(f"compiled_trainstep_file={path}: cannot be written ({error})") from error
+    return signature
+
+
+def read(path: str) -> tuple[dict[str, Any], bytes]:
+    """(facts, executable) of a file whose signature was verified.
+
+    Raises:
+      UserError: there is no such file, or it is not one that was written here under the key.
+    """
+    try:
+        content = path_of(path, "compiled_trainstep_file").read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"compiled_trainstep_file={path}: there is no such file. Make it by train_compile.py "
+            "with the same configuration and compile_topology, or leave the key out."
+        ) from error
+    except OSError as error:
+        raise UserError(f"compiled_trainstep_file={path}: cannot be read ({error})") from error
+    refused = f"compiled_trainstep_file={path} is refused, and nothing of it was run:"
+    first, _, rest = content.partition(b"\n")
+    if first + b"\n" != _FIRST_LINE:
+        raise UserError(f"{refused} it is no file of this version's train_compile.py.")
+    signature, _, signed = rest.partition(b"\n")
+    key = _read_key(may_make=False)
+    if not hmac.compare_digest(_sign(key, signed).encode(), signature):
+        raise UserError(
+            f"{refused} its signature is not that of the key {key_file()}. It is damaged, was "
+            "changed, or comes from somebody with another key.\n"
+            "  What to do: compile it again, or bring the key of the machine where it was made; "
+            f"{KEY_VARIABLE} names its file."
+        )
+    facts, _, executable = signed.partition(b"\n")
+    if len(facts) > _LONGEST_FACTS:
+        raise UserError(f"{refused} its description is too long.")
+    return json.loads(facts), executable
+
+
+def _sign(key: bytes, content: bytes) -> str:
+    return hmac.new(key, _FIRST_LINE + content, hashlib.sha256).hexdigest()
+
+
+def _read_key(may_make: bool) -> bytes:
+    file = key_file()
+    if may_make and not file.exists():
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            # Never readable by others, and never another process's that was faster.
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as opened:
+                opened.write(secrets.token_hex(_KEY_BYTES) + "\n")
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise UserError(f"the signing key {file} cannot be made ({error})") from error
+    try:
+        mode = file.stat().st_mode
+        key = file.read_bytes().strip()
+    except OSError as error:
+        raise UserError(
+            f"there is no key to verify compiled_trainstep_file with: {file} ({error}).\n"
+            "  What to do: copy that file from the machine that compiled, with its permissions, or "
+            f"name it by {KEY_VARIABLE}."
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(
+            f"the signing key {file} is open to others, who could sign what they like: "
+            f"chmod 600 {file}"
+        )
+    if len(key) < _KEY_BYTES:
+        raise UserError(f"the signing key {file} is shorter than {_KEY_BYTES} bytes")
+    return key

@@ -1,0 +1,298 @@
+"""Search for the mesh, microbatch and remat policy that fit, fastest first.
+
+An update keeps its number of sequences: smaller microbatches are accumulated. (GPT-Neo's
+--auto_layout did this for its own model.) Meshes are visited in the order of their least possible
+time, which is known without tracing. The search ends when no mesh left can be among the proposals.
+"""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
+from MaxText.config.catalogue import build
+from MaxText.config.model_sections import Pipeline
+from MaxText.config.rules import RULES
+from MaxText.config.saved import differences, flat
+from MaxText.config.schema import Config
+from MaxText.cost.abstract_step import Program, model_of
+from MaxText.cost.communication import exchanges
+from MaxText.cost.hardware import Hardware
+from MaxText.cost.job_plan import FULL, Plan, plan_of, program_on
+from MaxText.cost.peak_flops import PeakFlops
+from MaxText.cost.step_memory import least_memory
+from MaxText.cost.step_time import least_time
+from MaxText.errors import UserError
+from MaxText.training import backend_defaults
+
+POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
+MOST_PROPOSED = 8
+_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
+_RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mesh:
+    seconds: float  # the least that an update can take
+    keys: dict[str, Any]  # that make it
+    # keys of fewer and smaller microbatches, the largest that divides first
+    batches: list[dict[str, Any]]
+
+
+def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
+    """Returns at most MOST_PROPOSED plans that fit, the shortest update first."""
+    search = _Search(flat(config), hardware, peak)
+    found: list[Plan] = []
+    smallest: Plan | None = None
+    for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
+        if len(found) == MOST_PROPOSED and mesh.seconds >= found[-1].time.middle:
+            break
+        fits, closest = search.plans(mesh)
+        found = sorted([*found, *fits], key=lambda plan: plan.time.middle)[:MOST_PROPOSED]
+        if closest and (smallest is None or closest.memory.total < smallest.memory.total):
+            smallest = closest
+    if found:
+        return found
+    if smallest is None:
+        raise UserError(
+            f"no mesh of {hardware.num_devices} devices in {hardware.num_slices} equal slices "
+            "divides this model and batch. Set another number of devices, another "
+            "per_device_batch_size, or a higher sharding_tolerance."
+        )
+    keys = " ".join(command((), smallest, config)) or "the configuration as it is"
+    raise NothingFits(
+        f"nothing fits {hardware.describe()}: the least that is needed is "
+        f"{smallest.memory.total / 1e9:.1f} GB per device, with {keys}; there "
+        f"are {hardware.memory / 1e9:.1f} GB. Take more devices, a smaller model, or an optimizer "
+        "with less state (opt_type=adafactor, mu_dtype=bfloat16)."
+    )
+
+
+class NothingFits(UserError):
+    """No mesh, microbatch and remat policy fits; same exit code as a plan that does not fit."""
+
+    exit_code = 1
+
+
+def words(plan: Plan, config: Config) -> dict[str, str]:
+    """Returns the keys of a plan as they are typed."""
+    changed = differences(flat(config), flat(plan.program.config))
+    searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
+    # Quotes that YAML needs, the command line does not.
+    return {name: changed[name][1].strip('"') for name in searched if name in changed}
+
+
+def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
+    """Returns the command line of `config` with a plan's keys, each given once."""
+    new = words(plan, config)
+    kept = [word for word in arguments if word.partition("=")[0] not in new]
+    return [*kept, *(f"{name}={value}" for name, value in new.items())]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    given: dict[str, Any]  # keys of the configuration
+    hardware: Hardware
+    peak: PeakFlops
+
+    def meshes(self, config: Config) -> Iterator[_Mesh]:
+        """Yields meshes that divide model and batch and that no rule refuses."""
+        every = microbatches(config, self.hardware)
+        for keys in candidates(config, self.hardware):
+            for number, batch in enumerate(every):
+                program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
+                if program is not None:
+                    exchanged = exchanges(program, self.hardware)
+                    seconds = least_time(program, self.hardware, exchanged, self.peak)
+                    yield _Mesh(seconds, keys, every[number:])
+                    break
+
+    def plans(self, mesh: _Mesh) -> tuple[list[Plan], Plan | None]:
+        """Returns plans that fit, and the one that needs least.
+
+        Of each policy the one with the largest microbatch, unless a policy that saves more
+        activations fits with an equal one, and so is faster.
+        """
+        batches = self._small_enough(mesh)
+
+        @functools.cache
+        def plan_with(policy: str, number: int) -> Plan | None:
+            program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
+            return None if program is None else plan_of(program, self.hardware, self.peak)
+
+        def fits(policy: str, number: int) -> bool:
+            plan = plan_with(policy, number)
+            return plan is not None and plan.fits
+
+        closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
+        found: list[Plan] = []
+        if closest is None or not closest.fits:
+            return found, closest
+        larger = len(batches)  # microbatches before this one are larger than those that fit so far
+        for policy in POLICIES:
+            if larger and fits(policy, larger - 1):
+                is_fit = functools.partial(fits, policy)
+                larger = bisect.bisect_left(range(larger - 1), True, key=is_fit)
+                plan = plan_with(policy, larger)
+                assert plan is not None, "it fits"
+                found.append(plan)
+        return found, closest
+
+    def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
+        """Drops microbatches that need too much by a first look, except the last one."""
+        left, last = [], []
+        for batch in mesh.batches:
+            program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
+            if program is not None:
+                last = [batch]
+                if least_memory(program) <= FULL * self.hardware.memory:
+                    left.append(batch)
+        return left or last
+
+    def _program(self, changes: dict[str, Any]) -> Program | None:
+        """Returns the program with other keys; None if a rule refuses them."""
+        config = build(self.given | changes)
+        of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
+        blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
+        if any(rule.check(config) for rule in blamed):
+            return None
+        try:
+            return program_on(config, self.hardware)
+        except UserError:
+            return None
+
+
+def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
+    """Returns the update's sequences in more and more microbatches."""
+    given, sequences = config.batch, sequences_of(config, hardware)
+    found = []
+    steps = 1
+    while True:
+        sizes = {
+            "per_device_batch_size": sequences / steps / hardware.num_devices,
+            "gradient_accumulation_steps": steps,
+        }
+        if given.enable_rampup_batch_size:
+            smaller = given.gradient_accumulation_steps / steps
+            sizes |= {name: getattr(given, name) * smaller for name in _RAMP}
+        found.append(sizes)
+        rest = sequences // steps
+        if rest <= 1:
+            return found
+        # Most often by two; at the end each sequence by itself.
+        steps *= next(factor for factor in range(2, rest + 1) if rest % factor == 0)
+
+
+LARGEST_TENSOR = 8
+MOST_STAGES = 16
+# Tokens from which on sequences are split though there are enough of them, and over how many.
+LONG_SEQUENCE = 8192
+LARGEST_CONTEXT = 8
+# Of a weight in float32: itself, two moments, and its gradient.
+_BYTES_OF_A_WEIGHT = 16
+
+_PIPELINE = tuple(Pipeline.model_fields)
+MESH_KEYS = (*(size_key(axis, network) for network in NETWORKS for axis in MESH_AXES), *_PIPELINE)
+
+Keys = dict[str, int]
+
+
+def candidates(config: Config, hardware: Hardware) -> Iterator[Keys]:
+    """Yields keys of meshes, and of pipelines if they have stages.
+
+    Weights are split over all devices of a slice, over half of them, or copied; across slices
+    copied, split, or by layers. Some are refused by the model, the batch or a rule.
+    """
+    num_devices = hardware.num_devices // hardware.num_slices
+    for within, across in itertools.product(
+        _within(config, hardware, num_devices), _across(hardware.num_slices)
+    ):
+        sizes = _transposed(within, across, config.model.shape.dimensions.emb_dim)
+        mesh = {
+            size_key(axis, network): of.get(axis, 1)
+            for network, of in zip(NETWORKS, (sizes, across), strict=True)
+            for axis in MESH_AXES
+        }
+        mesh["dcn_data_parallelism"] = -1  # as is the default: it fills
+        num_stages = sizes.get("stage", 1) * across["stage"]
+        for pipeline in _pipelines(num_stages):
+            yield mesh | pipeline
+
+
+def sequences_of(config: Config, hardware: Hardware) -> int:
+    """Returns the sequences of an update over all devices."""
+    batch = config.batch
+    per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
+    return round(per_device * hardware.num_devices)
+
+
+def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
+    for expert, tensor, context, stage in itertools.product(
+        _experts(config),
+        _powers(LARGEST_TENSOR),
+        _contexts(config, hardware),
+        _stages(config, hardware, num_devices),
+    ):
+        rest, left = divmod(num_devices, expert * tensor * context * stage)
+        if left:
+            continue
+        for fsdp in dict.fromkeys((rest, max(rest // 2, 1), 1)):
+            if rest % fsdp == 0:
+                yield {
+                    "data": rest // fsdp, "stage": stage, "fsdp": fsdp, "context": context,
+                    "expert": expert, "tensor": tensor,
+                }  # fmt: skip
+
+
+def _across(num_slices: int) -> Iterator[Keys]:
+    for stage in (n for n in range(1, MOST_STAGES + 1) if num_slices % n == 0):
+        rest = num_slices // stage
+        for fsdp in dict.fromkeys((1, rest)):
+            yield {"data": rest // fsdp, "stage": stage, "fsdp": fsdp}
+
+
+def _experts(config: Config) -> list[int]:
+    experts = config.model.mixture_of_experts
+    if experts.num_experts == 1 or experts.capacity_factor <= 0:
+        return [1]
+    return [n for n in _powers(8) if experts.num_experts % n == 0]
+
+
+def _contexts(config: Config, hardware: Hardware) -> list[int]:
+    """Returns numbers of sequence parts: several for long sequences or many devices."""
+    length = config.model.shape.max_target_length
+    most = LARGEST_CONTEXT if length >= LONG_SEQUENCE else 1
+    waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
+    if waiting > 1:
+        most = max(most, 2 ** (waiting - 1).bit_length())
+    return [n for n in _powers(most) if length % n == 0]
+
+
+def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
+    """Returns numbers of stages: several if weights do not fit into a slice otherwise."""
+    section, _ = backend_defaults.resolve(config.model, hardware.chip.platform)
+    needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
+    return _powers(MOST_STAGES if needed > hardware.memory else 1)
+
+
+def _transposed(within: Keys, across: Keys, width: int) -> Keys:
+    """Moves to fsdp_transpose as much of fsdp as does not divide the model's width."""
+    fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
+    divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
+    return within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
+
+
+def _pipelines(num_stages: int) -> Iterator[Keys]:
+    """Yields repeats and microbatches: more microbatches idle less and need more rows."""
+    several = (1, 2, 4) if num_stages > 1 else ()
+    choices = itertools.product((1, -1), (n * num_stages for n in several))
+    for repeats, parts in choices if several else [(-1, -1)]:
+        yield dict(zip(_PIPELINE, (parts, repeats, -1), strict=True))
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]

@@ -1,0 +1,266 @@
+"""Floating point operations per token, by formula, for every part of a model.
+
+Counted: matrix products, 2 operations per multiply-add. Lookups, norms, biases, rotary positions,
+softmax and activation functions are not. Per token and over all layers, forward:
+
+    query, key, value    2 L D H (N + 2 K)
+    attention scores     2 L N H S             q k^T
+    attention values     2 L N H S             probabilities times v
+    attention output     2 L N H D
+    feed-forward         2 L (A + 1) D F       A activations: 1 is plain, 2 is gated
+    experts              2 L (A + 1) D F k     of k experts that a token visits
+    router               2 L D E               with E experts
+    dense connections    2 sum_i K_i (D + C_i S_i)
+    sums over depth      2 D sum_i C_i S_i     C_i streams, each a sum of S_i hidden states
+    head                 2 D V                 tied or not
+
+    Pattention, of n slots in projections and m in the feed-forward:
+    query, key, value    2 L n (3 D + N H + 2 K H)
+    attention output     2 L n (N H + D)
+    feed-forward         4 L D m
+
+Other mixers, heads and connections declare their operations (`flops` of layers/part.py). Weights
+that layers share are multiplied L times. MUDDFormer's paper (Xiao et al. 2025) counts its
+connections the same, except for the second product and the rounding of K_i.
+
+Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With P
+weights that a token is multiplied with, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
+
+S, the keys of a query, has two readings:
+
+- by the rule of MFU (`keys_by_rule`): T without a mask, (T+1)/2 under a causal mask (MaxText's
+  rule: T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
+- as executed by the backend (`keys_multiplied`), masked products included.
+
+`FlopCount.per_token` goes by the rule, `FlopCount.executed_per_token` by what is executed, with
+rematerialization, unfilled capacity of experts, and every expert on backends without ragged
+products (CPU, and GPU by default). tests/cost/test_flops.py holds the latter against XLA's
+own count, within 5 %, and against the products of the traced program, exactly.
+
+Legend: T tokens of a sequence, L layers, D emb_dim, N query heads, K key/value heads, H head_dim, F
+mlp_dim, V vocab_size.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from MaxText.config.model_sections import Layer
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.registry import lookup
+from MaxText.layers.arrangements import block_of, mixer_of
+from MaxText.layers.head import head_of
+from MaxText.layers.mixture_of_experts import places
+from MaxText.layers.model import Model
+from MaxText.layers.part import Flops
+from MaxText.layers.part import Part as LayerPart
+from MaxText.parallelism.constraints import ParameterInfo
+
+_TOKEN_TABLE = "token_embedder/embedding"
+_DEPTH_SUMS = "sums over depth"
+# Rows of the table in the order of the forward pass, where the model has them. What mixers and
+# feed-forwards compute besides products with weights comes between the two, and rows that only a
+# registered part has come last.
+_BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
+_END = ("attention output", "router", "feed-forward", "gates", "dense connections", _DEPTH_SUMS,
+        "norms", "head", "Head-QK")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the model, over all layers.
+
+    Attributes:
+      name: Row of the table above, or the module of its parameters.
+      parameters: Numbers, biases included. A tied head has none.
+      flops: Forward operations per token, by the rule of MFU.
+      executed: Forward operations per token, as the backend computes them.
+      backward: Operations of the backward pass for each forward one.
+      between_tokens: Whether tokens are multiplied with tokens or with a state.
+    """
+
+    name: str
+    parameters: int
+    flops: float
+    executed: float
+    backward: int = 2
+    between_tokens: bool = False
+
+    @property
+    def training(self) -> float:
+        return (1 + self.backward) * self.flops
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopCount:
+    """Operations on one token, part by part.
+
+    Attributes:
+      recomputed: Forward operations per token that the backward pass repeats; None if unknown
+        (remat policies between none and full, dense_kept_sums).
+    """
+
+    sequence_length: int
+    parts: tuple[Part, ...]
+    recomputed: float | None
+
+    @property
+    def forward(self) -> float:
+        return sum(part.flops for part in self.parts)
+
+    @property
+    def per_token(self) -> float:
+        """Training operations by the rule of MFU."""
+        return sum(part.training for part in self.parts)
+
+    @property
+    def weights(self) -> float:
+        """Training operations between tokens and weights."""
+        return sum(
+            part.training
+            for part in self.parts
+            if not part.between_tokens and part.name != _DEPTH_SUMS
+        )
+
+    @property
+    def attention(self) -> float:
+        """Training operations between tokens and tokens."""
+        return sum(part.training for part in self.parts if part.between_tokens)
+
+    @property
+    def depth_sums(self) -> float:
+        """Training operations that aggregate hidden states over depth."""
+        return 3 * sum(part.flops for part in self.parts if part.name == _DEPTH_SUMS)
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with; a tied table counts as the head."""
+        return int(self.weights) // 6
+
+    @property
+    def executed_forward(self) -> float:
+        return sum(part.executed for part in self.parts)
+
+    @property
+    def executed_per_token(self) -> float | None:
+        """Executed training operations; None if unknown."""
+        if self.recomputed is None:
+            return None
+        return sum((1 + part.backward) * part.executed for part in self.parts) + self.recomputed
+
+    def tflops(self, num_tokens: float) -> float:
+        """Returns 1e12 training operations of this many tokens."""
+        return self.per_token * num_tokens / 1e12
+
+    def line(self, num_tokens: float) -> str:
+        """Returns MaxText's line for a step of this many tokens per device."""
+        weights, sums = (100 * flops / self.per_token for flops in (self.weights, self.depth_sums))
+        return (
+            f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {weights:.2f}% "
+            f"learnable weight flops and {100 - weights - sums:.2f}% attention flops"
+        ) + (f", and {sums:.2f}% sums over depth" if sums else "")
+
+
+def count_flops(model: Model, sequence_length: int) -> FlopCount:
+    """Counts the operations of a model from its abstract parameters.
+
+    Every parameter marked as a matrix of a product (`num_in_dims`) takes 2 operations per weight.
+    """
+    entries = list(_entries(model, sequence_length))
+    held: collections.Counter[str] = collections.Counter()
+    for info in model.parameters.values():
+        held[info.row] += info.size
+    found: dict[str, list[Flops]] = {}
+    for entry in entries:
+        found.setdefault(entry.row, []).append(entry.flops)
+    rows = [entry.row for entry in entries if entry.is_declared]
+    of_layers = [e.row for e in entries if e.is_declared and e.owner == "layers"]
+    parts = []
+    for name in dict.fromkeys([*_BEGINNING, *of_layers, *_END, *rows, *held]):
+        flops = found.get(name, [])
+        if flops or held[name]:
+            by_rule, executed = sum(f.by_rule for f in flops), sum(f.executed or 0 for f in flops)
+            backward = flops[-1].backward if flops else 2
+            between = name in rows and name != _DEPTH_SUMS
+            parts.append(Part(name, held[name], by_rule, executed, backward, between))
+    return FlopCount(sequence_length, tuple(parts), _recomputed(model.section, entries))
+
+
+class _Entry(NamedTuple):
+    """Forward operations per token of one weight, or declared by a part."""
+
+    owner: str  # as in ParameterInfo
+    row: str  # of the table
+    flops: Flops  # `executed` is a number
+    is_declared: bool = True
+
+
+def _entries(model: Model, length: int) -> Iterator[_Entry]:
+    section = model.section
+    for name, info in model.parameters.items():
+        if info.num_in_dims:
+            by_rule, executed = _of_weights(model, name, info, length)
+            flops = Flops(by_rule, executed, kept=0 if info.is_recomputed else executed)
+            yield _Entry(info.owner, info.row, flops, is_declared=False)
+    head, whole = head_of(section)
+    if head.reads_table(head.keys_of(whole)):
+        table = 2 * model.parameters[_TOKEN_TABLE].size
+        yield _Entry("head", "head", Flops(table, table), is_declared=False)
+    for row in ("attention scores", "attention values"):
+        yield _Entry("layers", row, Flops(0.0, 0.0))
+    for layer in section.layers:
+        feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
+        for branch, part in (("self_attention", mixer_of(layer)), ("mlp", feed_forward)):
+            is_last = branch in block_of(layer).not_recomputed
+            for entry in _declared("layers", part, layer, length):
+                if is_last and not entry.flops.backward:
+                    # Nothing reads again what no gradient passes through.
+                    kept = entry.flops._replace(kept=entry.flops.executed or 0.0)
+                    entry = entry._replace(flops=kept)
+                yield entry
+    yield from _declared("connections", lookup("connection", section.connection), whole, length)
+    yield from _declared("head", head, whole, length)
+
+
+def _declared(
+    owner: str, part: type[LayerPart] | None, layer: Layer, length: int
+) -> Iterator[_Entry]:
+    if part is None:
+        return
+    for row, flops in part.flops(part.keys_of(layer), layer.dimensions, length).items():
+        executed = flops.by_rule if flops.executed is None else flops.executed
+        yield _Entry(owner, row, flops._replace(executed=executed))
+
+
+def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
+    """Returns operations per token of one matrix of all layers, by the rule and executed."""
+    section, times = model.section, 1
+    if section.block.share_parameters and info.owner == "layers":
+        times = section.shape.dimensions.num_layers
+    whole = 2 * times * info.size
+    if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:
+        return whole, whole
+    experts = layer.section.mixture_of_experts
+    visited = whole * experts.num_experts_per_tok / experts.num_experts
+    if experts.capacity_factor < 0:
+        return visited, visited
+    group, capacity = places(experts, length, experts.capacity_factor)
+    return visited, whole * capacity / group
+
+
+def _recomputed(section: ModelSection, entries: Sequence[_Entry]) -> float | None:
+    """Returns what the backward pass repeats: layers by policy, and a head in chunks."""
+    policy = section.memory.remat_policy
+    if policy not in ("none", "full"):
+        return None
+    owners = ("layers", "connections") if policy == "full" else ()
+    if section.objective.num_vocab_tiling > 1:
+        owners += ("head",)
+    again = 0.0
+    for entry in entries:
+        again += entry.flops.recomputed
+        if entry.owner in owners:
+            again += (entry.flops.executed or 0.0) - entry.flops.kept
+    return None if math.isnan(again) else again

@@ -1,0 +1,147 @@
+"""Machines to plan for, by the names under which they are ordered.
+
+Figures are of one chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
+sheets. Peaks of operations are in cost/peak_flops.py. Prices differ by region and contract:
+there are none.
+"""
+
+import dataclasses
+import math
+import os
+import re
+
+from MaxText.config.problems import nearest
+from MaxText.errors import UserError
+
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A kind of accelerator, or this machine's CPU."""
+
+    name: str  # "v5p", "H100"
+    device_kind: str  # of a jax device
+    platform: str  # as jax names it
+    memory: float  # bytes that a program can use
+    bandwidth: float  # bytes per second between memory and the cores
+    links: float  # bytes per second that a chip sends to its neighbours over all links together
+    # dimensions of the network of chips; 0 for a switch, which gives all of `links` to any partners
+    torus: int
+    neighbours: int  # chips that `links` connect; beyond them `network` counts
+    network: float  # bytes per second of a chip to chips that links do not reach
+    # what the number in an accelerator type counts, per chip: TensorCores, or 1 for chips
+    cores: int = 1
+    devices: int = 1  # jax devices of a chip
+    # shares of the peak that products reach in whole train steps, least and most
+    efficiency: tuple[float, float] = (0.4, 0.7)
+    efficiency_source: str = "assumed: no published row"  # where these are from
+
+
+_ROWS = "docs/plan.md, published rows"
+_TPUS = (
+    Chip("v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2),
+    Chip("v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2),
+    Chip("v4", "TPU v4", "tpu", 32 * GB, 1228 * GB, 300 * GB, 3, 4096, 6 * GB, 2, 1,
+         (0.65, 0.80), _ROWS),
+    Chip("v5e", "TPU v5 lite", "tpu", 15.75 * 2**30, 819 * GB, 200 * GB, 2, 256, 6 * GB, 1, 1,
+         (0.80, 1.00), _ROWS),
+    Chip("v5p", "TPU v5", "tpu", 95.74 * 2**30, 2765 * GB, 600 * GB, 3, 8960, 6 * GB, 2, 1,
+         (0.80, 0.92), _ROWS),
+    Chip("v6e", "TPU v6 lite", "tpu", 31.25 * 2**30, 1638 * GB, 448 * GB, 2, 256, 12 * GB, 1, 1,
+         (0.55, 0.75), _ROWS),
+    Chip("tpu7x", "TPU7x", "tpu", 192 * GB, 7380 * GB, 1200 * GB, 3, 9216, 12 * GB, 2, 2),
+)  # fmt: skip
+# Of a server of 8 GPUs that NVLink connects, and a network card of 400 Gbit/s for each GPU (A100:
+# 200). PCIe cards have no NVLink.
+_GPUS = (
+    Chip("A100", "NVIDIA A100-SXM4-80GB", "gpu", 80 * GB, 2039 * GB, 300 * GB, 0, 8, 25 * GB),
+    Chip("A100-40", "NVIDIA A100-SXM4-40GB", "gpu", 40 * GB, 1555 * GB, 300 * GB, 0, 8, 25 * GB),
+    Chip("H100", "NVIDIA H100 80GB HBM3", "gpu", 80 * GB, 3350 * GB, 450 * GB, 0, 8, 50 * GB, 1, 1,
+         (0.42, 0.68), _ROWS),
+    Chip("H200", "NVIDIA H200", "gpu", 141 * GB, 4800 * GB, 450 * GB, 0, 8, 50 * GB, 1, 1,
+         (0.42, 0.68), "as H100"),
+    Chip("B200", "NVIDIA B200", "gpu", 180 * GB, 8000 * GB, 900 * GB, 0, 8, 50 * GB),
+    Chip("L4", "NVIDIA L4", "gpu", 24 * GB, 300 * GB, 32 * GB, 0, 8, 12 * GB),
+    Chip("L40S", "NVIDIA L40S", "gpu", 48 * GB, 864 * GB, 32 * GB, 0, 8, 25 * GB),
+    Chip("V100", "NVIDIA V100-SXM2-16GB", "gpu", 16 * GB, 900 * GB, 150 * GB, 0, 8, 12 * GB),
+)  # fmt: skip
+CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
+# No data sheet: a server's memory bandwidth, and the shares of its measured peak that steps of
+# small models reached on two cores (docs/plan.md).
+CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+           30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8), "docs/plan.md")  # fmt: skip
+_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7x": "tpu7x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    name: str  # as the user wrote it
+    chip: Chip  # their kind
+    num_chips: int  # of all slices or servers
+    num_slices: int = 1  # parts that only a slow network connects
+
+    @property
+    def num_devices(self) -> int:
+        """Jax devices."""
+        return self.num_chips * self.chip.devices
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device; for a CPU, of the machine."""
+        return self.chip.memory / self.chip.devices
+
+    def describe(self) -> str:
+        if self.chip is CPU:
+            return "this machine's CPU as one device"
+        counted = f" ({self.num_devices} jax devices)" if self.chip.devices > 1 else ""
+        slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
+        return f"{self.num_chips} x {self.chip.name}{counted}{slices}"
+
+
+def find(name: str) -> Hardware:
+    """Returns the hardware of a name.
+
+    TPUs go by accelerator type: the number of v2, v3, v4, v5p and tpu7x counts TensorCores, two a
+    chip, that of v5e (v5litepod) and v6e chips. "2xv5p-128" is two slices. GPUs are counted:
+    "8xH100". "cpu" is this machine.
+    """
+    text = name.strip()
+    if text.lower() == "cpu":
+        return Hardware(name, CPU, 1)
+    match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9]*(?:-40)?|7x)(?:-(\d+))?", text)
+    if match is None:
+        raise _unknown(name)
+    count, kind, number = match.groups()
+    chips = {key.lower(): chip for key, chip in CHIPS.items()}
+    chip = chips.get(_ALIASES.get(kind.lower(), kind.lower()))
+    if chip is None:
+        raise _unknown(name)
+    times = int(count or 1)
+    if chip.platform == "gpu":
+        if number is not None or times < 1:
+            raise UserError(f"hardware={name}: GPUs are counted in front, as in 8x{chip.name}.")
+        return Hardware(name, chip, times, max(1, -(-times // chip.neighbours)))
+    if number is None or times < 1:
+        raise UserError(
+            f"hardware={name}: how many? An accelerator type has a number, as in "
+            f"{chip.name}-{8 * chip.cores}: it counts "
+            f"{'TensorCores, two a chip' if chip.cores == 2 else 'chips'}."
+        )
+    if int(number) < chip.cores or int(number) % chip.cores:
+        raise UserError(
+            f"hardware={name}: the number counts TensorCores, {chip.cores} a chip, so it is a "
+            f"multiple of {chip.cores}."
+        )
+    return Hardware(name, chip, times * int(number) // chip.cores, times)
+
+
+def _unknown(name: str) -> UserError:
+    words = [*CHIPS, *_ALIASES]
+    close = nearest(re.sub(r"^\d+x|-\d+$", "", name), words)
+    meant = f" Nearest: {', '.join(close)}." if close else ""
+    return UserError(
+        f"hardware={name}: not known.{meant}\n"
+        "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a number "
+        f"of GPUs (8xH100, 1xH200) or cpu. Known: {', '.join(CHIPS)}."
+    )

@@ -1,0 +1,85 @@
+"""Plan of a configuration on hardware: memory, communication and time."""
+
+import dataclasses
+
+import jax
+
+from MaxText.config.schema import Config
+from MaxText.cost.abstract_step import Program, make_program
+from MaxText.cost.communication import Exchange, exchanges
+from MaxText.cost.hardware import Hardware
+from MaxText.cost.peak_flops import PeakFlops, from_data_sheet, measured
+from MaxText.cost.step_memory import Memory, memory_of
+from MaxText.cost.step_time import StepTime, step_time
+from MaxText.errors import UserError
+from MaxText.parallelism.mesh import check_sharding
+
+# Of the memory of a device, what a plan may fill: its own error, and what the runtime keeps.
+FULL = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Needs of a run."""
+
+    program: Program  # what is compiled
+    hardware: Hardware  # where it runs
+    # of an update
+    memory: Memory
+    exchanged: tuple[Exchange, ...]
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a device suffices, with a margin."""
+        return self.memory.total <= FULL * self.hardware.memory
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens of an update per device."""
+        return self.program.tokens_per_update / self.program.num_devices
+
+
+def program_on(config: Config, hardware: Hardware) -> Program:
+    """Returns the program of a configuration on hardware."""
+    try:
+        program = make_program(
+            config,
+            hardware.num_devices,
+            hardware.chip.platform,
+            hardware.chip.device_kind,
+            hardware.num_slices,
+        )
+        check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
+    except UserError as error:
+        raise UserError(f"on {hardware.describe()}: {error}") from error
+    return program
+
+
+def make_plan(
+    config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
+) -> Plan:
+    """Returns the plan of a configuration.
+
+    Args:
+      peak: Of a device (peak_of).
+      fused_attention: Assume a kernel that never writes attention scores to memory.
+
+    Raises:
+      UserError: Mesh, batch or sharding do not fit the devices.
+    """
+    return plan_of(program_on(config, hardware), hardware, peak, fused_attention=fused_attention)
+
+
+def plan_of(
+    program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
+) -> Plan:
+    memory = memory_of(program)
+    exchanged = exchanges(program, hardware)
+    time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)
+    return Plan(program, hardware, memory, tuple(exchanged), time)
+
+
+def peak_of(hardware: Hardware) -> PeakFlops:
+    """Returns a device's peak: by data sheet, or measured for this machine's CPU."""
+    return from_data_sheet(hardware.chip.device_kind) or measured(jax.devices("cpu")[0])

@@ -1,0 +1,142 @@
+"""Peak memory of a traced program, without compiling it.
+
+An array lives from the node that writes it to the last one that reads it, through fused operations.
+The order is the program's or a greedy one that runs what frees most, whichever needs less. The
+arrays of a loop's body are alive while the loop runs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence, Set
+
+from MaxText.cost.traced import Node, Traced, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Alive:
+    """An array in memory at the peak."""
+
+    size: float  # bytes
+    shape: tuple[int, ...]  # on one device
+    writer: str  # the primitive that wrote it
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Memory of a program besides its arguments."""
+
+    outside: float  # bytes at the peak that no body of a loop works with
+    in_loops: float  # bytes that the body of the loop that runs then works with; 0 where none does
+    between: float  # bytes of what lives from the first loop to the last, if the peak is there
+    # what else is in memory at the peak outside of that body, largest first
+    alive: tuple[Alive, ...]
+    in_body: tuple[Alive, ...] = ()  # the same inside of it
+
+    @property
+    def size(self) -> float:
+        return self.outside + self.in_loops + self.between
+
+
+def memory_need(program: Traced, kept: Sequence[float | None] = (), between: float = 0.0) -> Need:
+    """Returns the memory that a program needs.
+
+    Args:
+      kept: Bytes of each result that one device keeps once it is written, if devices share it
+        (gradients); None for all. Empty for the body of a loop, whose results leave at once.
+      between: Bytes that live from before the first loop to the end of the last.
+    """
+    steps = _steps(program)
+    left: dict[Value, float] = {}
+    results = {root for value in program.results for root in value.roots} if kept else set()
+    for value, share in zip(program.results, kept, strict=False):
+        for root in value.roots:
+            if share is not None and value.size:
+                left[root] = root.size * min(share / value.size, 1.0)
+    orders = (steps, _greedy(steps, left, results))
+    return min(
+        (_peak(order, left, results, between) for order in orders), key=lambda need: need.size
+    )
+
+
+_NOTHING = Need(0.0, 0.0, 0.0, ())
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """A node that writes."""
+
+    node: Node
+    reads: frozenset[Value]  # arrays in memory
+    writes: tuple[Value, ...]  # arrays it makes
+    body: Need  # what the largest of its bodies works with
+
+
+def _steps(program: Traced) -> list[_Step]:
+    return [
+        _Step(
+            node,
+            frozenset(root for value in node.reads for root in value.roots),
+            tuple(value for value in node.makes if value.is_written),
+            max(map(memory_need, node.bodies), key=lambda need: need.size, default=_NOTHING),
+        )
+        for node in program.nodes
+        if node.is_written
+    ]
+
+
+def _peak(
+    order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value], between: float
+) -> Need:
+    last = {value: number for number, step in enumerate(order) for value in step.reads}
+    loops = [number for number, step in enumerate(order) if step.node.bodies]
+    living: dict[Value, Alive] = {}
+    most = _NOTHING
+    for number, step in enumerate(order):
+        for value in step.writes:
+            # The stacked results of a loop are shared by devices from the beginning.
+            size = left.get(value, value.size) if step.node.bodies else value.size
+            living[value] = Alive(size, value.shape, step.node.name)
+        outside = sum(array.size for array in living.values())
+        held = between if loops and loops[0] <= number <= loops[-1] else 0.0
+        if outside + step.body.size + held > most.size:
+            alive = tuple(sorted(living.values(), key=lambda array: -array.size))
+            most = Need(outside, step.body.size, held, alive, step.body.alive)
+        for value in step.writes:
+            living[value] = dataclasses.replace(living[value], size=left.get(value, value.size))
+        for value in [*step.reads, *step.writes]:
+            if value in living and value not in results and last.get(value, number) <= number:
+                del living[value]
+    return most
+
+
+def _greedy(
+    steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
+) -> list[_Step]:
+    """Orders steps so that of the runnable ones the one that frees most is next."""
+    readers: dict[Value, int] = {}
+    for step in steps:
+        for value in step.reads:
+            readers[value] = readers.get(value, 0) + 1
+    there: set[Value] = set()
+    made = {value for step in steps for value in step.writes}
+    waiting, order = list(steps), []
+    while waiting:
+        best, most = None, -math.inf
+        for step in waiting:
+            if any(value in made and value not in there for value in step.reads):
+                continue
+            freed = sum(
+                left.get(value, value.size)
+                for value in step.reads
+                if value in there and readers[value] == 1 and value not in results
+            )
+            gain = freed - sum(left.get(value, value.size) for value in step.writes)
+            if gain > most:
+                best, most = step, gain
+        assert best is not None, "a program is in an order in which it can run"
+        waiting.remove(best)
+        order.append(best)
+        there.update(best.writes)
+        for value in best.reads:
+            readers[value] -= 1
+    return order

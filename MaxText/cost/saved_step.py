@@ -1,0 +1,100 @@
+"""A compiled step to a file and back: what is kept with it, and for which run it is taken."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from MaxText.config.model_sections import Model
+from MaxText.config.schema import Config
+from MaxText.cost import executables, step_identity
+from MaxText.cost.compiling import Planned
+from MaxText.errors import UserError
+from MaxText.parallelism.mesh import Layout
+
+_SHOWN = 8  # differences
+
+
+def save(path: str, planned: Planned, compiled: jax.stages.Compiled) -> str:
+    """Writes a compiled step for train.py; returns the signature.
+
+    Raises:
+      UserError: jax cannot store this program, or the file cannot be written.
+    """
+    try:
+        executable, _, out_tree = serialize_executable.serialize(compiled)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"compiled_trainstep_file={path}: jax cannot store this program ({error}). Leave the "
+            "key out: the compilation cache (jax_cache_dir) spares restarts the compilation."
+        ) from error
+    _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    facts = step_identity.facts(
+        planned.config, planned.model.section, planned.layout, planned.state
+    )
+    kept = {
+        "run": facts,
+        "batch": step_identity.describe(planned.batch),
+        "metrics": sorted(metrics),
+    }
+    return executables.write(path, kept, executable)
+
+
+def open_saved(
+    config: Config, section: Model, layout: Layout, state: Any
+) -> Callable[[Any], Callable | None] | None:
+    """Shapes of a batch -> the saved step, or None where it is for batches of another shape.
+
+    Args:
+      config: whose compiled_trainstep_file is read; with the zoom of scores fixed.
+      section: its model with `auto` resolved.
+      layout: of the devices to run on.
+      state: shapes and shardings of the state.
+
+    Returns:
+      None without the key.
+
+    Raises:
+      UserError: the file is not there, not signed by the user's key, or was made for another
+        configuration, program or machine. Nothing of it is run then.
+    """
+    path = config.run.compiled_trainstep_file
+    if not path:
+        return None
+    kept, executable = executables.read(path)
+    different = step_identity.differences(
+        kept["run"], step_identity.facts(config, section, layout, state)
+    )
+    if different:
+        more = len(different) - _SHOWN
+        lines = different[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+        raise UserError(
+            f"compiled_trainstep_file={path} was compiled for another run:\n"
+            + "\n".join(f"    {line}" for line in lines)
+            + "\n  What to do: compile again by train_compile.py with this configuration, or leave "
+            "the key out."
+        )
+
+    def step_for(batch: Any) -> Callable | None:
+        if step_identity.describe(batch) != kept["batch"]:
+            return None
+        out_tree = jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0)))
+        devices = list(layout.mesh.devices.flat)
+        try:
+            return serialize_executable.deserialize_and_load(
+                executable,
+                jax.tree.structure(((state, batch), {})),
+                out_tree,
+                backend=devices[0].client,
+                execution_devices=devices,
+            )
+        except Exception as error:  # whatever this device's runtime raises
+            raise UserError(
+                f"compiled_trainstep_file={path}: the runtime of these devices "
+                f"({devices[0].device_kind}) does not take it: {str(error).splitlines()[0]}\n"
+                "  What to do: compile it with the versions that are installed here, or leave the "
+                "key out."
+            ) from error
+
+    return step_for

@@ -1,0 +1,97 @@
+"""What a compiled step was made of, so that another run's is not taken for it."""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+import MaxText
+from MaxText.config.catalogue import by_section, flat
+from MaxText.config.model_sections import Model
+from MaxText.config.schema import Config
+from MaxText.config.values import to_yaml
+from MaxText.parallelism.mesh import Layout
+from MaxText.runtime.compilation_cache import kind_of_processor
+
+# Sections whose keys a step is made of, and the keys of others.
+_SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
+_KEYS = ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor")
+_WITHOUT_EFFECT = ("sharding_tolerance",)
+
+# Sources that a step is traced from.
+_SOURCES = ("layers", "training", "parallelism/constraints.py", "parallelism/mesh.py")
+
+# They change where output goes, or what is timed, and no program.
+_OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
+
+
+def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
+    """JSON values that two runs share if the same step serves both; batches are left out.
+
+    Args:
+      config: with the zoom of scores fixed where parameters grow.
+      section: its model with `auto` resolved, which may differ where cuDNN cannot be tried.
+      layout: of the devices.
+      state: shapes and shardings of the state.
+    """
+    device = layout.mesh.devices.flat[0]
+    values = flat(config.model_copy(update={"model": section}))
+    names = [
+        key.name for section, keys in by_section().items() for key in keys
+        if (section and section[0] in _SECTIONS) or key.name in _KEYS
+    ]  # fmt: skip
+    flags = {
+        name: " ".join(sorted(re.sub(_OTHER_FLAGS, "", os.environ.get(name, "")).split()))
+        for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    }
+    return {
+        "configuration": {
+            name: to_yaml(values[name]) for name in names if name not in _WITHOUT_EFFECT
+        },
+        "environment": flags,
+        "versions": {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
+        "sources of the step": {"hash": _hash_of_sources()},
+        "devices": {
+            "kind": device.device_kind,
+            "number": layout.mesh.size,
+            "mesh": str(dict(layout.mesh.shape)),
+            # Programs for CPU use what the processor has.
+            "processor": kind_of_processor() if device.platform == "cpu" else "",
+        },
+        "state": describe(state),
+    }
+
+
+def describe(tree: Any) -> dict[str, str]:
+    """Name of each array -> its shape, format and sharding."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Lines "group, name: theirs there, ours here", as many as differ."""
+    lines = []
+    for group, values in ours.items():
+        others = theirs.get(group, {})
+        for name in sorted({*values, *others}):
+            there, here = others.get(name, "nothing"), values.get(name, "nothing")
+            if there != here:
+                lines.append(f"{group}, {name}: {there} there, {here} here")
+    return lines
+
+
+def _hash_of_sources() -> str:
+    package = pathlib.Path(MaxText.__file__).parent
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        place = package / source
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]

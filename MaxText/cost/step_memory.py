@@ -1,0 +1,198 @@
+"""Bytes of a train step on one device, by cause.
+
+Parameters, optimizer state and gradients are exact: the abstract state under the mesh's shardings.
+Activations come from tracing loss and gradients (liveness.py) at one device's shapes.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from MaxText.config.axis_rules import MESH_AXES
+from MaxText.config.model_sections import Model as ModelSection
+from MaxText.cost.abstract_step import AbsentDevice, Program, model_of, remembered
+from MaxText.cost.liveness import Need, memory_need
+from MaxText.cost.traced import SizeOf, Traced, plain_size, tiled_size, traced
+from MaxText.layers.batch import batch_shapes
+from MaxText.parallelism.constraints import Rules, axis_rules
+from MaxText.parallelism.mesh import Layout
+from MaxText.training.objective import loss_sums, num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    parameters: float  # in weight_dtype
+    # the optimizer's state, with the guard's and the step counter; of what lies in the host's
+    # memory, nothing
+    optimizer: float
+    fetched: float  # of the optimizer's state, what is there only while the update is made
+    batch: float  # ids and weights of all microbatches
+    gradients: float  # one for every parameter; of several microbatches their sum as well
+    # what loss and gradients of a microbatch need besides what they are given, gradients included.
+    # Between its loops are the weights of scanned layers in the format of products: the compiler
+    # converts all of them before the first loop, and that loop hands them on to the backward pass.
+    need: Need
+    update: float  # what the optimizer's update works with besides gradients
+
+    @property
+    def state(self) -> float:
+        """Arguments of the step: parameters, optimizer state and batch."""
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def total(self) -> float:
+        return self.state + self.temporaries
+
+    @property
+    def temporaries(self) -> float:
+        """Everything but the arguments."""
+        sums = self.gradients - self.parameters  # of several microbatches
+        passes = self.need.size + sums
+        return max(passes, self.gradients + self.fetched + self.update)
+
+
+def memory_of(program: Program) -> Memory:
+    """Returns the memory of a program on each of its devices."""
+    size_of = _size_of(program.platform)
+    state = program.abstract_state
+    gradients = parameters = _bytes(state.params, size_of)
+    if program.num_microbatches > 1:
+        gradients *= 2
+    in_host = program.config.mesh.optimizer_memory_host_offload
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 0 and in_host]
+    fetched = _bytes(moments, size_of)
+    kept = [None, *(_bytes(leaf, size_of) for leaf in jax.tree.leaves(state.params))]
+    return Memory(
+        parameters=parameters,
+        optimizer=_bytes(state, size_of) - parameters - fetched,
+        fetched=fetched,
+        batch=12.0 * program.local_rows * program.num_microbatches * program.length,
+        gradients=gradients,
+        need=memory_need(trace(program), kept, _converted(program)),
+        update=_update_need(program),
+    )
+
+
+def least_memory(program: Program) -> float:
+    """Returns a lower bound, without tracing: the state, and gradients or the layers' inputs."""
+    section, state = program.config.model, program.abstract_state
+    size_of = _size_of(program.platform)
+    params = _bytes(state.params, size_of)
+    given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
+    d = section.shape.dimensions
+    layers = d.num_layers // program.layout.mesh.shape["stage"]
+    width = np.dtype(section.numerics.dtype).itemsize
+    return given + max(params, float(layers * program.local_tokens * d.emb_dim * width))
+
+
+def _size_of(platform: str) -> SizeOf:
+    return tiled_size if platform == "tpu" else plain_size
+
+
+def _bytes(tree: Any, size_of: SizeOf) -> float:
+    return sum(
+        size_of(leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype).itemsize)
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def trace(program: Program) -> Traced:
+    """Traces loss and gradients of one microbatch at the shapes of one device."""
+    model = program.local_model
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
+    names = ("/".join(entry.key for entry in path) for path in paths)
+    weights = tuple(_gathered(program, name) for name in names)
+    batch = program.local_batch()
+    size = batch.tokens_BT.shape
+    return _trace(model.section, size, program.platform, program.layout.rules, weights)
+
+
+@remembered
+def _trace(
+    section: ModelSection,
+    size: tuple[int, int],
+    platform: str,
+    rules: Rules,
+    weights: tuple[float, ...],
+) -> Traced:
+    """Caches `trace` for meshes with the same shapes on a device.
+
+    `weights` is the share of each parameter that a device gathers.
+    """
+    model, objective = model_of(section), section.objective
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        key = jax.random.key(0) if section.is_random else None
+        sums = loss_sums(model.merge(params), batch, objective, key, training=True)
+        totals = jnp.maximum(jnp.sum(batch.weights_BT), 1.0), num_tokens(batch)
+        return sum(sums.means(*totals).values())  # type: ignore[return-value]
+
+    alone = Mesh(
+        np.array([AbsentDevice(0, platform, platform)]).reshape((1,) * len(MESH_AXES)), MESH_AXES
+    )
+    batch = batch_shapes(*size, with_documents=False)
+    with axis_rules(alone, rules):
+        closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
+    others = (0.0,) * (len(closed.jaxpr.invars) - len(weights))
+    return traced(closed.jaxpr, weights=weights + others, size_of=_size_of(platform))
+
+
+def _gathered(program: Program, name: str) -> float:
+    """Returns the share of a parameter that a device gathers: of experts, its own."""
+    axes = program.model.parameters[name].logical_axes
+    if "exp" not in axes:
+        return 1.0
+    spec = program.layout.parameter_shardings(program.model.parameters)[name].spec
+    found = spec[axes.index("exp")] or ()
+    split = (found,) if isinstance(found, str) else found
+    return 1 / math.prod(program.layout.mesh.shape[axis] for axis in split)
+
+
+def _converted(program: Program) -> float:
+    """Returns the bytes of the layers' matrices in the format of products."""
+    section, parameters = program.config.model, program.model.parameters
+    width = np.dtype(section.numerics.dtype).itemsize
+    if section.memory.scan_layers is not True:
+        return 0.0
+    shardings = program.layout.parameter_shardings(parameters)
+    return sum(
+        math.prod(shardings[name].shard_shape(info.shape)) * float(width)
+        for name, info in parameters.items()
+        if info.owner == "layers" and info.num_in_dims and width < info.dtype.itemsize
+    )
+
+
+def _update_need(program: Program) -> float:
+    """Returns the bytes that the optimizer works with besides gradients."""
+    state, layout = program.abstract_state, program.layout
+    # Moments like their parameters: shard_optimizer_over_data cuts what is worked on, too.
+    alike = Layout(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
+    leaves, structure = jax.tree.flatten((state.params, state.opt_state))
+    shardings = jax.tree.leaves((alike.params, alike.opt_state))
+    shards = tuple(
+        (sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
+    return _need_of_update(program.optimizer, structure, shards, program.platform)
+
+
+@remembered
+def _need_of_update(
+    optimizer: optax.GradientTransformation,
+    structure: Any,
+    shards: tuple[tuple[tuple[int, ...], Any], ...],
+    platform: str,
+) -> float:
+    arrays = [jax.ShapeDtypeStruct(*shard) for shard in shards]
+    params, moments = jax.tree.unflatten(structure, arrays)
+    closed = jax.make_jaxpr(optimizer.update)(params, moments, params)
+    weights = [0.0] * len(closed.jaxpr.invars)
+    return memory_need(traced(closed.jaxpr, weights=weights, size_of=_size_of(platform))).size

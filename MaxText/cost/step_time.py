@@ -1,0 +1,190 @@
+"""Seconds of an update, as an interval, from the traced program and the hardware.
+
+Every product, reduction and copy takes the longer of two times: its operations over the reachable
+share of peak, and its bytes over the memory's bandwidth. The interval spans the shares that
+published runs reached on the chip, with all communication overlapped at best and none at worst.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from MaxText.cost.abstract_step import Program
+from MaxText.cost.communication import Exchange
+from MaxText.cost.flops import FlopCount, count_flops
+from MaxText.cost.hardware import Hardware
+from MaxText.cost.peak_flops import PeakFlops
+from MaxText.cost.step_memory import Memory, trace
+from MaxText.cost.traced import PRODUCTS, REDUCTIONS, Node, Traced
+from MaxText.layers.attention_core import softmax_windows
+from MaxText.layers.attention_flops import keys_multiplied
+from MaxText.layers.flash_attention import splash_operations
+
+# Share of the memory's bandwidth that a loop over an array reaches.
+BANDWIDTH_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An operation that runs as a whole: a product, a reduction, a copy."""
+
+    operations: float  # 2 for every multiply-add of products, nothing else counted
+    num_bytes: float  # read from memory and written
+    times: int  # how often
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    # seconds, the interval
+    fast: float
+    slow: float
+    computing: tuple[float, float]  # seconds of computation at best and at worst
+    communicating: float  # seconds of communication, if nothing else goes on
+    operations: float  # that a device executes, products only
+    count: FlopCount  # operations on a token by the rule of MFU
+    peak: PeakFlops  # of a device
+
+    @property
+    def middle(self) -> float:
+        """Geometric mean of the interval, in seconds."""
+        return math.sqrt(self.fast * self.slow)
+
+    def mfu(self, seconds: float, tokens_per_device: float) -> float:
+        """Returns the model's operations over the device's peak in `seconds`."""
+        return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
+
+
+def least_time(
+    program: Program, hardware: Hardware, exchanged: Sequence[Exchange], peak: PeakFlops
+) -> float:
+    """Returns a lower bound of the middle of an update's interval, without tracing.
+
+    `exchanged` is that of the policy that recomputes nothing, with the fewest microbatches.
+    """
+    count = count_flops(program.model, program.length)
+    executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
+    slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
+    communicating = sum(exchange.seconds for exchange in exchanged)
+    return math.sqrt(max(fast, communicating) * (slow + communicating))
+
+
+def work_of(
+    program: Traced, *, fused_attention: bool = False, keys_of_kernel: float = 0.0
+) -> list[Work]:
+    """Returns everything that a program runs, bodies of loops as often as they run.
+
+    Args:
+      fused_attention: Scores of attention are never written.
+      keys_of_kernel: Average keys per query in splash attention over all layers.
+    """
+    found = []
+
+    def add(program: Traced, times: int) -> None:
+        for node in program.nodes:
+            for body in node.bodies:
+                add(body, times * node.times)
+            if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
+                roots = {root for value in node.reads for root in value.roots}
+                arrays = [*roots, *(value for value in node.makes if value.is_written)]
+                unfused = [x.size for x in arrays if not (fused_attention and x.is_square)]
+                found.append(Work(operations(node, keys_of_kernel), sum(unfused), times))
+
+    add(program, 1)
+    return found
+
+
+def operations(node: Node, keys_of_kernel: float) -> float:
+    """Returns the operations of a product; 0 for other nodes."""
+    if node.name not in PRODUCTS:
+        return 0.0
+    if node.name == "dot_general":
+        (contracted, _), _ = node.params["dimension_numbers"]
+        inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
+        return 2.0 * inner * math.prod(node.makes[0].shape)
+    if node.name == "pallas_call":
+        estimate, name = node.params.get("cost_estimate"), str(node.params.get("name"))
+        if estimate is None and name.startswith("splash_"):
+            return splash_operations(name, node.reads[2].shape, keys_of_kernel)
+        return float(estimate.flops) if estimate is not None else 0.0
+    # Rows of a ragged product meet one matrix each, whichever side is ragged.
+    rows, width = node.reads[0].shape[-2:]
+    return 2.0 * rows * width * node.reads[1].shape[-1]
+
+
+def _keys_of_kernel(program: Program) -> float:
+    section = program.local_model.section
+    _, length = program.local_batch().tokens_BT.shape
+    windows = softmax_windows(section)
+    keys = [keys_multiplied(section.attention, length, window) for window in windows]
+    return sum(keys) / max(len(keys), 1)
+
+
+def attention_to_other_parts(program: Program) -> float:
+    """Returns operations of attention that the traced microbatch lacks, on the busiest device.
+
+    The trace has too few keys if there are fewer sequences than parts. Under a causal mask the last
+    part of a sequence sees more than the mean, except in a balanced ring. 0 if sequences are
+    unsplit.
+    """
+    parts = program.layout.num_length_parts
+    if parts == 1:
+        return 0.0
+    section = program.local_model.section
+    attention, dimensions = section.attention, section.shape.dimensions
+    _, traced_length = program.local_batch().tokens_BT.shape
+    ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
+    balanced = ring and attention.context_parallel_load_balance
+    exceeding = 0.0
+    for window in softmax_windows(section):
+        keys = keys_multiplied(attention, program.length, window)
+        if not (ring or flash):
+            keys = program.length  # all of them, masked afterwards, of windows as well
+        elif window is None and attention.causal and not balanced:
+            keys *= 2 - 1 / parts
+        exceeding += max(keys - keys_multiplied(attention, traced_length, window), 0.0)
+    # Forward, backward twice; and again what is not kept, the kernel's scores in any case.
+    kept = section.memory.remat_policy in ("none", "minimal_with_context")
+    times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
+    per_key = 4 * dimensions.num_query_heads * dimensions.head_dim
+    return exceeding * per_key * times * program.local_tokens
+
+
+def step_time(
+    program: Program,
+    hardware: Hardware,
+    memory: Memory,
+    exchanged: list[Exchange],
+    peak: PeakFlops,
+    *,
+    fused_attention: bool = False,
+) -> StepTime:
+    chip = hardware.chip
+    work = work_of(
+        trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)
+    )
+    work.append(Work(attention_to_other_parts(program), 0, 1))
+    bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
+    # Parameters and moments are read and written, gradients read.
+    state = memory.parameters + memory.optimizer + memory.fetched
+    update = (2 * state + memory.parameters) / bandwidth
+
+    def seconds(share: float) -> float:
+        speed = share * peak.tflops * 1e12
+        once = sum(
+            one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work
+        )
+        # Stages of a pipeline compute, or wait, in turns in which they have no rows, too.
+        return once * program.num_microbatches / (1 - program.bubble) + update
+
+    least, most = chip.efficiency
+    computing = seconds(most), seconds(least)
+    communicating = sum(exchange.seconds for exchange in exchanged)
+    return StepTime(
+        fast=max(computing[0], communicating),
+        slow=computing[1] + communicating,
+        computing=computing,
+        communicating=communicating,
+        operations=program.num_microbatches * sum(one.times * one.operations for one in work),
+        count=count_flops(program.model, program.length),
+        peak=peak,
+    )

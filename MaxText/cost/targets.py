@@ -1,0 +1,204 @@
+"""The machines that can be compiled for, by the names under which they are rented.
+
+Google's names count differently by generation (https://cloud.google.com/tpu/docs): v5e-16 and
+v6e-16 have 16 chips, v4-16 and v5p-16 have 16 TensorCores, two on each of 8 chips. A chip is one
+device.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from MaxText.cost import nvidia
+from MaxText.errors import UserError
+
+_GIB = 2**30
+
+# Chips -> their arrangement.
+_FLAT = {
+    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
+}  # fmt: skip
+_CUBES = {
+    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8",
+    512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
+}  # fmt: skip
+_LONGER_CUBES = {
+    192: "4x4x12", 384: "4x8x12", 768: "8x8x12", 3072: "12x16x16", 4096: "16x16x16",
+    6144: "16x16x24",
+}  # fmt: skip
+
+
+class _Generation(NamedTuple):
+    """A kind of TPU.
+
+    Attributes:
+      cores: TensorCores that a name counts for each chip; 1 where it counts chips.
+      shapes: chips -> arrangement.
+      memory: bytes of a chip, by the data sheet.
+      options: of the topology, beside its shape.
+    """
+
+    cores: int
+    shapes: dict[int, str]
+    memory: int
+    options: dict[str, Any]
+
+
+_GENERATIONS = {
+    # One device for a chip's two cores.
+    "v4": _Generation(2, _CUBES, 32 * _GIB, {"chip_config_name": "megacore"}),
+    "v5e": _Generation(1, _FLAT, 16 * _GIB, {}),
+    "v5p": _Generation(2, _CUBES | _LONGER_CUBES, 95 * _GIB, {}),
+    "v6e": _Generation(1, _FLAT, 32 * _GIB, {}),
+}
+_OTHER_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e"}
+_GPUS_PER_HOST = 8
+
+
+class Target(NamedTuple):
+    """A machine to compile for.
+
+    Attributes:
+      name: as the user knows it.
+      platform: "tpu", "gpu" or "cpu", as jax names it.
+      topology: of one slice, as the compiler's plug-in names it.
+      num_devices: jax devices of one slice.
+      memory: bytes of a device, by the data sheet; 0 where that is not known.
+      options: more arguments of the topology.
+    """
+
+    name: str
+    platform: str
+    topology: str
+    num_devices: int
+    memory: int
+    options: dict[str, Any]
+
+
+def find(name: str) -> Target:
+    """The machine of a name: v5e-16, v5p-8, v4-8, v6e-8, h100-8, h200-8, a100-8, cpu-4.
+
+    Raises:
+      UserError: no such machine; names those there are.
+    """
+    kind, _, digits = name.strip().lower().rpartition("-")
+    kind = _OTHER_NAMES.get(kind, kind)
+    number = int(digits) if re.fullmatch(r"[1-9]\d{0,5}", digits) else 0
+    if kind == "cpu" and number:
+        return Target(f"cpu-{number}", "cpu", "", number, 0, {})
+    if kind in nvidia.DESCRIPTIONS and number:
+        return _gpus(kind, number)
+    generation = _GENERATIONS.get(kind)
+    chips = number // generation.cores if generation and number % generation.cores == 0 else 0
+    if generation is None or chips not in generation.shapes:
+        raise UserError(f"compile_topology={name}: no such machine\n{_known(kind)}")
+    options = dict(generation.options)
+    if chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    topology = f"{kind}:{generation.shapes[chips]}"
+    return Target(f"{kind}-{number}", "tpu", topology, chips, generation.memory, options)
+
+
+def names() -> list[str]:
+    """All names of TPUs."""
+    return [
+        f"{kind}-{chips * generation.cores}"
+        for kind, generation in _GENERATIONS.items()
+        for chips in sorted(generation.shapes)
+    ]
+
+
+def prepare_environment(target: Target) -> None:
+    """Sets what the plug-in reads at start; call it before jax is imported."""
+    # The devices compiled for are no devices of this process.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if target.platform == "tpu":
+        # Else libtpu asks the network what machine this is, and insists on being alone on it.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    flags = {
+        # Without a GPU there is nothing to time variants on.
+        "gpu": "--xla_gpu_autotune_level=0",
+        "cpu": f"--xla_force_host_platform_device_count={target.num_devices}",
+    }
+    if flag := flags.get(target.platform):
+        present = os.environ.get("XLA_FLAGS", "")
+        if flag.partition("=")[0] not in present:
+            os.environ["XLA_FLAGS"] = f"{present} {flag}".strip()
+
+
+def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
+    """The devices of a machine that need not be there: compiled for, never run on.
+
+    Args:
+      num_slices: machines of this kind, connected by the data center's network. TPU only.
+
+    Raises:
+      UserError: the plug-in that compiles for it is not installed, or does not know the machine.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    if num_slices > 1 and target.platform != "tpu":
+        raise UserError(
+            f"compile_topology_num_slices={num_slices}: only TPUs come in slices. Name all devices "
+            f"at once: compile_topology={target.name.split('-')[0]}-"
+            f"{num_slices * target.num_devices}"
+        )
+    if target.platform == "cpu":
+        present = jax.devices("cpu")
+        if len(present) < target.num_devices:
+            raise UserError(
+                f"compile_topology={target.name}: jax simulates {len(present)} devices here; "
+                "XLA_FLAGS has another --xla_force_host_platform_device_count"
+            )
+        return present[: target.num_devices]
+    try:
+        if target.platform == "gpu":
+            # "cuda" is the name of the plug-in, "gpu" that of its devices.
+            found = topologies.get_topology_desc(
+                target.name,
+                "cuda",
+                target_config=nvidia.DESCRIPTIONS[target.name.split("-")[0]],
+                topology=target.topology,
+            )
+        else:
+            slices = {"num_slices": num_slices} if num_slices > 1 else {}
+            found = topologies.get_topology_desc(target.topology, "tpu", **target.options, **slices)
+    except Exception as error:  # what it is depends on the plug-in and on what is missing of it
+        extra, package = (
+            ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "a CUDA plug-in")
+        )
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"compile_topology={target.name}: cannot be compiled for here ({reason}).\n"
+            f"  What to do: install {package} that fits jax {jax.__version__}: "
+            f"pip install -c constraints.txt -e '.[{extra}]'. The device itself is not needed."
+        ) from error
+    return found.devices
+
+
+def _gpus(kind: str, number: int) -> Target:
+    hosts, per_host = 1, number
+    if number > _GPUS_PER_HOST:
+        hosts, rest = divmod(number, _GPUS_PER_HOST)
+        per_host = _GPUS_PER_HOST
+        if rest:
+            raise UserError(
+                f"compile_topology={kind}-{number}: hosts have {_GPUS_PER_HOST} GPUs; use 1 to "
+                f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
+            )
+    memory = nvidia.MEMORY[kind]
+    return Target(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
+
+
+def _known(kind: str) -> str:
+    tpus = [name for name in names() if name.startswith(f"{kind}-")] or names()
+    gpus = ", ".join(f"{name}-8" for name in nvidia.DESCRIPTIONS)
+    lines = [f"  TPUs: {', '.join(tpus)}"]
+    if len(tpus) == len(names()):
+        lines += [f"  GPUs, any number up to 8 or a multiple of 8: {gpus}", "  CPU: cpu-1, cpu-8"]
+    return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""Scores a data set: the loss over all targets of a split, source by source.
+
+Legend: B rows, T tokens of a window, V vocab_size.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.config.schema import Config
+from MaxText.evaluation.bytes_of_ids import IdBytes
+from MaxText.evaluation.data_set_score import SourceScore
+from MaxText.evaluation.tasks import progress_lines
+from MaxText.evaluation.text_bytes import TextBytes
+from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.input_pipeline.run_batches import OpenedSource, open_source_batches
+from MaxText.layers.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.parallelism import mesh
+from MaxText.training.objective import is_in_nats, loss_sums
+
+Sums = dict[str, jax.Array]
+
+
+def make_score_step(
+    model: Model, *, count_correct: bool = False
+) -> Callable[[Any, Batch, IdBytes], Sums]:
+    """Sums over one batch: nats (float32), targets and their bytes (int32).
+
+    Args:
+      count_correct: also `correct`, the targets that are the likeliest id.
+    """
+    objective = model.section.objective
+
+    def score_step(params: Any, batch: Batch, id_bytes: IdBytes) -> Sums:
+        sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
+        counts_V, spaced_V = id_bytes
+        bytes_BT = counts_V[batch.targets_BT]
+        # After a control id a text begins, with a space that is not its own.
+        begins_BT = spaced_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
+        counts_BT = batch.weights_BT > 0
+        correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
+        return correct | {
+            "nats": sums.in_nats,
+            "targets": jnp.sum(counts_BT, dtype=jnp.int32),
+            "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
+        }
+
+    return score_step
+
+
+def score_data_set(
+    trained: TrainedModel,
+    opened: Sequence[OpenedSource],
+    text_bytes: TextBytes,
+    config: Config,
+    show: Show = print,
+) -> list[SourceScore]:
+    """Scores every source.
+
+    Args:
+      opened: the data sets, as open_eval_sources gives them; none for random tokens.
+      text_bytes: what the targets of a source spell.
+      config: the keys of data, masking, evaluation and scoring, and of batches.
+      show: takes lines about what is done.
+
+    Raises:
+      UserError: batches that the devices do not divide, or data that cannot be read so.
+    """
+    scorer = _Scorer(trained, config, text_bytes, show)
+    return [scorer.score(source) for source in opened or [None]]
+
+
+class _Scorer:
+    """The step compiled for the shapes of batches that occur, and how batches are read."""
+
+    def __init__(self, trained: TrainedModel, config: Config, text_bytes: TextBytes, show: Show):
+        self._trained = trained
+        self._config = config
+        self._text_bytes = text_bytes
+        self._show = show
+        per_device = config.evaluation.eval_per_device_batch_size
+        self._rows = mesh.rows_of_batch(config.batch, trained.layout, per_device)
+        self._shape = trained.model.section.shape
+        self._counts_correct = config.masking.mlm_training
+        self._step = trained.layout.jit(
+            make_score_step(trained.model, count_correct=self._counts_correct)
+        )
+        self._compiled: dict[Any, Any] = {}
+
+    def score(self, source: OpenedSource | None) -> SourceScore:
+        """Reads all batches of a source. Sums are added in double precision, one batch late."""
+        name = "random tokens" if source is None else source.entry.location
+        batches = open_source_batches(
+            self._config,
+            source,
+            rows=self._rows,
+            stride=self._config.scoring.eval_stride,
+            part=jax.process_index(),
+            parts=jax.process_count(),
+            show=self._show,
+        )
+        of_ids = self._text_bytes.of_ids(source)
+        tables = self._placed_tables(of_ids)
+        objective = self._trained.model.section.objective
+        sums: dict[str, Any] = {"nats": 0.0, "targets": 0, "bytes": 0}
+        if self._counts_correct:
+            sums["correct"] = 0
+        waiting: Sums | None = None
+        num_batches, compiling = 0, 0.0
+        progress = progress_lines(f"{name} (batches)", self._show)
+        began = time.perf_counter()
+        for batch in batches:
+            placed = self._trained.layout.place(batch, self._rows)
+            step, seconds = self._step_for(placed, tables)
+            compiling += seconds
+            new = step(self._trained.params, placed, tables)
+            _add(sums, waiting)
+            waiting = new
+            num_batches += 1
+            progress(num_batches, len(batches))
+        _add(sums, waiting)
+        seconds = time.perf_counter() - began - compiling
+        targets = int(sums["targets"])
+        whole = self._config.evaluation.eval_steps == -1
+        num_bytes, why = self._text_bytes.count(source, of_ids, int(sums["bytes"]), targets, whole)
+        return SourceScore(
+            name=name,
+            nats=sums["nats"],
+            num_targets=targets,
+            num_bytes=num_bytes,
+            why_no_bytes=why,
+            num_batches=num_batches,
+            seconds=seconds,
+            correct=sums.get("correct"),
+            other_loss="" if is_in_nats(objective) else objective.loss_type,
+            facts=_facts(source, len(batches.skipped)),
+        )
+
+    def _placed_tables(self, of_ids: IdBytes | None) -> IdBytes:
+        """Of the model's ids, on all devices; zeros where the bytes are not known."""
+        size = self._shape.vocab_size
+        counts_V, spaced_V = np.zeros(size, np.int32), np.zeros(size, bool)
+        if of_ids is not None:
+            # A vocabulary may be filled up in the model's table, or have ids that never occur.
+            known = min(size, len(of_ids.counts_V))
+            counts_V[:known] = of_ids.counts_V[:known]
+            spaced_V[:known] = of_ids.spaced_V[:known]
+        whole = self._trained.layout.replicated
+        return IdBytes(jax.device_put(counts_V, whole), jax.device_put(spaced_V, whole))
+
+    def _step_for(self, batch: Batch, tables: IdBytes) -> tuple[Any, float]:
+        """The step compiled for batches like this one, and the seconds that took now."""
+        kind = jax.tree.structure(batch)
+        if kind in self._compiled:
+            return self._compiled[kind], 0.0
+        began = time.perf_counter()
+        step = self._step.lower(self._trained.params, batch, tables).compile()
+        self._compiled[kind] = step
+        return step, time.perf_counter() - began
+
+
+def _add(sums: dict[str, Any], new: Sums | None) -> None:
+    """Adds what a batch gave; Python's floats are double, its integers have no end."""
+    for name in sums if new is not None else ():
+        value = new[name]  # type: ignore[index]
+        sums[name] += float(value) if name == "nats" else int(value)
+
+
+def _facts(source: OpenedSource | None, num_bad: int) -> dict[str, Any]:
+    if source is None:
+        return {}
+    data = source.data
+    facts = {
+        "tokens_of_split": len(data.store),
+        "documents_of_split": len(data.store.document_offsets) - 1,
+        "data_set": data.fingerprint,
+        "tokenizer_sha256": data.tokenizer_sha256,
+    }
+    return facts | ({"records_left_out": num_bad} if num_bad else {})

@@ -1,0 +1,149 @@
+"""What scoring a data set gives: sums by source, for the terminal and for JSON. Imports no jax."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from MaxText.metrics.step_line import perplexity
+from MaxText.metrics.tables import ruled_table
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceScore:
+    """Sums over the targets of one source, or of several together.
+
+    Attributes:
+      name: what named the source.
+      nats: sum of cross entropy, or of another loss where that is what the model minimises.
+      num_targets: predicted tokens; each counts once.
+      num_bytes: bytes of UTF-8 that the targets spell; None where that is not known.
+      why_no_bytes: the reason for None.
+      num_batches: that were read.
+      seconds: wall time, without compiling.
+      facts: which data these are: tokens and documents of the split, digests.
+      correct: targets that were the likeliest id; None where they were not counted, which is all
+        but masked language models.
+      other_loss: loss_type where the loss is no log-probability, so that there is neither
+        perplexity nor bits per byte. That of entmax would be infinite for ids of probability 0.
+    """
+
+    name: str
+    nats: float
+    num_targets: int
+    num_bytes: int | None
+    why_no_bytes: str
+    num_batches: int
+    seconds: float
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    correct: int | None = None
+    other_loss: str = ""
+
+    @property
+    def loss(self) -> float:
+        """Nats per target; NaN without any."""
+        return self.nats / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean over all targets; None for another loss."""
+        return None if self.other_loss else perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers; None without known bytes, and for other losses."""
+        if self.other_loss or not self.num_bytes:
+            return None
+        return self.nats / math.log(2) / self.num_bytes
+
+    @property
+    def masked_accuracy(self) -> float | None:
+        """Share of the hidden tokens that were the likeliest id."""
+        if self.correct is None:
+            return None
+        return self.correct / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Targets scored in a second."""
+        return self.num_targets / self.seconds if self.seconds else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, with what follows from the sums."""
+        row = {
+            "source": self.name,
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "nats": None if self.other_loss else self.nats,
+            "targets": self.num_targets,
+            "bytes": self.num_bytes,
+            "batches": self.num_batches,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        if self.correct is not None:
+            row |= {"masked_accuracy": self.masked_accuracy, "correct": self.correct}
+        if self.other_loss:
+            row["loss_type"] = self.other_loss
+        if self.why_no_bytes:
+            row["why_no_bytes"] = self.why_no_bytes
+        return row | self.facts
+
+
+def total(scores: Sequence[SourceScore]) -> SourceScore:
+    """All sources together: their sums, not the mean of their means."""
+    sizes = [score.num_bytes for score in scores]
+    missing = [score.why_no_bytes for score in scores if score.num_bytes is None]
+    correct = [score.correct for score in scores]
+    return SourceScore(
+        name="total",
+        nats=math.fsum(score.nats for score in scores),
+        num_targets=sum(score.num_targets for score in scores),
+        num_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        why_no_bytes=missing[0] if missing else "",
+        num_batches=sum(score.num_batches for score in scores),
+        seconds=sum(score.seconds for score in scores),
+        correct=None if None in correct else sum(count or 0 for count in correct),
+        other_loss=next((score.other_loss for score in scores if score.other_loss), ""),
+    )
+
+
+def table(scores: Sequence[SourceScore]) -> str:
+    """A row for each source and one for all, then what is missing and why."""
+    whole = total(scores)
+    header = ["source", "targets", "bytes", "loss", "perplexity", "bits/byte"]
+    if whole.correct is not None:
+        header.append("masked accuracy")
+    rows = [_cells(score) for score in scores]
+    lines = [ruled_table(header, rows, _cells(whole), right=range(1, len(header)))]
+    lines += [
+        f"bits/byte of {score.name} is left out: {score.why_no_bytes}"
+        for score in scores
+        if score.num_bytes is None and not whole.other_loss
+    ]
+    if whole.other_loss:
+        lines.append(
+            f"perplexity and bits/byte are left out: the loss of {whole.other_loss} is no "
+            "log-probability"
+        )
+    lines.append(
+        f"loss {f'of {whole.other_loss}' if whole.other_loss else 'in nats'} per token; "
+        f"{whole.num_batches:,} batches in {whole.seconds:.1f} s, "
+        f"{whole.tokens_per_second:,.0f} tokens/s"
+    )
+    return "\n".join(lines)
+
+
+def _cells(score: SourceScore) -> list[str]:
+    size, bits, perplexed = score.num_bytes, score.bits_per_byte, score.perplexity
+    cells = [
+        score.name,
+        f"{score.num_targets:,}",
+        "-" if size is None else f"{size:,}",
+        f"{score.loss:.4f}",
+        "-" if perplexed is None else f"{perplexed:.3f}" if perplexed < 1e6 else f"{perplexed:.3e}",
+        "-" if bits is None else f"{bits:.4f}",
+    ]
+    accuracy = score.masked_accuracy
+    return cells if accuracy is None else [*cells, f"{accuracy:.4f}"]

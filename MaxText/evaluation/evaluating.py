@@ -1,0 +1,194 @@
+"""What eval.py does, in order: the request, the data, the weights, the scores, the file.
+
+What may be refused is looked at before weights are read; all but the data before jax is imported.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from MaxText.config.inference_sections import Scoring
+from MaxText.config.loading import Loaded
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.evaluation import results, score_request
+from MaxText.evaluation.harness_run import check_harness, run_harness
+from MaxText.evaluation.masked_text import mask_ids
+from MaxText.evaluation.tasks import read_tasks, run_tasks
+from MaxText.evaluation.text_bytes import TextBytes
+from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.trained_model import Show, TrainedModel, open_trained_model, weights_path
+
+if TYPE_CHECKING:
+    from MaxText.input_pipeline.run_batches import OpenedSource
+
+
+def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
+    """Scores what the command line asks for, prints it and writes it.
+
+    Returns:
+      What is written as JSON.
+
+    Raises:
+      UserError: no weights, no data, or what cannot be scored.
+    """
+    asked = score_request.read(loaded)
+    config, scoring = asked.config, asked.config.scoring
+    weights = _find_weights(config)
+    results.output_path(scoring.eval_output, weights)  # raises where nothing could be written
+    _check_output_is_new(scoring)
+    if scoring.harness_tasks:
+        check_harness(config)
+    tasks = read_tasks(config)
+    if tasks and config.masking.mlm_training:
+        mask_ids(config, open_tokenizer(config, weights, typed=asked.names_tokenizer))
+    data_set = _open_data_set(asked, weights, show) if asked.scores_data else None
+
+    trained = open_trained_model(config, show)
+    found: dict[str, Any] = {}
+    if data_set is not None:
+        found["tokenizer_sha256"] = data_set.tokenizer_sha256
+        found["data"] = _score_data(trained, data_set, show)
+    if scoring.eval_tasks or scoring.harness_tasks:
+        tokenizer = open_tokenizer(
+            config, trained.folder, trained.metadata, typed=asked.names_tokenizer
+        )
+        found |= _score_tasks(tasks, trained, tokenizer, config, show)
+    whole = _described(trained) | found
+    import jax  # which is loaded by now
+
+    # A run that goes on may have saved another step since.
+    output = results.output_path(scoring.eval_output, trained.folder)
+    if output is not None and jax.process_index() == 0:
+        results.write(output, whole, show)
+    return whole
+
+
+def _check_output_is_new(scoring: Scoring) -> None:
+    """Refuses to write the scores over what is scored."""
+    output = Path(scoring.eval_output).expanduser().absolute()
+    for name in ("lambada_path", "wikitext_path"):
+        read = getattr(scoring, name)
+        if scoring.eval_output and read and output == Path(read).expanduser().absolute():
+            raise UserError(
+                f"eval_output={scoring.eval_output} is the file of {name}, which would be lost. "
+                "Name another."
+            )
+
+
+class _DataSet(NamedTuple):
+    """Data that are opened.
+
+    Attributes:
+      config: the configuration that they are read with.
+      opened: the sources; none for random tokens.
+      text_bytes: what their targets spell.
+      tokenizer_sha256: of the weights' tokenizer; empty without one.
+    """
+
+    config: Config
+    opened: "list[OpenedSource]"
+    text_bytes: TextBytes
+    tokenizer_sha256: str
+
+
+def _find_weights(config: Config) -> str:
+    """The step folder, or folder of Hugging Face, that the weights are read from.
+
+    Raises:
+      UserError: nothing there.
+    """
+    from MaxText.checkpointing import layout
+    from MaxText.conversion import hugging_face_folder
+
+    path, key = weights_path(config)
+    if hugging_face_folder.is_folder(path):
+        return str(hugging_face_folder.find_folder(path, key))
+    return str(layout.find(path, key))
+
+
+def _open_data_set(asked: score_request.Request, weights: str, show: Show) -> _DataSet:
+    """Opens what is scored; records of text are read with the tokenizer of the weights.
+
+    Raises:
+      UserError: data that are not there or do not fit; or tokenizer_path was typed and is none.
+    """
+    from MaxText.input_pipeline.run_batches import open_eval_sources  # imports jax
+
+    config, tokenizer = asked.config, None
+    preparation = config.preparation
+    try:
+        tokenizer = open_tokenizer(config, weights, typed=asked.names_tokenizer)
+        of_model = tokenizer.tokenizer
+    except UserError as error:
+        if asked.names_tokenizer:
+            raise
+        of_model = error
+    if tokenizer is not None and not preparation.tokenizer_path:
+        chosen = {
+            "tokenizer_path": str(tokenizer.folder),
+            "add_bos": preparation.add_bos or bool(tokenizer.prefix),
+        }
+        config = config.model_copy(update={"preparation": preparation.model_copy(update=chosen)})
+    sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
+    text_bytes = TextBytes(config.data.eval_split, config.masking.mlm_training, of_model)
+    opened = open_eval_sources(config, show)
+    for source in opened:
+        if warning := text_bytes.mismatch(source):
+            show(warning)
+    return _DataSet(config, opened, text_bytes, sha256)
+
+
+def _score_data(trained: TrainedModel, data_set: _DataSet, show: Show) -> dict[str, Any]:
+    from MaxText.evaluation import data_set_score
+    from MaxText.evaluation.data_set import score_data_set
+
+    config, data = data_set.config, data_set.config.data
+    scores = score_data_set(trained, data_set.opened, data_set.text_bytes, config, show)
+    length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
+    limit = config.evaluation.eval_steps
+    windows = "side by side" if stride == -1 else f"every {stride} targets"
+    across = ", across documents" if data.attend_across_documents else ""
+    show(data_set_score.table(scores))
+    show(f"windows of {length} tokens, {windows}{across}")
+    if limit != -1:
+        show(f"a part only: {limit} batches of each source at most (eval_steps)")
+    return {
+        "split": data.eval_split,
+        "max_target_length": length,
+        "eval_stride": stride,
+        "attend_across_documents": data.attend_across_documents,
+        "eval_steps": limit,
+        "sources": [score.to_json() for score in scores],
+        "total": data_set_score.total(scores).to_json(),
+    }
+
+
+def _score_tasks(
+    tasks: Mapping[str, Sequence[Any]],
+    trained: TrainedModel,
+    tokenizer: ModelTokenizer,
+    config: Config,
+    show: Show,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"tokenizer_sha256": tokenizer.tokenizer.entry.sha256}
+    if config.scoring.eval_tasks:
+        scores = run_tasks(tasks, trained, tokenizer, config, show)
+        found["tasks"] = [score.to_json() for score in scores]
+    if config.scoring.harness_tasks:
+        found["harness"] = run_harness(trained, tokenizer, config, show)
+    return found
+
+
+def _described(trained: TrainedModel) -> dict[str, Any]:
+    """Which weights were scored, and where."""
+    devices = trained.layout.mesh.devices.flat
+    return {
+        "weights": trained.source,
+        "folder": trained.folder,
+        "num_parameters": trained.model.num_parameters,
+        "dtype": trained.model.section.numerics.dtype,
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,348 @@
+"""A trained model as a model of lm-evaluation-harness (EleutherAI), registered there as "maxtext".
+
+Log-probabilities, rolling log-probabilities and generated text agree with what the harness's own
+model "hf" gives for the same weights in transformers. To be imported, this needs
+pip install '.[lm-eval]'.
+"""
+
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from MaxText.errors import UserError
+from MaxText.evaluation.tasks import progress_lines
+from MaxText.evaluation.text_pairs import first_id
+from MaxText.inference import own_configuration
+from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.trained_model import Show, TrainedModel, open_trained_model
+from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
+from MaxText.input_pipeline.tokenization.interface import without_surrogates
+from MaxText.runtime import start_up
+
+try:
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+except ImportError as error:
+    raise UserError(
+        f"lm-evaluation-harness is not installed ({error}): pip install '.[lm-eval]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from MaxText.inference.engine import Engine
+    from MaxText.inference.token_choice import Choice
+
+# Of generation_kwargs -> field of generation.token_choice.Choice.
+_CHOICES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "nucleus_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+}
+_NEXT_ARGUMENT = re.compile(r",(?=\s*[A-Za-z_]\w*=)")
+
+
+@register_model("maxtext")
+class MaxTextLM(TemplateLM):
+    """What the harness asks of a model, answered by trained weights on the devices of this process.
+
+        lm = MaxTextLM.open("load_parameters_path=maxtext_output/quickstart")
+        lm_eval.simple_evaluate(model=lm, tasks=["lambada_openai"])
+
+    Attributes:
+      was_asked: whether a request has come; what fails before is not the model's fault.
+    """
+
+    def __init__(self, trained: TrainedModel, tokenizer: ModelTokenizer, show: Show = print):
+        """
+        Args:
+          trained: open_trained_model gives it.
+          tokenizer: open_tokenizer gives it.
+          show: receives lines about the progress of what takes long.
+
+        Raises:
+          UserError: a model or tokenizer that cannot be scored with.
+        """
+        from MaxText.evaluation.continuations import ContinuationScorer
+
+        super().__init__()
+        self._trained, self._show = trained, show
+        self._scorer = ContinuationScorer(trained)
+        self._texts = _Texts(tokenizer)
+        self._prefix = tokenizer.prefix
+        self._ends = frozenset(tokenizer.ends)
+        self._first = first_id(tokenizer)
+        eos = tokenizer.tokenizer.entry.eos_id
+        self._end = eos if eos is not None else next(iter(tokenizer.ends), self._first)
+        self._num_ids = tokenizer.tokenizer.entry.vocab_size
+        self.was_asked = False
+
+    @classmethod
+    def open(cls, arguments: str | Sequence[str], show: Show = print) -> "MaxTextLM":
+        """Opens weights as eval.py does.
+
+        Args:
+          arguments: of a command line, as one string or several: at least
+            load_parameters_path=RUN, and any other key=value or config file.
+
+        Raises:
+          UserError: mistakes in the arguments, or weights that cannot be opened.
+        """
+        words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
+        loaded = own_configuration.load(words)
+        start_up.choose_platform(loaded.config.run.hardware)
+        trained = open_trained_model(loaded.config, show)
+        tokenizer = open_tokenizer(
+            loaded.config,
+            trained.folder,
+            trained.metadata,
+            typed=loaded.typed("tokenizer_path"),
+        )
+        return cls(trained, tokenizer, show)
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> "MaxTextLM":
+        """As `open`, from the harness's model_args: key=value,key=value."""
+        words = [word.strip() for word in _NEXT_ARGUMENT.split(arg_string) if word.strip()]
+        _refuse_other_settings(additional_config)
+        return cls.open(words)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> "MaxTextLM":
+        """As `open`, from the harness's model_args as a dict."""
+        _refuse_other_settings(additional_config)
+        return cls.open([f"{name}={value}" for name, value in arg_dict.items()])
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self._end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context follows: beginning of text, else its end."""
+        return self._first
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model reads at most."""
+        return self._scorer.window
+
+    @property
+    def max_gen_toks(self) -> int:
+        """New tokens where a task does not say how many; as of the harness's own models."""
+        return 256
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness notes beside its results."""
+        return {
+            "model_source": self._trained.source,
+            "model_num_parameters": self._trained.model.num_parameters,
+            "model_dtype": self._trained.model.section.numerics.dtype,
+        }
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Ids of a text, with what the model's texts begin with unless the text has it already.
+
+        Control tokens that the text spells out become their ids, as in transformers.
+        """
+        ids = self._texts.encode(string)
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._texts.spelled([self._first]))
+        return [*self._prefix, *ids] if add_special_tokens else ids
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        from MaxText.evaluation.continuations import Continuation
+
+        self.was_asked = True
+        asked = []
+        for texts, context, ids in requests:
+            if not 0 < len(ids) <= self.max_length:
+                raise UserError(
+                    f"the answer {texts[1][:60]!r} has {len(ids)} tokens, and between 1 and the "
+                    f"model's window of {self.max_length} can be scored after a context."
+                )
+            asked.append(Continuation(context or [self._first], ids))
+        progress = None if disable_tqdm else progress_lines("loglikelihood", self._show)
+        answers = []
+        for (texts, *_), score in zip(requests, self._scorer.score(asked, progress), strict=True):
+            answers.append((score.log_probability, score.is_greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Sum of the log-probabilities of all of a text, in windows side by side."""
+        from MaxText.evaluation.continuations import rolling
+
+        self.was_asked = True
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            of_text = rolling(self.tok_encode(request.args[0]), self._first, self.max_length)
+            windows += of_text
+            owners += [number] * len(of_text)
+        progress = None if disable_tqdm else progress_lines("loglikelihood_rolling", self._show)
+        totals = [0.0] * len(requests)
+        for owner, score in zip(owners, self._scorer.score(windows, progress), strict=True):
+            totals[owner] += score.log_probability
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to the first of the strings that a task names.
+
+        While this runs, the devices hold the weights twice: in the form that generates fast, too.
+        """
+        self.was_asked = True
+        by_settings: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_settings.setdefault(repr(request.args[1]), []).append(number)
+        progress = None if disable_tqdm else progress_lines("generate_until", self._show)
+        texts = [""] * len(requests)
+        num_done = 0
+        engine_for = self._engines()
+        for numbers in by_settings.values():
+            contexts = [requests[number].args[0] for number in numbers]
+            settings = requests[numbers[0]].args[1]
+            for place, text in self._continued(contexts, settings, engine_for):
+                texts[numbers[place]] = text
+                self.cache_hook.add_partial("generate_until", (contexts[place], settings), text)
+                num_done += 1
+                if progress is not None:
+                    progress(num_done, len(requests))
+        return texts
+
+    def _engines(self) -> Callable[["Choice"], "Engine"]:
+        """What generates, one for each way to choose tokens."""
+        import jax
+        import jax.numpy as jnp
+
+        from MaxText.inference.engine import Engine
+
+        trained = self._trained
+        # A copy, because `in_parts` gives its argument up, and what is scored needs the weights.
+        parts = trained.model.in_parts(jax.tree.map(jnp.copy, trained.params))
+
+        @functools.cache
+        def engine_for(choice: "Choice") -> Engine:
+            return Engine(trained.model, parts, trained.layout, choice, num_ids=self._num_ids)
+
+        return engine_for
+
+    def _continued(
+        self,
+        contexts: Sequence[str],
+        settings: Mapping[str, Any],
+        engine_for: Callable[["Choice"], "Engine"],
+    ) -> Iterator[tuple[int, str]]:
+        """Yields (number of the context, its continuation)."""
+        from MaxText.inference.generating import Limits, generate
+        from MaxText.parallelism.mesh import rows_of_batch
+
+        kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
+        until = [stop for stop in kwargs.pop("until", None) or [] if stop]
+        most_new = kwargs.pop("max_gen_toks")
+        room = self.max_length - most_new
+        if room <= 0:
+            raise UserError(
+                f"the task asks for up to {most_new} new tokens (max_gen_toks), and the model's "
+                f"window has room for {self.max_length}, the question included. Set max_gen_toks "
+                "below it in the task's generation_kwargs."
+            )
+        config = self._trained.config
+        per_device = config.evaluation.eval_per_device_batch_size
+        completions = generate(
+            engine_for(_choice(kwargs)),
+            [(self.tok_encode(context) or [self._first])[-room:] for context in contexts],
+            Limits(most_new, self._ends | {self._end}, tuple(until)),
+            rows=rows_of_batch(config.batch, self._trained.layout, per_device),
+            seed=config.decoding.decode_seed,
+            decode=self._texts.spelled,
+        )
+        for number, completion in completions:
+            text = self._texts.decode(completion.tokens)
+            yield number, postprocess_generated_text(text, until, think_end_token=None)
+
+
+def _choice(kwargs: Mapping[str, Any]) -> "Choice":
+    """How tokens are chosen, from the normalised generation_kwargs of a task."""
+    from MaxText.inference.token_choice import Choice
+
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    sampled = kwargs.pop("do_sample")
+    if unknown := sorted(set(kwargs) - set(_CHOICES)):
+        raise UserError(
+            f"generation_kwargs: {', '.join(unknown)} cannot be followed. Known are until, "
+            f"max_gen_toks, do_sample, {', '.join(_CHOICES)}."
+        )
+    if not sampled:
+        # Then transformers looks at nothing else but the penalty.
+        return Choice(temperature=0.0, repetition_penalty=kwargs.get("repetition_penalty", 1.0))
+    # transformers draws at temperature 1 where none is set.
+    kwargs["temperature"] = kwargs.get("temperature") or 1.0
+    return Choice(**{_CHOICES[name]: value for name, value in kwargs.items()})
+
+
+class _Texts:
+    """Text to ids and back as transformers does it, where control tokens in a text are control ids.
+
+    Training data has them as text (TextTokenizer), so that no document can forge one; the tasks of
+    the harness spell them out on purpose.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer):
+        self._plain = tokenizer.tokenizer
+        self._tokenizer = tokenizer
+        self._whole: tokenizers.Tokenizer | None = None
+        if isinstance(self._plain, HuggingFaceTokenizer):
+            self._whole = tokenizers.Tokenizer.from_str(self._plain.file_text)
+            self._whole.no_truncation()
+            self._whole.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without what texts begin with."""
+        if self._whole is None:
+            return self._plain.encode([text])[0].tolist()
+        return self._whole.encode(without_surrogates(text), add_special_tokens=False).ids
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included."""
+        return self._plain.decode(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without control tokens."""
+        if self._whole is None:
+            return self._tokenizer.decode(ids)
+        return self._whole.decode(list(ids), skip_special_tokens=True)
+
+
+def _refuse_other_settings(settings: Mapping[str, Any] | None) -> None:
+    """Arguments of simple_evaluate that mean something to its own models only."""
+    remedies = {"batch_size": "eval_per_device_batch_size", "device": "hardware"}
+    for name, value in (settings or {}).items():
+        if value is not None:
+            remedy = remedies.get(name, "eval_per_device_batch_size")
+            raise UserError(
+                f"{name}={value} has no effect on the model maxtext. Set {remedy}=... in "
+                "model_args instead."
+            )

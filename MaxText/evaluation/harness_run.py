@@ -1,0 +1,139 @@
+"""Tasks of lm-evaluation-harness, run by eval.py. Imports neither jax nor the harness by itself."""
+
+import difflib
+import functools
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.inference.trained_model import Show, TrainedModel
+
+# For the standard errors of metrics that have no formula. The harness's own default takes minutes.
+_BOOTSTRAP_SAMPLES = 1000
+
+
+def check_harness(config: Config) -> None:
+    """Finds what is wrong before the model is opened; imports the harness, which takes seconds.
+
+    Raises:
+      UserError: a model that is not causal, the harness is not installed, harness_task_path is no
+        folder, or a task is unknown.
+    """
+    if not config.model.attention.causal:
+        raise UserError(
+            f"harness_tasks={','.join(config.scoring.harness_tasks)} asks for the probability of "
+            "continuations, and this model has mlm_training=true: it fills in hidden tokens and "
+            "sees what follows. Leave harness_tasks out; eval_tasks=[lambada,wikitext] and data "
+            "sets are scored."
+        )
+    _find_tasks(config.scoring.harness_tasks, config.scoring.harness_task_path)
+
+
+def run_harness(
+    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show = print
+) -> dict[str, Any]:
+    """Runs harness_tasks and shows their table.
+
+    Returns:
+      For JSON: results, configurations, versions and numbers of samples, by task.
+
+    Raises:
+      UserError: as check_harness; or a task that cannot be read.
+    """
+    section = config.scoring
+    names, manager = _find_tasks(section.harness_tasks, section.harness_task_path)
+    # Standard errors would be taken in forked processes; jax has threads, which a fork loses.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+        handle_non_serializable,
+        make_table,
+    )
+
+    from MaxText.evaluation.harness import MaxTextLM
+
+    lm = MaxTextLM(trained, tokenizer, show)
+    fewshot = section.harness_num_fewshot
+    try:
+        found = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=names,
+            num_fewshot=None if fewshot == -1 else fewshot,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=_BOOTSTRAP_SAMPLES,
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        # A task reads its data and writes its questions before it asks the model anything. That
+        # runs code of the task, which raises what it likes.
+        if lm.was_asked:
+            raise
+        reason = str(error).strip().splitlines() or [""]
+        raise UserError(
+            f"harness_tasks={','.join(names)} cannot be read: {type(error).__name__}: "
+            f"{reason[0][:300]}\n  What to do: mend the task file, or fetch its data first where "
+            "this machine has no network (datasets keep it in HF_DATASETS_CACHE)."
+        ) from error
+    show(make_table(found))
+    if found.get("groups"):
+        show(make_table(found, "groups"))
+    kept = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
+    plain = {name: found[name] for name in kept if name in found}
+    plain["harness_version"] = lm_eval.__version__
+    return json.loads(json.dumps(plain, default=handle_non_serializable))
+
+
+# Listing the harness's tasks takes seconds, and the check and the run both need the list.
+@functools.lru_cache(maxsize=1)
+def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
+    """The tasks that names and patterns stand for, and the harness's TaskManager."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "harness_tasks needs lm-evaluation-harness, which is not installed: "
+            "pip install '.[lm-eval]'."
+        )
+    folder = str(Path(path).expanduser()) if path else ""
+    if folder and not Path(folder).is_dir():
+        raise UserError(
+            f"harness_task_path={path} is no folder (seen from {Path.cwd()}). Name the folder that "
+            "holds the task's YAML file."
+        )
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    manager = TaskManager(include_path=folder or None)
+    found: list[str] = []
+    for name in names:
+        matching = manager.match_tasks([name])
+        if not matching:
+            close = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            near = f" Nearest: {', '.join(close)}." if close else ""
+            raise UserError(
+                f"harness_tasks={name}: no such task, group or tag among the harness's own"
+                f"{f' and in {folder}' if folder else ''}.{near}{_about_files(folder)}"
+            )
+        found += [task for task in matching if task not in found]
+    return found, manager
+
+
+def _about_files(folder: str) -> str:
+    """What keeps the task files of a folder from being found."""
+    if not folder:
+        return " Task files of yours are found with harness_task_path=FOLDER."
+    files = sorted(Path(folder).rglob("*.yaml"))
+    if not files:
+        return f" {folder} holds no file that ends in .yaml."
+    for file in files:
+        try:
+            yaml.compose(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            return f" {file} is not YAML: {' '.join(str(error).split())[:300]}."
+    return ""

@@ -1,0 +1,217 @@
+"""Outputs of a trained model at chosen places of many rows, read in few batches of few shapes.
+
+Legend: B rows of a batch, T tokens of a row, C places of a row, D emb_dim, V vocab_size.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.evaluation.masked_text import MaskIds
+from MaxText.inference.trained_model import TrainedModel
+from MaxText.layers.batch import Batch
+from MaxText.parallelism.constraints import HIDDEN, constrain
+from MaxText.parallelism.mesh import rows_of_batch
+from MaxText.training.objective import cross_entropy
+
+# Rows shorter than this are padded to it: a program more would cost more than the padding.
+_SHORTEST = 16
+# Places are padded to powers of this, so that few shapes are compiled.
+_PLACES_BASE = 4
+# Logits of a chunk on one device, as floats: 256 MB in float32.
+_CHUNK_LOGITS = 2**26
+
+# (done, in all)
+Progress = Callable[[int, int], None]
+
+
+class Row(NamedTuple):
+    """One input of the model and what is read off its outputs.
+
+    Attributes:
+      ids: int32 [T], without CLS.
+      places: where in `ids` an output is read.
+      targets: the id looked up at each place.
+      hidden: places in `ids` at which the model reads the mask instead.
+    """
+
+    ids: np.ndarray
+    places: Sequence[int]
+    targets: Sequence[int]
+    hidden: Sequence[int] = ()
+
+
+class Answer(NamedTuple):
+    """What the model says of a row.
+
+    Attributes:
+      row: its number among those asked for.
+      losses_C: float32, -log p of each target, in nats.
+      likeliest_C: bool, whether each target is the likeliest id at its place.
+    """
+
+    row: int
+    losses_C: np.ndarray
+    likeliest_C: np.ndarray
+
+
+class PlaceReader:
+    """Reads rows of any lengths up to the window.
+
+    Batches hold as many tokens as a batch of evaluation, in rows of similar length. Padding lies
+    right of the tokens. Causal attention does not look there; a model that is not causal gets
+    segments that keep it out. Only outputs at the places of a row go through the head.
+
+    Attributes:
+      window: ids of a row at most: max_target_length, less one where CLS begins each row.
+    """
+
+    def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
+        """Compiles nothing yet.
+
+        Args:
+          trained: the model.
+          mask_ids: what stands at hidden places and before each row; None for rows as they are.
+
+        Raises:
+          UserError: a batch that the devices do not divide.
+        """
+        section = trained.model.section
+        config, layout = trained.config, trained.layout
+        length = section.shape.max_target_length
+        per_device = config.evaluation.eval_per_device_batch_size
+        self._mask_ids = mask_ids
+        self._before = [] if mask_ids is None or mask_ids.cls is None else [mask_ids.cls]
+        self.window: int = length - len(self._before)
+        self._max_length = length
+        self._num_tokens = rows_of_batch(config.batch, layout, per_device) * length
+        self._num_parts = layout.num_batch_parts
+        self._sees_padding = not section.attention.causal
+        self._layout = layout
+        self._params = trained.params
+        read = functools.partial(
+            _read_places, trained.model, num_parts=self._num_parts, vocab=section.shape.vocab_size
+        )
+        # Every host asks for all rows and reads all outputs, which are small.
+        self._read_places = layout.jit(read, out_shardings=layout.replicated)
+
+    def read(self, rows: Sequence[Row]) -> Iterator[list[Answer]]:
+        """The answers of one batch after the other, those with the longest rows first.
+
+        Each row has at least one id and at most `window`.
+        """
+        waiting: tuple[list[int], Any] | None = None
+        # Outputs are read one batch late, so that the devices always have work.
+        for numbers, arrays, num_rows in self._batches(rows):
+            arrays = jax.device_put(arrays, self._layout.batch_sharding(num_rows))
+            outputs = self._read_places(self._params, *arrays)
+            if waiting is not None:
+                yield _answers(rows, *waiting)
+            waiting = numbers, outputs
+        if waiting is not None:
+            yield _answers(rows, *waiting)
+
+    def _batches(
+        self, rows: Sequence[Row]
+    ) -> Iterator[tuple[list[int], tuple[np.ndarray | None, ...], int]]:
+        """(numbers of rows, (tokens_BT, places_BC, targets_BC, segments_BT), B)."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for number, row in enumerate(rows):
+            assert 0 < len(row.ids) <= self.window, len(row.ids)
+            length = padded_length(len(self._before) + len(row.ids), self._max_length)
+            shape = length, _padded_places(len(row.places))
+            by_shape.setdefault(shape, []).append(number)
+        for (length, num_places), alike in sorted(by_shape.items(), reverse=True):
+            parts = self._num_parts
+            most = max(1, self._num_tokens // (length * parts)) * parts
+            for start in range(0, len(alike), most):
+                some = alike[start : start + most]
+                # The rest of a shape: the next power of two, for few programs.
+                num_rows = min(most, _power_of(2, -(-len(some) // parts)) * parts)
+                arrays = self._arrays([rows[n] for n in some], num_rows, length, num_places)
+                yield some, arrays, num_rows
+
+    def _arrays(
+        self, rows: Sequence[Row], num_rows: int, length: int, num_places: int
+    ) -> tuple[np.ndarray | None, ...]:
+        """(tokens_BT, places_BC, targets_BC, segments_BT); what is no row of `rows` is zeros."""
+        tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
+        places_BC, targets_BC = np.zeros((2, num_rows, num_places), np.int32)
+        first = len(self._before)
+        for index, row in enumerate(rows):
+            end, count = first + len(row.ids), len(row.places)
+            tokens_BT[index, :first] = self._before
+            tokens_BT[index, first:end] = row.ids
+            if row.hidden:
+                assert self._mask_ids is not None
+                tokens_BT[index, np.add(row.hidden, first)] = self._mask_ids.mask
+            segments_BT[index, :end] = 1
+            places_BC[index, :count] = np.add(row.places, first)
+            targets_BC[index, :count] = row.targets
+        return tokens_BT, places_BC, targets_BC, segments_BT if self._sees_padding else None
+
+
+def padded_length(length: int, window: int) -> int:
+    """The next power of two, or one and a half times one; at most the window."""
+    power = max(_SHORTEST, _power_of(2, length))
+    between = max(_SHORTEST, power * 3 // 4)
+    return min(between if length <= between else power, window)
+
+
+def _padded_places(count: int) -> int:
+    return _power_of(_PLACES_BASE, max(count, _PLACES_BASE))
+
+
+def _power_of(base: int, least: int) -> int:
+    """The smallest power of `base` that is no less."""
+    power = 1
+    while power < least:
+        power *= base
+    return power
+
+
+def _answers(rows: Sequence[Row], numbers: Sequence[int], outputs: Any) -> list[Answer]:
+    """Waits for the outputs of a batch."""
+    losses_BC, likeliest_BC = (np.asarray(output) for output in outputs)
+    answers = []
+    for index, number in enumerate(numbers):
+        count = len(rows[number].places)
+        answers.append(Answer(number, losses_BC[index, :count], likeliest_BC[index, :count]))
+    return answers
+
+
+def _read_places(
+    model, params, tokens_BT, places_BC, targets_BC, segments_BT, *, num_parts: int, vocab: int
+):
+    """-log p of the targets at the places, and whether they are the likeliest ids: [B, C] each."""
+    decoder = model.merge(params)
+    batch = Batch(tokens_BT, targets_BT=None, weights_BT=None, segments_BT=segments_BT)
+    h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
+    head_state = decoder.head_state(h_BTD, batch)
+    h_BCD = jnp.take_along_axis(h_BTD, places_BC[..., None], axis=1)
+    h_BCD = constrain(h_BCD, *HIDDEN)
+
+    def of_chunk(chunk):
+        h_BCD, targets_BC, places_BC = chunk
+        logits_BCV = decoder.logits(h_BCD, head_state, places_BC)
+        losses_BC, _ = cross_entropy(logits_BCV, targets_BC)
+        return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
+
+    num_rows, num_places = targets_BC.shape
+    at_once = num_places
+    # Places are a power of two, so that halves stay whole.
+    while at_once > 1 and num_rows // num_parts * at_once * vocab > _CHUNK_LOGITS:
+        at_once //= 2
+    if at_once == num_places:
+        return of_chunk((h_BCD, targets_BC, places_BC))
+
+    def in_chunks(x):
+        x = x.reshape(num_rows, num_places // at_once, at_once, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
+
+    outputs = jax.lax.map(of_chunk, tuple(map(in_chunks, (h_BCD, targets_BC, places_BC))))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_rows, num_places), outputs)

@@ -1,0 +1,95 @@
+"""The file that scores are written to. Imports no jax."""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from MaxText.checkpointing.layout import CHECKPOINTS
+from MaxText.errors import UserError
+from MaxText.storage.atomic import write_whole
+from MaxText.storage.file_access import is_url
+from MaxText.storage.paths import path_of
+
+# In a run's folder.
+_FOLDER = "eval"
+
+
+def output_path(asked: str, weights: str) -> epath.Path | None:
+    """Where the scores go: the file asked for, else eval/<step>.json in the run of the weights.
+
+    What was scored of a step before is kept: the next file is eval/<step>-2.json.
+
+    Args:
+      asked: eval_output.
+      weights: folder the weights are read from.
+
+    Returns:
+      None where the weights belong to no run of ours, or to one that cannot be written to.
+
+    Raises:
+      UserError: the file asked for cannot be written.
+    """
+    if asked:
+        path = path_of(asked, "eval_output")
+        if problem := _unwritable(path):
+            raise UserError(f"eval_output={asked} cannot be written: {problem}.")
+        return path
+    step = path_of(weights, "load_parameters_path")
+    if step.parent.name != CHECKPOINTS:
+        return None
+    folder = step.parent.parent / _FOLDER
+    names = (f"{step.name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
+    path = next(folder / name for name in names if not (folder / name).exists())
+    return None if _unwritable(path) else path
+
+
+def _unwritable(path: epath.Path) -> str:
+    """Why a file cannot be written, without making anything; empty where it can."""
+    if is_url(str(path)):
+        return ""
+    local = Path(os.fspath(path)).absolute()
+    if local.is_dir():
+        return "it is a folder"
+    there = next(folder for folder in local.parents if folder.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"no permission to write in {there}"
+    return ""
+
+
+def write(path: epath.Path, scores: Mapping[str, Any], show: Callable[[str], None]) -> None:
+    """Writes scores as JSON, all at once. Numbers that JSON does not have become null.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    text = json.dumps(_plain(scores), indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if is_url(str(path)):
+            path.write_text(text)
+        else:
+            write_whole(Path(os.fspath(path)), text)
+    except OSError as error:
+        raise UserError(
+            f"eval_output={path} cannot be written ({error.strerror or error}). The scores above "
+            "are complete; name another file to keep them."
+        ) from error
+    show(f"written to {path}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

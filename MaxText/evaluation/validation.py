@@ -1,0 +1,54 @@
+"""Loss over held-out data: the sum over all targets divided by their number."""
+
+import collections
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from MaxText.metrics.step_line import EvaluationReport
+from MaxText.training.objective import IN_NATS
+
+
+def evaluate(
+    eval_step: Callable[[Any, Any], dict[str, jax.Array]],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    step: int,
+) -> EvaluationReport:
+    """Runs over all batches, the last partial one included.
+
+    Sums are read one batch late, so that the device always has work, and added in double precision.
+
+    Args:
+      eval_step: (params, batch) -> sums over the batch (training.step.make_eval_step).
+      batches: on devices.
+      step: the last update done before, for the report.
+    """
+    began = time.perf_counter()
+    totals: dict[str, float] = collections.defaultdict(float)
+    num_batches = 0
+    waiting: dict[str, jax.Array] = {}
+
+    def add(sums: dict[str, jax.Array]) -> None:
+        for name, value in sums.items():
+            totals[name] += float(value)
+
+    for batch in batches:
+        sums = eval_step(params, batch)
+        add(waiting)
+        waiting = sums
+        num_batches += 1
+    add(waiting)
+    total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)
+    return EvaluationReport(
+        step=step,
+        total_loss=totals[IN_NATS] if IN_NATS in totals else sum(totals.values()),
+        total_weights=total_weights,
+        num_batches=num_batches,
+        seconds=time.perf_counter() - began,
+        correct=correct,
+        has_perplexity=IN_NATS in totals,
+    )

@@ -1,0 +1,167 @@
+"""WikiText: perplexity per word and per byte, page by page.
+
+Merity et al., 2016. As task wikitext of lm-evaluation-harness scores it: the tokenised text is
+written as people write it before the model reads it, while words and bytes are counted in the file
+as it is. Masked language models have a pseudo-perplexity, of tokens hidden one at a time.
+
+Imports no jax.
+"""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from MaxText.errors import UserError
+from MaxText.evaluation.masked_text import hide_each, without_cls
+from MaxText.evaluation.task_score import TaskScore
+from MaxText.evaluation.text_files import holds_json, json_fields, read_text_file
+from MaxText.evaluation.text_pairs import first_id
+from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.metrics.step_line import perplexity
+
+if TYPE_CHECKING:
+    from MaxText.evaluation.continuations import ContinuationScorer
+    from MaxText.evaluation.masked_scorer import MaskedScorer
+    from MaxText.evaluation.place_reader import Progress
+
+KEY = "wikitext_path"
+
+# A line such as " = Robert Boulter = "; sections below have two or more marks: " = = Career = = ".
+_TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
+_WHITE_SPACE = re.compile(r"\s+")
+
+# How the tokenised text is undone. The order matters: each rule sees what the last has made.
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile("s '"), "s'"),  # plural possessives
+    # Marks inside numbers and compounds: 1 @,@ 000, 1 @.@ 5, well @-@ known.
+    *((re.compile(f" @{re.escape(mark)}@ "), mark) for mark in "-,."),
+    *((re.compile(f" {re.escape(mark)} "), f"{mark} ") for mark in ":;.!?,"),
+    # White space inside brackets and quotation marks.
+    *(
+        (re.compile(rf"{re.escape(a)}\s*([^{re.escape(b)}]*?)\s*{re.escape(b)}"), rf"{a}\1{b}")
+        for a, b in ("()", "[]", "{}", '""', "''")
+    ),
+    *((re.compile(" ".join("=" * n)), "=" * n) for n in (4, 3, 2)),  # marks of headings
+    (re.compile(" \N{DEGREE SIGN} "), "\N{DEGREE SIGN}"),
+    (re.compile(" \n"), "\n"),
+    (re.compile("\n "), "\n"),
+    (re.compile(" N "), " 1 "),
+    (re.compile(" 's"), "'s"),
+)
+
+
+def read(path: str) -> list[str]:
+    """Pages of a file: .jsonl with the field "page", else wiki.test.raw or wiki.test.tokens.
+
+    Raises:
+      UserError: no such file, an empty page (named by its line), or no page at all.
+    """
+    text = read_text_file(path, KEY)
+    place = f"{KEY}={path}"
+    if not holds_json(path):
+        pages = split_pages(text)
+    else:
+        rows = json_fields(text, "page", place)
+        for number, page in rows:
+            if not page.strip():
+                raise UserError(f'{place}:{number} has an empty "page".')
+        pages = [page for _, page in rows]
+    if not pages:
+        raise UserError(f"{place} holds no text.")
+    return pages
+
+
+def split_pages(text: str) -> list[str]:
+    """Pages of a whole split, each from its title on; what has only white space is left out.
+
+    A page keeps all of its white space, which counts among its bytes.
+    """
+    pages: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if _TITLE.fullmatch(line):
+            pages.append([])
+        pages[-1].append(line)
+    joined = ("\n".join(lines) for lines in pages)
+    return [page for page in joined if page.strip()]
+
+
+def detokenized(page: str) -> str:
+    """A page as people write it: no spaces before commas, none inside brackets, and so on."""
+    for pattern, replacement in _RULES:
+        page = pattern.sub(replacement, page)
+    return page
+
+
+def count_words(page: str) -> int:
+    """Runs of white space and one: the pieces they cut a page into, empty ones at its ends too."""
+    return len(_WHITE_SPACE.findall(page)) + 1
+
+
+def score(
+    pages: Sequence[str],
+    path: str,
+    scorer: "ContinuationScorer",
+    tokenizer: ModelTokenizer,
+    progress: "Progress | None" = None,
+) -> TaskScore:
+    """Perplexity per word, per byte, and bits per byte over all pages.
+
+    Each page is read alone, in windows side by side.
+    """
+    from MaxText.evaluation.continuations import rolling
+
+    began = time.perf_counter()
+    first = first_id(tokenizer)
+    ids = [tokenizer.encode(detokenized(page)) for page in pages]
+    windows = [window for page in ids for window in rolling(page, first, scorer.window)]
+    scores = scorer.score(windows, progress)
+    loss = -math.fsum(one.log_probability for one in scores)
+    num_words = sum(map(count_words, pages))
+    num_bytes = sum(len(page.encode()) for page in pages)
+    metrics = {
+        "word_perplexity": perplexity(loss / num_words),
+        "byte_perplexity": perplexity(loss / num_bytes),
+        "bits_per_byte": loss / num_bytes / math.log(2),
+    }
+    counts = {
+        "pages": len(pages),
+        "words": num_words,
+        "bytes": num_bytes,
+        "tokens": sum(map(len, ids)),
+    }
+    return TaskScore("wikitext", path, metrics, counts, time.perf_counter() - began)
+
+
+def score_masked(
+    pages: Sequence[str],
+    path: str,
+    scorer: "MaskedScorer",
+    tokenizer: ModelTokenizer,
+    progress: "Progress | None" = None,
+) -> TaskScore:
+    """Pseudo-perplexity per word and per token over all pages (Salazar et al. 2020).
+
+    Each page is read alone, in windows side by side. Every token of its text is hidden once, which
+    is a forward pass of its window; what the tokenizer puts before a text is read and not hidden.
+
+    Raises:
+      UserError: the tokenizer makes no token of the text.
+    """
+    began = time.perf_counter()
+    tokenizer = without_cls(tokenizer, scorer.ids.cls)
+    ids = [tokenizer.encode(detokenized(page)) for page in pages]
+    start = len(tokenizer.prefix)
+    texts = [text for page in ids for text in hide_each(page, start, scorer.window)]
+    if not texts:
+        raise UserError(f"{KEY}={path}: the tokenizer of {tokenizer.folder} makes no token of it.")
+    scores = scorer.score(texts, progress)
+    loss = -math.fsum(float(one.log_probabilities_C[0]) for one in scores)
+    num_words = sum(map(count_words, pages))
+    metrics = {
+        "word_pseudo_perplexity": perplexity(loss / num_words),
+        "token_pseudo_perplexity": perplexity(loss / len(texts)),
+    }
+    counts = {"pages": len(pages), "words": num_words, "tokens": len(texts)}
+    return TaskScore("wikitext", path, metrics, counts, time.perf_counter() - began)

@@ -1,0 +1,248 @@
+"""A whole comparison from request to report: what compare.py does.
+
+Modules that import jax are imported after the configurations were accepted.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.errors import UserError
+from MaxText.experiments import child_processes, running
+from MaxText.experiments.comparison_plan import Chain, Plan, Question, Run, chains_of, open_plan
+from MaxText.experiments.comparison_request import KEY_OF, STEPS, Request, default_free
+from MaxText.experiments.variants import Variant, expand, other_differences
+
+Show = Callable[[str], None]
+
+# Of the default folder; file systems allow about twice as many characters.
+_LONGEST_NAME = 120
+
+
+def compare(
+    request: Request, problems: Sequence[Problem], command: Sequence[str], show: Show
+) -> None:
+    """Plans, runs what is left to run (or prints how), and reports what has finished.
+
+    Args:
+      request: what was asked for.
+      problems: mistakes found in it.
+      command: the program and its arguments as typed, to be printed.
+      show: takes lines of text.
+
+    Raises:
+      UserError: a mistake, a budget that cannot be met, or a run that failed.
+      KeyboardInterrupt: after the run at work has ended.
+    """
+    variants = expand(request, problems)
+    free = free_by_label(request, variants)
+    folder = request.output or default_folder(request, variants)
+    hardware = {variant.config.run.hardware for variant in variants}
+    if len(hardware) > 1:
+        raise UserError(
+            f"hardware: the configurations want {' and '.join(sorted(hardware))}. Give one for "
+            "all of them on the command line."
+        )
+    num_devices = _num_devices(request, hardware.pop())
+
+    _keep_to_cpu()
+    from MaxText.experiments.measuring import measure
+    from MaxText.experiments.solved_plan import (
+        changed_keys,
+        plan_lines,
+        solve_plan,
+        solved_variants,
+    )
+    from MaxText.experiments.solving import broken_rules
+
+    question = Question(request.match, request.budget, free, request.tolerance, num_devices)
+    with running.signals_as_exceptions(), running.hold(folder) as descriptor:
+        plan = open_plan(folder, variants, question, request.seeds)
+        if not plan.planned:
+            if request.match == "time":
+                measure(plan, variants, descriptor, _commented(show, request))
+            solve_plan(plan, variants, request)
+        chains = chains_of(plan, variants)
+        runs = [run for chain in chains for run in chain]
+        for run in runs:
+            if broken := broken_rules(run.config):
+                raise UserError(f"{run.name}: {broken[0]}")
+        plan.save()
+        waiting = [run for run in runs if not _is_over(run)]
+
+        say = _commented(show, request) if waiting else show
+        for line in plan_lines(plan, variants):
+            say(line)
+        unasked = other_differences(solved_variants(plan, variants), changed_keys(plan))
+        for line in unasked:
+            say(f"warning: the configurations differ in {line}")
+        if unasked:
+            say("")
+        if waiting and request.launch == "print":
+            for run in waiting:
+                running.write_config(run)
+            left = [[run.config_path for run in chain if run in waiting] for chain in chains]
+            for line in launch_lines([configs for configs in left if configs], command):
+                show(line)
+        elif waiting:
+            _run_all(runs, descriptor, folder, show)
+        else:
+            show(f"All {len(runs)} runs in {folder} had finished before; none is run again.")
+        _gather(plan, variants, chains, unasked, say)
+
+
+def _num_devices(request: Request, hardware: str) -> int:
+    """Devices that the runs are made for."""
+    if request.num_devices is not None and request.launch == "print":
+        return request.num_devices
+    present = child_processes.count_devices(hardware)
+    if request.num_devices not in (None, present):
+        raise UserError(
+            f"num_devices={request.num_devices} is not what this machine has ({present}), so runs "
+            "here would not have the budget. Add launch=print to plan for another machine."
+        )
+    return present
+
+
+def _keep_to_cpu() -> None:
+    """This process only reads shapes; accelerators are for the runs."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _commented(show: Show, request: Request) -> Show:
+    """With launch=print, all that is no command is a comment, so that the output is a script."""
+    if request.launch == "run":
+        return show
+    return lambda line: show(f"# {line}".rstrip())
+
+
+def default_folder(request: Request, variants: Sequence[Variant]) -> Path:
+    """A name that the same command gives again."""
+    swept = dict.fromkeys(name for variant in variants for name in variant.swept)
+    stems = [Path(path).stem for path in request.configs]
+    name = "_".join(["compare", *stems, *swept, request.match])
+    return Path(variants[0].config.run.base_output_directory).expanduser() / name[:_LONGEST_NAME]
+
+
+def free_by_label(request: Request, variants: Sequence[Variant]) -> dict[str, str]:
+    """What is solved for in each configuration.
+
+    Raises:
+      ConfigurationError: the names do not fit the configurations or what is matched.
+    """
+    names = request.free or (default_free(request.match),)
+    num_sources = max(len(request.configs), 1)
+    if len(names) == 1:
+        chosen = [names[0]] * len(variants)
+    elif len(names) == num_sources:
+        chosen = [names[variant.source] for variant in variants]
+    elif len(names) == len(variants):
+        chosen = list(names)
+    else:
+        what = f"free: {len(names)} names for {len(variants)} configurations"
+        raise ConfigurationError([Problem(what, ("command line",), (("write", "one for each"),))])
+    problems = []
+    for variant, name in zip(variants, chosen, strict=True):
+        if request.match == "time" and name != STEPS:
+            what = f"free={name}: match=time measures a step as it is, and solves for steps"
+            problems.append(Problem(what, ("command line",)))
+        if request.match == "params" and name == STEPS:
+            what = "free=steps: the number of parameters does not depend on the steps"
+            problems.append(Problem(what, ("command line",), (("write", "free=width or depth"),)))
+        if KEY_OF.get(name, name) in variant.swept:
+            what = f"{name} is swept, and match={request.match} solves for it as well"
+            facts = (("write", f"free= another key, or take {name} out of the sweep"),)
+            problems.append(Problem(what, ("command line",), facts))
+    if problems:
+        raise ConfigurationError(list(dict.fromkeys(problems)))
+    return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}
+
+
+def launch_lines(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
+    """Shell lines that run the configurations, and the one that gathers what they gave.
+
+    Args:
+      chains: configurations; those of one chain run one after another, on one line.
+      command: the program and its arguments.
+    """
+    variables = child_processes.key_variables(os.environ)
+    # Whoever starts the lines may have the same variables set; the files hold what they gave.
+    without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
+
+    def line(config: Path) -> str:
+        return shlex.join([*without, *map(_short, child_processes.train_command(config))])
+
+    lines = [" && ".join(map(line, configs)) for configs in chains]
+    return [*lines, shlex.join([_short(sys.executable), *command])]
+
+
+def _short(path: str) -> str:
+    """A path from the working folder, if it is inside."""
+    here = str(Path.cwd()) + os.sep
+    return path.removeprefix(here)
+
+
+def _is_over(run: Run) -> bool:
+    from MaxText.experiments.outcome import is_over
+
+    return is_over(run)
+
+
+def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
+    from MaxText.experiments.outcome import DIVERGED, FINISHED, is_over, record_of
+    from MaxText.experiments.set_progress import SetProgress
+    from MaxText.metrics.run_record import read_run
+    from MaxText.reports.wording import loss
+
+    finished = [run for run in runs if is_over(run)]
+    show(f"{len(runs)} runs in {folder}, {len(finished)} finished before")
+    with SetProgress(runs, finished, show) as progress:
+        for run in runs:
+            if run in finished:
+                continue
+            if is_over(run):
+                progress.pass_over(run, "not begun, as an earlier stage diverged")
+                continue
+            progress.begin(run, running.steps_done(run.folder))
+            code = running.train(run, descriptor, progress.steps)
+            # A record of a run that says it is done can be read, or what is wrong with it is said.
+            record = record_of(run) if code else read_run(run.folder)
+            if record is None or record.state not in FINISHED:
+                raise UserError(
+                    f"{run.name}: train.py ended with exit code {code} before the run was done. "
+                    f"Its last lines:\n{child_processes.last_lines(run.log)}\n"
+                    f"  All of them: {run.log}. The same command goes on with this run."
+                )
+            if record.state == DIVERGED:
+                progress.end(run, f"diverged at step {record.last_step}")
+            else:
+                progress.end(run, f"validation loss {loss(record.final_loss)}")
+
+
+def _gather(
+    plan: Plan,
+    variants: Sequence[Variant],
+    chains: Sequence[Chain],
+    unasked: Sequence[str],
+    say: Show,
+) -> None:
+    from MaxText.experiments import outcome, outcome_report
+
+    records = [(chain, one) for chain in chains if (one := outcome.record_of_chain(chain))]
+    if not records:
+        return
+    results = [outcome.result_of(chain, record) for chain, record in records]
+    groups = outcome.group_results([variant.label for variant in variants], results)
+    for line in ["", *outcome.text_lines(groups, plan), ""]:
+        say(line)
+    outcome.write_runs_csv(plan.folder / "runs.csv", results)
+    outcome.write_summary_csv(plan.folder / "summary.csv", groups)
+    report = outcome_report.write(
+        plan, variants, [record for _, record in records], groups, unasked
+    )
+    say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")

@@ -1,0 +1,282 @@
+"""What the command line of compare.py asks for, read and checked without jax.
+
+The program's own words (OWN_WORDS) are taken out of the command line. What is left are
+configuration files, and key=value words that are laid over each of them.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from MaxText.config import values
+from MaxText.config.catalogue import all_keys
+from MaxText.config.layering import ARGUMENT, YAML_PATH
+from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.problems import Problem, nearest
+
+Match = Literal["params", "flops", "tokens", "time"]
+Launch = Literal["run", "print"]
+
+OWN_WORDS = (
+    "match",
+    "seeds",
+    "budget",
+    "free",
+    "tolerance",
+    "launch",
+    "output",
+    "num_devices",
+    "sweep",
+)
+# Keys that are set for each run; given for all of them they would be overwritten in silence.
+SET_PER_RUN = {
+    "data_shuffle_seed": "seeds=",
+    "init_weights_seed": "seeds=",
+    "metrics_file": "the folder of each run",
+}
+# Names for what may be solved for, besides the names of keys.
+WIDTH, DEPTH, SLOTS, STEPS = "width", "depth", "slots", "steps"
+_FREE_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
+# The key behind a name, where it is another word.
+KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
+
+_AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]*)", re.IGNORECASE)
+_COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A comparison as it was asked for.
+
+    Attributes:
+      configs: paths of configuration files as typed; empty when keys alone are compared.
+      keys: key=value words laid over every configuration.
+      match: what is made equal.
+      seeds: one run of each configuration for each of them.
+      budget: how much of it; None takes what the first configuration has. Seconds for time.
+      free: what is solved for, one for all configurations or one for each; empty is the default.
+      tolerance: largest accepted deviation from the budget, as a share.
+      launch: run here, or print the lines that run.
+      output: folder of the comparison; None names it after the configurations.
+      num_devices: devices that a run is made for; None counts those of this machine.
+      sweep: what was typed as sweep=, as config_files reads values; None if nothing.
+    """
+
+    configs: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    match: Match = "params"
+    seeds: tuple[int, ...] = (0,)
+    budget: float | None = None
+    free: tuple[str, ...] = ()
+    tolerance: float = 0.02
+    launch: Launch = "run"
+    output: Path | None = None
+    num_devices: int | None = None
+    sweep: Any = None
+
+
+class _Refused(Exception):
+    """A word that cannot be understood; carries the problem."""
+
+    def __init__(self, what: str, *facts: tuple[str, str]):
+        super().__init__(what)
+        self.problem = Problem(what, ("command line",), facts)
+
+
+def default_free(match: Match) -> str:
+    """What is solved for when nobody says it."""
+    return WIDTH if match == "params" else STEPS
+
+
+def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
+    """Reads a command line without options.
+
+    Returns:
+      The request, and every mistake in the program's own words; the configurations themselves are
+      checked by `variants.expand`.
+    """
+    configs, keys, problems = [], [], []
+    texts: dict[str, str] = {}
+    words = iter(arguments)
+    for argument in words:
+        match = ARGUMENT.fullmatch(argument)
+        name, text = match.groups() if match else ("", "")
+        dashed, _, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and dashed in OWN_WORDS:
+            what = f"argument {argument!r}: words are written without dashes"
+            fact = ("write", f"{dashed}={value or next(words, 'VALUE')}")
+            problems.append(Problem(what, ("command line",), (fact,)))
+        elif name in OWN_WORDS:
+            if texts.get(name, text) != text:
+                problems.append(
+                    Problem(f"{name}: given twice with different values", ("command line",))
+                )
+            texts[name] = text
+        elif name == "stages":
+            what = "stages: they belong to one configuration, and are written in its file"
+            fact = ("write", "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file")
+            problems.append(Problem(what, (f"command line, {argument}",), (fact,)))
+        elif match and name in SET_PER_RUN:
+            what = f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison"
+            problems.append(Problem(what, (f"command line, {argument}",)))
+        elif close := _meant(name):
+            fact = ("nearest", ", ".join(f"{word}=..." for word in close))
+            what = f"{name}: neither a word of this program nor a key"
+            problems.append(Problem(what, (f"command line, {argument}",), (fact,)))
+        elif not match and YAML_PATH.fullmatch(argument):
+            configs.append(argument)
+        else:
+            keys.append(argument)
+    problems += _remote(arguments)
+
+    found: dict[str, Any] = {}
+    for name, read_word in _readers(texts.get("match", "")).items():
+        if name in texts:
+            try:
+                found[name] = read_word(texts[name])
+            except _Refused as error:
+                problems.append(error.problem)
+    if found.get("match") == "time" and "num_devices" in found:
+        what = "num_devices: match=time measures steps on this machine, not on another one"
+        problems.append(Problem(what, ("command line",), (("instead", "run it there"),)))
+    return Request(
+        tuple(configs), tuple(keys), output=_output(texts.get("output", ""), keys), **found
+    ), problems
+
+
+def _meant(name: str) -> list[str]:
+    """The nearest known words, if the nearest of all is one of this program."""
+    keys = all_keys()
+    if not name or name in keys or name in ALIASES:
+        return []
+    close = nearest(name, [*OWN_WORDS, *keys])
+    return close if close and close[0] in OWN_WORDS else []
+
+
+def _readers(match: str) -> dict[str, Callable[[str], Any]]:
+    return {
+        "match": lambda text: _choice("match", text, get_args(Match)),
+        "launch": lambda text: _choice("launch", text, get_args(Launch)),
+        "seeds": _seeds,
+        "budget": lambda text: _amount(text, match == "time"),
+        "free": _free,
+        "tolerance": _tolerance,
+        "num_devices": lambda text: _whole("num_devices", text, least=1),
+        "sweep": _sweep,
+    }
+
+
+def _output(text: str, keys: Sequence[str]) -> Path | None:
+    """The folder of the comparison: output=, or where a run of that name would go."""
+    typed = dict(word.split("=", 1) for word in keys if "=" in word)
+    base, name = typed.get("base_output_directory", ""), typed.get("run_name", "")
+    if text:
+        folder = text
+    elif name:
+        folder = name if "/" in name and not base else f"{base or 'maxtext_output'}/{name}"
+    else:
+        return None
+    return Path(folder).expanduser()
+
+
+def _remote(words: Sequence[str]) -> list[Problem]:
+    names = ("output", "base_output_directory", "run_name")
+    return [
+        Problem(
+            f"{word.partition('=')[0]}: a comparison is kept in a local folder",
+            (f"command line, {word}",),
+        )
+        for word in words
+        if word.partition("=")[0] in names and "://" in word
+    ]
+
+
+def _choice(name: str, text: str, choices: Sequence[str]) -> str:
+    if text in choices:
+        return text
+    close = nearest(text, choices)
+    facts = [("accepted", ", ".join(choices))]
+    facts += [("nearest", close[0])] if close else []
+    raise _Refused(f"{name}: {text!r} is not among the choices", *facts)
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    digits = text.strip().replace("_", "")
+    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
+        raise _Refused(f"{name}: {text!r} is not a whole number, {least} or more")
+    return int(digits)
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """`3` is 0, 1, 2; `[3]` and `4,7` are lists."""
+    if "," not in text and not text.startswith("["):
+        return tuple(range(_whole("seeds", text, least=1)))
+    seeds = tuple(_whole("seeds", item, least=0) for item in _items(text))
+    if len(set(seeds)) < len(seeds):
+        raise _Refused(f"seeds: {text!r} names a seed twice")
+    return seeds
+
+
+def _amount(text: str, is_time: bool) -> float:
+    suffixes = _TIME_SUFFIXES if is_time else _COUNT_SUFFIXES
+    example = ("write", "budget=600, budget=10m or budget=1.5h" if is_time else
+               "budget=1e15, budget=10M or budget=1.5B")  # fmt: skip
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or (suffix := match[2] if is_time else match[2].upper()) not in suffixes:
+        raise _Refused(f"budget: {text!r} is no amount", example)
+    amount = float(match[1]) * suffixes[suffix]
+    if not 0 < amount < math.inf:
+        raise _Refused(f"budget: {text!r} is not above 0 and finite", example)
+    return amount
+
+
+def _tolerance(text: str) -> float:
+    try:
+        tolerance = float(text)
+    except ValueError:
+        tolerance = math.nan
+    if not 0 < tolerance < 1:
+        raise _Refused(f"tolerance: {text!r} is no share above 0 and below 1")
+    return tolerance
+
+
+def _free(text: str) -> tuple[str, ...]:
+    names = tuple(_items(text))
+    keys = all_keys()
+    for name in names:
+        if name in _FREE_NAMES:
+            continue
+        if name not in keys:
+            close = nearest(name, [*_FREE_NAMES, *keys])
+            raise _Refused(
+                f"free: {name!r} is neither {', '.join(_FREE_NAMES)} nor a key",
+                *([("nearest", ", ".join(close))] if close else []),
+            )
+        if keys[name].annotation is not int:
+            kind = values.describe(keys[name].annotation)
+            raise _Refused(f"free: {name} is not a whole number but {kind}")
+    return names
+
+
+def _sweep(text: str) -> Any:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is None:
+            raise values.WrongValue("is empty")
+        return values.from_node(node)
+    except (yaml.YAMLError, values.WrongValue) as error:
+        reason = getattr(error, "problem", None) or str(error)
+        raise _Refused(
+            f"sweep: {text!r} cannot be read: {reason}",
+            ("write", "'sweep={position_embedding: [rotary, learned]}', in quotes"),
+        ) from error

@@ -1,0 +1,593 @@
+"""What must hold for every architecture and every part: the suite behind check_part.py.
+
+Most of it is read from one compiled program: the loss with gradients of a small model, the same
+scanned and with everything recomputed, logits of sequences that differ in one token, and logits
+from the decode state.
+
+Legend: B sequences, T tokens, V vocab_size.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.checkpointing.matching import leaves_by_path, path_name
+from MaxText.config.catalogue import flat
+from MaxText.config.schema import Config
+from MaxText.cost.flops import count_flops
+from MaxText.errors import UserError
+from MaxText.growth.placing import grown_parameters
+from MaxText.growth.settling import settle_source
+from MaxText.growth.source import Source
+from MaxText.layers.batch import Batch
+from MaxText.layers.key_value_cache import with_capacity
+from MaxText.layers.model import Model, Parameters
+from MaxText.parallelism.mesh import make_layout
+from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize, make_train_step
+
+LENGTH, PROMPT, CUT = 12, 5, 5  # tokens: of a sequence, of a prompt, of the first document
+LENGTHS = np.array([PROMPT, 2])  # of prompts
+SIZES: dict[str, Any] = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "base_mlp_dim": 16,
+    "head_dim": 4,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 32,
+    "max_target_length": LENGTH,
+    "normalization_layer_epsilon": 1e-5,
+    "attention_block_size": 5,
+}
+TRAINED: dict[str, Any] = {
+    "dtype": "float32",
+    "attention": "dot_product",
+    "scan_layers": True,
+    "remat_policy": "none",
+    "dataset_type": "synthetic",
+    "steps": 10,
+    "warmup_steps_fraction": 0.0,
+}
+MESHES: tuple[dict[str, int], ...] = (
+    {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
+    {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+)
+
+
+class Check(NamedTuple):
+    """One property.
+
+    Attributes:
+      name: in the table.
+      problem: what is wrong with a subject, or None.
+      remedy: what to look at.
+    """
+
+    name: str
+    problem: Callable[["Subject"], str | None]
+    remedy: str
+
+
+class Ran(NamedTuple):
+    """What the program of a subject gave.
+
+    Attributes:
+      losses: and gradients, of both models.
+      logits: of `variants`, [B, T, V].
+      prompt: logits of prompts, by prefill; None without a decode state.
+      steps: logits of one token after another from there.
+      fell: how far a step against the gradient lowers the loss, 1 being what the gradient says.
+    """
+
+    losses: list[tuple[Any, Any]]
+    logits: np.ndarray
+    prompt: np.ndarray | None
+    steps: np.ndarray | None
+    fell: float
+
+
+class Subject:
+    """A small model to be checked.
+
+    Attributes:
+      config: of the model.
+      models: of the model, and of the same scanned (or unrolled) and with full remat.
+      decodes: whether it has a decode state.
+    """
+
+    def __init__(self, configure: Callable[..., Config], *, decodes: bool = True):
+        """Compiles nothing yet.
+
+        Args:
+          configure: (keys that differ) -> configuration.
+        """
+        self.configure, self.decodes = configure, decodes
+        self.config = config = configure()
+        scans, model = config.model.memory.scan_layers, config.model
+        can_scan = model.layer_plan.repeats > 0 and model.scan_refused is None
+        other = configure(scan_layers=can_scan and not scans, remat_policy="full")
+        self.models = [Model(config.model), Model(other.model)]
+        self.batch = random_batch(config, 2)
+        # Keys of a kind that compiles fast.
+        self.key = jax.random.key(1, impl="unsafe_rbg") if config.model.is_random else None
+
+    @functools.cached_property
+    def params(self) -> Parameters:
+        """Numbers about as large as trained ones, also where training starts at 0."""
+        generator = np.random.default_rng(0)
+
+        def draw(path, leaf):
+            scale = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+            return (scale + 0.2 * generator.normal(size=leaf.shape)).astype(leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(draw, self.models[0].abstract)
+
+    @functools.cached_property
+    def _traced(self) -> Any:
+        return jax.jit(self._program).trace(self.models[0].abstract)
+
+    @property
+    def operations(self) -> list[int]:
+        """Operations of both losses with their gradients."""
+        return [
+            products(equation.params["jaxpr"].jaxpr)
+            for equation in self._traced.jaxpr.eqns
+            if equation.params.get("name") == "loss"
+        ]
+
+    @functools.cached_property
+    def ran(self) -> Ran:
+        """Compiles and runs the program."""
+        run = self._traced.lower().compile()
+        losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
+        loss, gradients = losses[0]
+        square = sum(np.sum(np.square(gradient)) for gradient in jax.tree.leaves(gradients))
+        fall = 0.003  # so short a step that the loss falls by what the gradient says
+        moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, gradients)
+        fell = float(loss - run(moved)[0][0][0]) / fall
+        prompt, steps = decoded or (None, None)
+        return Ran(losses, logits, prompt, steps, fell)
+
+    def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
+        """The loss of a batch."""
+        sums = loss_sums(
+            model.merge(params), batch, model.section.objective, self.key, training=True
+        )
+        return sum(sums.means(batch.weights_BT.sum(), num_tokens(batch)).values())  # type: ignore
+
+    def _program(self, params: Parameters) -> Any:
+        def loss(params, model):
+            return self.loss(params, model, self.batch)
+
+        losses = [
+            jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, model)
+            for model in self.models
+        ]
+        logits = _logits(self.models[0], params, variants())
+        tokens_BT = variants().tokens_BT[3:5]
+        decoded = _decoded(self.models[0].merge(params), tokens_BT) if self.decodes else None
+        return losses, logits, decoded
+
+
+def random_batch(config: Config, num_rows: int, seed: int = 0, *, documents: bool = True) -> Batch:
+    """Random tokens and uneven weights; with `documents`, two of them in each row."""
+    generator, length = np.random.default_rng(seed), config.model.shape.max_target_length
+    shape, cut = (num_rows, length), length // 3
+    tokens = generator.integers(0, config.model.shape.vocab_size, (num_rows, length + 1))
+    tokens = tokens.astype(np.int32)
+    weights = (generator.random(shape) < 0.7).astype(np.float32)
+    positions = segments = None
+    if documents:
+        places = np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+        segments = np.where(places < cut, 1, 2).astype(np.int32)
+        positions = np.where(places < cut, places, places - cut)
+    return jax.tree.map(
+        jnp.asarray, Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, segments)
+    )
+
+
+def variants() -> Batch:
+    """Two packed documents; one token changed in either of them; each as the start of one alone;
+    and the first one followed by padding, of two kinds.
+    """
+    tokens, more = np.random.default_rng(1).integers(0, 32, (2, LENGTH))
+    first, second, padded = tokens.copy(), tokens.copy(), tokens.copy()
+    first[CUT - 2] ^= 1
+    second[CUT + 2] ^= 1
+    padded[CUT:] ^= 3
+    alone = [np.append(part, more)[:LENGTH] for part in (tokens[:CUT], tokens[CUT:])]
+    rows = np.stack([tokens, first, second, *alone, tokens, padded]).astype(np.int32)
+    places = np.arange(LENGTH, dtype=np.int32)
+    behind = (places >= CUT).astype(int)
+    segments = np.stack([1 + behind] * 3 + [np.ones(LENGTH, int)] * 2 + [1 - behind] * 2)
+    positions = np.stack([places - CUT * behind] * 3 + [places] * 2 + [places - CUT * behind] * 2)
+    weights = np.ones(rows.shape, np.float32)
+    return Batch(rows, rows, weights, positions.astype(np.int32), segments.astype(np.int32))
+
+
+def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
+    decoder = model.merge(params)
+    h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
+    return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
+
+
+def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
+    """Logits of prompts and of the tokens after them, one by one."""
+    lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
+    padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
+    h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
+    prompt = decoder.logits(h_BTD, states[-1])
+
+    def step(states, place):
+        positions_B1 = (lengths_B + place)[:, None]
+        new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
+        h_B1D, states = decoder.read_next(new_B1, positions_B1, states)
+        return states, decoder.logits(h_B1D, states[-1], positions_B1)[:, 0]
+
+    _, steps = jax.lax.scan(step, states, jnp.arange(LENGTH - PROMPT))
+    return prompt, jnp.moveaxis(steps, 0, 1)
+
+
+def products(jaxpr: Any) -> int:
+    """Operations of all products of matrices in a traced program, loops as often as they run."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            outputs = math.prod(equation.outvars[0].aval.shape)
+            total += 2 * outputs * math.prod(left[dimension] for dimension in contracted)
+        if equation.primitive.name == "ragged_dot_general":
+            # Each row of the left with one matrix, or each row of both with each other.
+            left, outputs = equation.invars[0].aval, equation.outvars[0].aval
+            total += 2 * left.size * outputs.shape[-1]
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += times * products(inner)
+    return total
+
+
+def _named(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _differ(found: Any, wanted: Any, tolerance: float) -> str | None:
+    """Which array differs by more than a share of its largest number, and by how much."""
+    ours = _named(found)
+    for name, expected in _named(wanted).items():
+        largest = np.abs(expected).max() or 1.0
+        error = np.abs(ours[name] - expected).max() / largest
+        if not error <= tolerance:
+            return f"the gradient of {name} differs by {error:.1e} of its largest number"
+    return None
+
+
+def _initialization(subject: Subject) -> str | None:
+    """The same finite numbers from the same key."""
+    draws = (Model(subject.config.model).initialize for _ in range(2))
+    return _drawn_twice(*map(jax.jit, draws))
+
+
+def _drawn_twice(draw: Callable[..., Any], draw_again: Callable[..., Any]) -> str | None:
+    again = _named(draw_again(jax.random.key(0)))
+    for name, numbers in _named(draw(jax.random.key(0))).items():
+        if not np.isfinite(numbers).all():
+            return f"{name} does not start with finite numbers"
+        if not np.array_equal(numbers, again[name]):
+            return f"{name} differs between two initializations from one key"
+    return None
+
+
+def _axes(subject: Subject) -> str | None:
+    known = {name for name, _ in subject.config.mesh.logical_axis_rules}
+    for name, info in subject.models[0].parameters.items():
+        for axis in info.logical_axes:
+            if axis is not None and axis not in known:
+                return f"{name} has the logical axis {axis!r}, which logical_axis_rules do not know"
+    return None
+
+
+def _causality(subject: Subject) -> str | None:
+    logits = subject.ran.logits
+    for row, place, end in ((1, CUT - 2, CUT), (2, CUT + 2, LENGTH)):
+        changed = np.any(logits[row] != logits[0], axis=-1)
+        if changed[:place].any():
+            early = place - int(np.argmax(changed))
+            return f"a token changes the output of tokens up to {early} before it"
+        # Sums over a whole sequence may round differently.
+        if np.abs(logits[row] - logits[0])[end:].max(initial=0) > 2e-5:
+            return "a token changes the output of another document behind it"
+        if not changed[place]:
+            return "a token has no effect on its own output"
+    return None
+
+
+def _documents(subject: Subject) -> str | None:
+    packed, first, second = subject.ran.logits[[0, 3, 4]]
+    error = np.abs(packed[:CUT] - first[:CUT]).max(), np.abs(packed[CUT:] - second[:-CUT]).max()
+    if max(error) > 2e-5:
+        return (
+            f"logits of packed documents differ from those of documents alone by {max(error):.1e}"
+        )
+    return None
+
+
+def _padding(subject: Subject) -> str | None:
+    one, other = subject.ran.logits[[5, 6], :CUT]
+    return None if np.array_equal(one, other) else "padding changes the output of tokens before it"
+
+
+def _decoding(subject: Subject) -> str | None:
+    if subject.ran.prompt is None or subject.ran.steps is None:
+        return None
+    for row, length in enumerate(LENGTHS):
+        full, steps = subject.ran.logits[3 + row], subject.ran.steps[row]
+        error = np.abs(subject.ran.prompt[row, :length] - full[:length]).max()
+        if not error <= 1e-4:
+            return f"prefill of {length} tokens differs from the full forward pass by {error:.1e}"
+        errors = np.abs(steps - full[length : length + len(steps)]).max(-1)
+        if not errors.max() <= 1e-4:
+            where = int(np.argmax(~(errors <= 1e-4)))
+            return (
+                f"token {where + 1} after a prompt of {length} differs from the full forward pass "
+                f"by {errors[where]:.1e}"
+            )
+    return None
+
+
+def _gradients(subject: Subject) -> str | None:
+    for name, gradient in _named(subject.ran.losses[0][1]).items():
+        if not np.isfinite(gradient).all():
+            return f"the gradient of {name} is not finite"
+        if not np.any(gradient):
+            return f"{name} has no gradient"
+    if subject.config.model.attention.static_sgu:
+        return None  # no gradient passes through it
+    if not abs(subject.ran.fell - 1) < 0.2:
+        return f"the loss falls {subject.ran.fell:.2f} times as far as the gradient says"
+    return None
+
+
+def _scan_and_remat(subject: Subject) -> str | None:
+    (loss, gradients), (other, others) = subject.ran.losses
+    if not abs(other - loss) <= 1e-6 * abs(loss):
+        return f"the loss is {loss:.7f}, and {other:.7f} with the other scan_layers and full remat"
+    return _differ(others, gradients, 2e-5)
+
+
+def _flops(subject: Subject) -> str | None:
+    if subject.config.model.dense_connections.dense_conn:
+        return None  # their sums are no products in the traced program
+    for ours, model in zip(subject.operations, subject.models, strict=True):
+        formula = count_flops(model, LENGTH).executed_per_token or 0.0
+        formula *= subject.batch.tokens_BT.size
+        if abs(formula - ours) > 0.01 * ours:
+            return f"by formula {formula:,.0f} operations, in the program {ours:,}"
+    return None
+
+
+def _formats(subject: Subject) -> str | None:
+    """Those of a model in bfloat16; nothing is computed."""
+    model = Model(subject.configure(dtype="bfloat16").model)
+    for what, found, wanted in (
+        ("hidden states", lambda params: model.merge(params).hidden(variants())[0], jnp.bfloat16),
+        ("logits", lambda params: _logits(model, params, variants()), jnp.float32),
+    ):
+        dtype = jax.eval_shape(found, model.abstract).dtype
+        if dtype != wanted:
+            return f"{what} are {dtype}, not {jnp.dtype(wanted)}"
+    if subject.decodes:
+        before, after = jax.eval_shape(functools.partial(_states, model), model.abstract)
+        if jax.tree.leaves(before) != jax.tree.leaves(after):
+            return "the decode state changes its shapes or formats from token to token"
+
+        def states(params: Parameters, capacity: int) -> Any:
+            return _prefill_states(model.merge(params), capacity)
+
+        small, large = (
+            jax.eval_shape(functools.partial(states, capacity=capacity), model.abstract)
+            for capacity in (LENGTH // 2, LENGTH)
+        )
+        grown = jax.eval_shape(lambda states: with_capacity(states, LENGTH), small)
+        if jax.tree.leaves(grown) != jax.tree.leaves(large):
+            return (
+                "an array of the decode state grows with context.capacity outside a KeyValueCache"
+            )
+    return None
+
+
+def _bfloat16(subject: Subject) -> str | None:
+    model = Model(subject.configure(dtype="bfloat16").model)
+    logits = jax.jit(lambda params: _logits(model, params, variants()))(subject.params)
+    error = np.abs(logits - subject.ran.logits).max() / np.abs(subject.ran.logits).max()
+    return None if error < 0.1 else f"logits differ from those in float32 by {error:.0%}"
+
+
+def _states(model: Model, params: Parameters) -> Any:
+    decoder, places = model.merge(params), jnp.full((2, 1), PROMPT)
+    states = _prefill_states(decoder, LENGTH)
+    _, new = decoder.read_next(jnp.zeros((2, 1), int), places, states)
+    return states, new
+
+
+def _prefill_states(decoder: Any, capacity: int) -> Any:
+    return decoder.read_prompt(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
+
+
+def _devices(subject: Subject) -> str | None:
+    """The loss and the gradients of one device, on several meshes."""
+    devices = jax.devices()
+    if len(devices) < 8:
+        return None
+    batch = random_batch(subject.config, 8)
+    loss = functools.partial(subject.loss, model=subject.models[0], batch=batch)
+    wanted = jax.jit(jax.value_and_grad(loss))(subject.params)
+    for sizes in MESHES:
+        config = subject.configure(**sizes)
+        layout, model = make_layout(config.mesh, devices[:8]), Model(config.model)
+        shardings = layout.abstract_state(model.initialize, model.parameters)
+        params = jax.tree.map(
+            lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
+        )
+        placed = layout.place(jax.tree.map(np.asarray, batch), 8)
+        loss = functools.partial(subject.loss, model=model, batch=placed)
+        found = layout.jit(jax.value_and_grad(loss))(params)
+        words = " ".join(f"{name}={size}" for name, size in sizes.items())
+        if not abs(found[0] - wanted[0]) <= 1e-5 * abs(wanted[0]):
+            return f"{words}: the loss is {found[0]:.7f}, and {wanted[0]:.7f} on one device"
+        if problem := _differ(found[1], wanted[1], 1e-4):
+            return f"{words}: {problem}"
+    return None
+
+
+def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., Any]]:
+    """A model, what makes its first train state, and its train step."""
+    model, schedule = Model(config.model), learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
+    return model, make_initialize(model, optimizer), step
+
+
+def _resume(subject: Subject) -> str | None:
+    """Two steps from a state that was saved are the same, bit for bit, in a new program."""
+    config = subject.configure(learning_rate=0.01, steps=4)
+    _, initialize, step = _trainer(config)
+    step = jax.jit(step)
+    state, _ = step(jax.jit(initialize)(jax.random.key(0)), subject.batch)
+    saved = jax.tree.map(np.asarray, state)
+    went_on, _ = step(state, subject.batch)
+    again = jax.jit(_trainer(config)[2])
+    resumed, _ = again(jax.tree.map(jnp.asarray, saved), subject.batch)
+    others = _named(resumed)
+    for name, numbers in _named(went_on).items():
+        if not np.array_equal(numbers, others[name]):
+            return f"{name} is another after a step that was resumed"
+    return None
+
+
+def _growth(subject: Subject) -> str | None:
+    """Doubles the layers, the slots and each size that the part's own keys set."""
+    values, arrays = flat(subject.config), _named(subject.params)
+    read, metadata = arrays.__getitem__, {"config": values}
+    source = Source("SMALL", None, metadata, leaves_by_path(arrays), read, {}, read, None)
+    own = (item for section in subject.config.model.parts.sections for item in section)
+    sizes = [name for name, value in own if type(value) is int]
+    for name in ("base_num_decoder_layers", "slot_num", *sizes):
+        size = 2 * (values[name] if values[name] > 0 else values["base_emb_dim"])
+        try:
+            settled = settle_source(subject.configure(**{name: size}), source)
+        except UserError:
+            continue  # refused
+        if settled.growth is None:
+            continue  # no weight depends on it
+        larger = Subject(lambda config=settled.config, **_: config)
+        model, fresh = larger.models[0], jax.tree.map(jnp.asarray, larger.params)
+        params = grown_parameters(settled.growth, model.abstract, fresh)
+        logits = jax.jit(functools.partial(_logits, model))(params, variants())
+        error = np.abs(logits - subject.ran.logits).max()
+        if not error <= 2e-5:
+            return f"growth to {name}={size} is not refused, and changes logits by {error:.1e}"
+    return None
+
+
+def _first_state(subject: Subject) -> str | None:
+    """Parameters and the optimizer's state."""
+    return _drawn_twice(*(jax.jit(_trainer(subject.config)[1]) for _ in range(2)))
+
+
+def _updates(subject: Subject) -> str | None:
+    """Steps on one batch: finite, of every parameter, and down."""
+    _, initialize, step = _trainer(subject.configure(learning_rate=0.003, steps=8))
+    step, first = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
+    state, losses = first, []
+    for _ in range(8):
+        before = state
+        state, metrics = step(before, subject.batch)
+        losses.append(float(metrics["loss"]))
+        for (name, old), new in zip(_named(before).items(), jax.tree.leaves(state), strict=True):
+            if not np.isfinite(new).all():
+                return f"{name} is not finite after a step"
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                return f"{name} was {old.dtype}{old.shape}, and is {new.dtype}{new.shape} now"
+    initial = _named(first.params)
+    for name, numbers in _named(state.params).items():
+        if np.array_equal(numbers, initial[name]):
+            return f"{name} does not change"
+    if not losses[-1] < losses[0]:
+        return f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in 8 steps on one batch"
+    return None
+
+
+def _step_on_devices(subject: Subject) -> str | None:
+    """What two steps add to the parameters, on one device and on several meshes."""
+    devices, batch = jax.devices(), random_batch(subject.config, 8)
+    if len(devices) < 8:
+        return None
+
+    def moved(**sizes: int) -> dict[str, np.ndarray]:
+        config = subject.configure(learning_rate=0.01, steps=4, **sizes)
+        layout = make_layout(config.mesh, devices[: math.prod(sizes.values())])
+        model, initialize, step = _trainer(config)
+        abstract = layout.abstract_state(initialize, model.parameters)
+        state = layout.draw_state(initialize, abstract, 0)
+        before = _named(state.params)
+        placed = layout.place(jax.tree.map(np.asarray, batch), 8)
+        step, _ = layout.compile_step(step, abstract, jax.eval_shape(lambda: placed))
+        for _ in range(2):
+            state, _ = step(state, placed)
+        return {name: after - before[name] for name, after in _named(state.params).items()}
+
+    wanted = moved()
+    for sizes in MESHES:
+        found = moved(**sizes)
+        for name, numbers in wanted.items():
+            # On average: rules that divide by a gradient's size magnify rounding where it is small.
+            error = np.abs(found[name] - numbers).mean() / np.abs(numbers).mean()
+            if not error <= 0.02:
+                words = " ".join(f"{name}={size}" for name, size in sizes.items())
+                return f"{words}: updates of {name} differ by {error:.0%} from those on one device"
+    return None
+
+
+CHECKS = (
+    Check("initialization", _initialization, "draw every weight from rngs, by an initializer"),
+    Check("logical axes", _axes, "use names of logical_axis_rules, or add a rule for the axis"),
+    Check("causality", _causality, "a token may see earlier tokens of its own segment only"),
+    Check("documents", _documents, "reset the state where context.segments_BT changes"),
+    Check("padding", _padding, "a token may not see tokens of another segment, or padding"),
+    Check("gradients", _gradients, "is a weight unused, or behind stop_gradient?"),
+    Check("scan and remat", _scan_and_remat, "keep nothing on self; draw from context.key_for()"),
+    Check("decode state", _decoding, "prefill and decode_step have to agree with __call__"),
+    Check("FLOPs", _flops, "flops() counts the products besides those of weights"),
+    Check("formats", _formats, "the output has the format of x, a state always the same"),
+    Check("bfloat16", _bfloat16, "sums, norms and softmax in float32"),
+    Check("8 devices", _devices, "no sizes of one device in the code; constrain() activations"),
+    Check("resume", _resume, "everything that training changes has to be a weight"),
+    Check("growth", _growth, "an axis is slots only where a slot with key 0 adds nothing"),
+)
+# Of an optimizer.
+OPTIMIZER_CHECKS = (
+    Check("initialization", _first_state, "init() depends on the parameters alone"),
+    Check("updates", _updates, "update() returns a direction that is subtracted, in its format"),
+    Check("8 devices", _step_on_devices, "no sizes of one device in the code"),
+    Check("resume", _resume, "everything that update() changes has to be in its state"),
+)
+
+
+def result(check: Check, subject: Subject) -> str | None:
+    """What is wrong with a subject; a check that raises has failed."""
+    try:
+        return check.problem(subject)
+    except Exception as error:  # a part can raise anything
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

@@ -1,0 +1,121 @@
+"""Seconds of a training step of each configuration, measured by short runs of train.py itself."""
+
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from MaxText.config.catalogue import all_keys, build
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.experiments.child_processes import last_lines
+from MaxText.experiments.comparison_plan import Plan, Run, run_config, stage_name, stage_numbers
+from MaxText.experiments.running import train
+from MaxText.experiments.variants import Variant
+from MaxText.metrics.run_record import read_run
+
+# Configurations take turns, so that a slow minute of the machine does not meet one of them alone.
+_ROUNDS = 2
+_STEPS = 24
+# The first steps of a process warm caches up and are not those of a long run.
+_LEFT_OUT = 4
+# Holds the short runs until all are done.
+_FOLDER = "measuring"
+# Two rounds that lie farther apart are not worth much.
+_UNSTEADY = 0.1
+
+
+def measure(
+    plan: Plan, variants: Sequence[Variant], descriptor: int, show: Callable[[str], None]
+) -> None:
+    """Fills in the measurements that a plan still lacks, and saves it after each.
+
+    Args:
+      plan: its measurements are extended.
+      variants: the configurations.
+      descriptor: of `running.hold`.
+      show: takes lines of text.
+
+    Raises:
+      UserError: batches change in the course of a run, or a short run failed.
+    """
+    stages = {
+        stage_name(variant.label, number): config
+        for variant in variants
+        for number, config in zip(stage_numbers(len(variant.stages)), variant.stages, strict=True)
+    }
+    for name, config in stages.items():
+        batch = config.batch
+        if batch.enable_rampup_batch_size or batch.sequence_length_stages:
+            raise UserError(
+                f"{name}: match=time measures steps of one shape, and here batches change "
+                "in the course of the run (enable_rampup_batch_size, sequence_length_stages). "
+                "Match flops or tokens instead."
+            )
+    for index in range(_ROUNDS):
+        for name, config in stages.items():
+            rounds = plan.measurements.setdefault(name, [])
+            if len(rounds) > index:
+                continue
+            folder = plan.folder / _FOLDER / f"{name}_{index}"
+            show(f"measuring {name}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
+            rounds.append(_step_seconds(name, config, folder, descriptor))
+            plan.save()
+    shutil.rmtree(plan.folder / _FOLDER, ignore_errors=True)
+    for name, rounds in plan.measurements.items():
+        medians = [statistics.median(seconds) for seconds in rounds]
+        line = f"  {name}: {seconds_per_step(rounds):.4g} s per step"
+        if max(medians) > min(medians) * (1 + _UNSTEADY):
+            line += f", but the rounds gave {' and '.join(f'{m:.4g}' for m in medians)}: other " \
+                    "programs may share this machine"  # fmt: skip
+        show(line)
+
+
+def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
+    """The median over all rounds."""
+    return statistics.median(seconds for one in rounds for seconds in one)
+
+
+def short_config(config: Config, folder: Path) -> Config:
+    """The configuration of a short run that does nothing but train."""
+    keys = flat(run_config(config, {}, folder, seed=0))
+    # What a run begins with has no part in the time of a step, and is not there yet.
+    beginning = {
+        name: key.default
+        for name, key in all_keys().items()
+        if name.startswith(("load_parameters_", "growth_"))
+    }
+    return build(
+        keys
+        | beginning
+        | {
+            "steps": _STEPS,
+            "step_log_period": 1,
+            "eval_interval": -1,
+            "target_eval_loss": 0.0,
+            "enable_checkpointing": False,
+            "enable_tensorboard": False,
+            "loss_curve": False,
+            "sample_tokens": 0,
+            "profiler": "",
+        }
+    )
+
+
+def _step_seconds(name: str, config: Config, folder: Path, descriptor: int) -> list[float]:
+    shutil.rmtree(folder, ignore_errors=True)
+    run = Run(name, 0, short_config(config, folder), folder, 0.0)
+    code = train(run, descriptor, lambda steps: None)
+    if code:
+        raise UserError(
+            f"{name}: the run that measures a step ended with exit code {code}. "
+            f"Its last lines:\n{last_lines(run.log)}\n  All of them: {run.log}"
+        )
+    rows = [row for row in read_run(folder).steps if row["step"] >= _LEFT_OUT]
+    if not rows:
+        raise UserError(
+            f"{name}: the data ends within {_LEFT_OUT} steps, too few to measure one. "
+            "Leave num_epoch=-1."
+        )
+    return [row["seconds"] / row["updates"] for row in rows]

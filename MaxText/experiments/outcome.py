@@ -1,0 +1,367 @@
+"""What a comparison found: table, sentences, CSV files and the report."""
+
+import csv
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from MaxText.errors import UserError
+from MaxText.experiments.chain_record import joined
+from MaxText.experiments.comparison_plan import Chain, Plan, Run, run_path
+from MaxText.experiments.seed_statistics import Difference, Summary, in_words, paired_difference
+from MaxText.metrics.events import EVENTS_FILE
+from MaxText.metrics.run_record import RunRecord, read_run
+from MaxText.metrics.tables import short_count
+from MaxText.reports.wording import ABSENT, loss, operations
+
+COMPLETED, DIVERGED = "completed", "diverged"
+# A diverged run is a result; a run in any other state is to be gone on with.
+FINISHED = (COMPLETED, DIVERGED)
+# Seconds of training that lie farther from those planned are mentioned.
+_SPEED_CHANGED = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """One run, or the runs of a chain, in numbers; a row of runs.csv.
+
+    Attributes:
+      config: label of its configuration.
+      seed: of data order and initial weights.
+      state: how it ended.
+      validation_loss: of the last evaluation, nats per token; None if it did not complete.
+      validation_tokens: that this loss is the mean of.
+      training_loss: mean of the last updates on record, see RunRecord.training_loss.
+      parameters: of the model at the end.
+      steps: updates done.
+      tokens: seen.
+      flops: operations done.
+      train_seconds: of training steps, without compilation, evaluation and saving.
+      folder: of the run, relative to the comparison's.
+      loss_kind: what the losses are of, see RunRecord.loss_kind.
+    """
+
+    config: str
+    seed: int
+    state: str
+    validation_loss: float | None
+    validation_tokens: float | None
+    training_loss: float | None
+    parameters: int | None
+    steps: int
+    tokens: float
+    flops: float
+    train_seconds: float
+    folder: str
+    loss_kind: str = ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all devices."""
+        return self.tokens / self.train_seconds if self.train_seconds else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The runs of one configuration.
+
+    Attributes:
+      label: of the configuration.
+      results: its runs that have finished.
+      loss: validation loss of those that completed.
+      difference: to the first configuration; None for the first itself.
+    """
+
+    label: str
+    results: tuple[RunResult, ...]
+    loss: Summary
+    difference: Difference | None
+
+    @property
+    def loss_kind(self) -> str:
+        """Of its runs; empty without any."""
+        return next((result.loss_kind for result in self.results), "")
+
+    @property
+    def diverged(self) -> int:
+        """Runs that diverged, which no mean contains."""
+        return sum(result.state == DIVERGED for result in self.results)
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a number over the runs that completed and have it."""
+        numbers = [
+            getattr(result, name)
+            for result in self.results
+            if result.state == COMPLETED and getattr(result, name) is not None
+        ]
+        return Summary.of(numbers).mean
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean loss; None where that is no log-probability."""
+        kind = self.loss_kind
+        if self.loss.mean is None or (kind and not kind.startswith("cross-entropy")):
+            return None
+        return math.exp(min(self.loss.mean, 700.0))
+
+
+def record_of(run: Run) -> RunRecord | None:
+    """What a run has recorded; None if it has not begun to."""
+    if not (run.folder / EVENTS_FILE).exists():
+        return None
+    try:
+        return read_run(run.folder)
+    except UserError:
+        # Most likely it was killed before its first row, and begins again. Whatever else is wrong
+        # with the file is said when the run has ended.
+        return None
+
+
+def is_over(run: Run) -> bool:
+    """Whether there is nothing left to do for a run: it has ended, or has nothing to begin from."""
+    record = record_of(run)
+    if record is not None and record.state in FINISHED:
+        return True
+    return run.previous is not None and _has_diverged(run.previous)
+
+
+def _has_diverged(run: Run) -> bool:
+    """Whether a run, or one that it begins from, has."""
+    record = record_of(run)
+    if record is not None and record.state == DIVERGED:
+        return True
+    return run.previous is not None and _has_diverged(run.previous)
+
+
+def record_of_chain(chain: Chain) -> RunRecord | None:
+    """The record of all that a chain has done, as if it were one run; None until it is over."""
+    if not all(map(is_over, chain)):
+        return None
+    if len(chain) == 1:
+        return record_of(chain[0])
+    records = []
+    for run in chain:
+        record = record_of(run)
+        if record is None:
+            break
+        records.append(record)
+        if record.state == DIVERGED:
+            break
+    return joined(records, records[0].folder.parent)
+
+
+def result_of(chain: Chain, record: RunRecord) -> RunResult:
+    """A chain in numbers.
+
+    Args:
+      chain: its runs, mostly one.
+      record: of `record_of_chain`.
+    """
+    run = chain[-1]
+    last = record.evaluations[-1] if record.evaluations else {}
+    return RunResult(
+        config=run.label,
+        seed=run.seed,
+        state=record.state,
+        validation_loss=record.final_loss if record.state == COMPLETED else None,
+        validation_tokens=last.get("eval/total_weights"),
+        training_loss=record.training_loss[0] if record.training_loss else None,
+        parameters=record.facts.get("num_parameters"),
+        steps=0 if record.last_step is None else record.last_step + 1,
+        tokens=record.tokens,
+        flops=record.flops,
+        train_seconds=sum(row.get("seconds") or 0.0 for row in record.steps),
+        folder=str(Path(run.label) / run_path(run.seed)),
+        loss_kind=record.loss_kind,
+    )
+
+
+def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[Group]:
+    """Results by configuration, with differences to the first one.
+
+    Args:
+      labels: of all configurations, in order.
+      results: of the runs that have finished.
+    """
+    losses: dict[str, dict[int, float]] = {label: {} for label in labels}
+    for result in results:
+        if result.validation_loss is not None:
+            losses[result.config][result.seed] = result.validation_loss
+    first = labels[0]
+    kinds = {result.config: result.loss_kind for result in results}
+    return [
+        Group(
+            label,
+            tuple(result for result in results if result.config == label),
+            Summary.of(list(losses[label].values())),
+            paired_difference(losses[first], losses[label])
+            if label != first and kinds.get(label) == kinds.get(first)
+            else None,
+        )
+        for label in labels
+    ]
+
+
+TABLE_NOTE = "Means over the seeds whose runs completed; loss in nats per token, sd over seeds."
+HEADER = (
+    "configuration", "validation loss", "sd", "runs", "perplexity", "parameters", "FLOPs",
+    "tokens", "train seconds",
+)  # fmt: skip
+
+
+def table_rows(groups: Sequence[Group]) -> list[list[str]]:
+    """A row of text per configuration, under HEADER."""
+
+    def counted(number: float | None) -> str:
+        return ABSENT if number is None else short_count(number)
+
+    differ = bool(_kinds(groups))
+
+    return [
+        [
+            group.label,
+            loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
+            loss(group.loss.deviation),
+            str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
+            _optional(group.perplexity, ".2f"),
+            counted(group.mean("parameters")),
+            operations(group.mean("flops")),
+            counted(group.mean("tokens")),
+            _optional(group.mean("train_seconds"), ",.1f"),
+        ]
+        for group in groups
+    ]
+
+
+def _kinds(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Kind of loss -> labels, if there is more than one kind."""
+    kinds: dict[str, list[str]] = {}
+    for group in groups:
+        if group.results:
+            kinds.setdefault(group.loss_kind, []).append(group.label)
+    return kinds if len(kinds) > 1 else {}
+
+
+def _optional(number: float | None, pattern: str) -> str:
+    return ABSENT if number is None else format(number, pattern)
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines: the first column to the left, the others to the right, a rule between."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *rest in (header, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
+    """What the numbers say, and what to know before believing it."""
+    first, *others = groups
+    lines = [
+        in_words(first.label, group.label, group.difference)
+        for group in others
+        if group.difference is not None
+    ]
+    intervals = [group for group in others if group.difference and group.difference.low is not None]
+    if len(intervals) > 1:
+        lines.append(
+            f"These are {len(intervals)} intervals of 95 % each, not corrected for their number: "
+            "the more configurations, the likelier that one of them leaves 0 out by chance."
+        )
+    if kinds := _kinds(groups):
+        each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
+        lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
+    lines += [line for group in others for line in _other_validation(first, group)]
+    return lines + [line for group in groups for line in _reservations(group, plan)]
+
+
+def _other_validation(first: Group, group: Group) -> Iterator[str]:
+    """Whether a configuration was validated on more or less than the first one."""
+    tokens = {result.seed: result.validation_tokens for result in first.results}
+    for result in group.results:
+        ours, theirs = tokens.get(result.seed), result.validation_tokens
+        if ours and theirs and ours != theirs:
+            yield (
+                f"{group.label} was validated on {theirs:,.0f} tokens and {first.label} on "
+                f"{ours:,.0f}, so part of the difference is that of the texts. eval_steps=-1 takes "
+                "all of the text, and eval_per_device_batch_size= is for validation alone."
+            )
+            return
+
+
+def _reservations(group: Group, plan: Plan) -> Iterator[str]:
+    """What is not as planned in the runs of a configuration."""
+    planned = plan.planned[group.label]
+    if group.diverged:
+        yield f"{group.label}: {group.diverged} diverged, in no mean."
+    for result in group.results:
+        if result.state == COMPLETED and result.steps < planned.steps:
+            yield (
+                f"{result.config} seed {result.seed} ended after {result.steps} of {planned.steps} "
+                "steps (num_epoch or target_eval_loss): it had less than the others."
+            )
+    seconds = group.mean("train_seconds")
+    if planned.seconds and seconds and abs(seconds / planned.seconds - 1) > _SPEED_CHANGED:
+        yield (
+            f"{group.label} trained for {seconds:,.1f} s where {planned.seconds:,.1f} s were "
+            f"planned ({seconds / planned.seconds - 1:+.0%}): the machine's speed was another when "
+            "steps were measured."
+        )
+
+
+def text_lines(groups: Sequence[Group], plan: Plan) -> list[str]:
+    """Table and sentences for the terminal."""
+    return [
+        *aligned(HEADER, table_rows(groups)),
+        TABLE_NOTE,
+        "",
+        *sentences(groups, plan),
+    ]
+
+
+def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
+    """One row per finished run."""
+    names = [field.name for field in dataclasses.fields(RunResult)]
+    rows = [
+        {name: getattr(result, name) for name in names}
+        | {"tokens_per_second": result.tokens_per_second}
+        for result in results
+    ]
+    _write_csv(path, [*names, "tokens_per_second"], rows)
+
+
+def write_summary_csv(path: Path, groups: Sequence[Group]) -> None:
+    """One row per configuration; differences are to the first."""
+    rows = []
+    for group in groups:
+        difference = group.difference or Difference(0, None)
+        rows.append(
+            {
+                "config": group.label,
+                "runs": group.loss.count,
+                "diverged": group.diverged,
+                "validation_loss": group.loss.mean,
+                "validation_loss_sd": group.loss.deviation,
+                "perplexity": group.perplexity,
+                "parameters": group.mean("parameters"),
+                "flops": group.mean("flops"),
+                "tokens": group.mean("tokens"),
+                "train_seconds": group.mean("train_seconds"),
+                "tokens_per_second": group.mean("tokens_per_second"),
+                "difference": difference.mean,
+                "difference_low_95": difference.low,
+                "difference_high_95": difference.high,
+                "difference_seeds": difference.count if group.difference else None,
+            }
+        )
+    _write_csv(path, list(rows[0]), rows)
+
+
+def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, header)
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,85 @@
+"""The report of a comparison: the report of its runs, with what was equal and what came out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from MaxText.experiments import outcome
+from MaxText.experiments.comparison_plan import Plan, run_path
+from MaxText.experiments.outcome import Group
+from MaxText.experiments.solved_plan import budget_in_words, changes_in_words, plan_rows
+from MaxText.experiments.solving import UNITS
+from MaxText.experiments.variants import Variant
+from MaxText.metrics.run_record import RunRecord
+from MaxText.reports.content import Section, Table
+from MaxText.reports.writing import write_report
+
+# More would not fit on a line.
+_LABELS_OF_TITLE = 3
+
+
+def sections(
+    plan: Plan,
+    variants: Sequence[Variant],
+    groups: Sequence[Group],
+    unasked: Sequence[str],
+) -> list[Section]:
+    """What the report says about the comparison."""
+    found = Section(
+        "Result",
+        [
+            outcome.TABLE_NOTE,
+            *outcome.sentences(groups, plan),
+        ],
+        Table(outcome.HEADER, outcome.table_rows(groups)),
+    )
+    header, rows = plan_rows(plan)
+    warnings = [f"The configurations differ in {line}." for line in unasked]
+    made_equal = Section(
+        "What was made equal",
+        [
+            f"match={plan.question.match}: {budget_in_words(plan, variants)}.",
+            *changes_in_words(plan, variants),
+            "A seed gives every configuration the same order of the data and the same seed of the "
+            f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
+            *warnings,
+        ],
+        Table(header, rows),
+    )
+    return [found, made_equal]
+
+
+def write(
+    plan: Plan,
+    variants: Sequence[Variant],
+    records: Sequence[RunRecord],
+    groups: Sequence[Group],
+    unasked: Sequence[str],
+) -> Path:
+    """Writes the report into the comparison's folder and returns its path.
+
+    Args:
+      records: one for each chain, of `outcome.record_of_chain`.
+    """
+    present = {str(record.folder) for record in records}
+    by_label = {
+        label: [
+            path
+            for seed in plan.seeds
+            if (path := str(plan.folder / label / run_path(seed))) in present
+        ]
+        for label in plan.identities
+    }
+    return write_report(
+        records,
+        plan.folder,
+        title=_title(plan),
+        groups={label: folders for label, folders in by_label.items() if folders},
+        sections=sections(plan, variants, groups, unasked),
+    )
+
+
+def _title(plan: Plan) -> str:
+    labels = list(plan.identities)
+    few = len(labels) <= _LABELS_OF_TITLE
+    what = " and ".join(labels) if few else f"{len(labels)} configurations"
+    return f"{what}, equal {UNITS[plan.question.match]}"

@@ -1,0 +1,390 @@
+"""Solving for one key of a configuration, so that a run holds or takes a given amount.
+
+The amount grows with the key, so a search by halves over whole numbers finds the two neighbours of
+the budget. Values that break a rule of the configuration (heads that do not divide the width, odd
+rotary dimensions) are passed over.
+
+A configuration is a tuple of stages, mostly one alone. In a chain the key of every stage changes in
+proportion to that of the last one; steps are those of all stages together.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from MaxText.config.catalogue import all_keys, build
+from MaxText.config.rules import RULES
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.experiments.comparison_request import DEPTH, KEY_OF, SLOTS, STEPS, WIDTH, Match
+from MaxText.experiments.costs import cost
+
+UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
+_MLP = "base_mlp_dim"
+_OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
+# No search goes beyond these. Widths above would not be a model any more.
+_MOST = {STEPS: 10**12}
+_MOST_OF_OTHERS = 2**20
+# Neighbours that are looked at for one that no rule forbids.
+_LONGEST_WALK = 512
+# Multiples that sizes of products are kept to, where the size is at least so many times as large:
+# hardware likes them, and coarser ones would not leave a choice.
+_MULTIPLES = (64, 8, 2, 1)
+_TIMES = 16
+# How far the feed-forward may leave its proportion to meet the budget closely.
+_MLP_SHARE = 0.2
+
+Stages = tuple[Config, ...]
+Amount = Callable[[Stages], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A configuration that meets the budget.
+
+    Attributes:
+      stages: with the solved keys.
+      changes: of each stage: key -> (old, new), empty if the budget was met as it was.
+      amount: what it holds or takes.
+    """
+
+    stages: Stages
+    changes: tuple[dict[str, tuple[Any, Any]], ...]
+    amount: float
+
+
+def amount_of(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
+    """The function whose value is made equal.
+
+    Args:
+      match: what is made equal.
+      num_devices: that a run is made for.
+      seconds_per_step: of each stage, measured; only for time.
+
+    Returns:
+      A function of the stages: the parameters of the last one, or what all of them take.
+    """
+
+    def amount(stages: Stages) -> float:
+        if match == "time":
+            pairs = zip(seconds_per_step, stages, strict=True)
+            return sum(seconds * stage.run.steps for seconds, stage in pairs)
+        if match == "params":
+            return cost(stages[-1], num_devices).parameters
+        costs = [cost(stage, num_devices) for stage in stages]
+        return sum(of.flops if match == "flops" else of.tokens for of in costs)
+
+    return amount
+
+
+def solve(
+    label: str,
+    stages: Stages,
+    free: str,
+    amount: Amount,
+    budget: float,
+    *,
+    match: Match,
+    tolerance: float,
+) -> Solution:
+    """Changes the free key of a configuration until the amount is nearest to the budget.
+
+    Args:
+      label: of the configuration, for messages.
+      stages: as they stand.
+      free: width, depth, slots, steps, or the name of a whole-number key.
+      amount: grows with the free key.
+      budget: the amount wanted.
+      match: what the amount is of.
+      tolerance: largest accepted deviation, as a share of the budget.
+
+    Raises:
+      UserError: the amount does not depend on the key, or no value comes near enough.
+    """
+    if amount(stages) == budget:
+        return Solution(stages, ({},) * len(stages), budget)
+    search = _Search(stages, free, amount)
+    if free == WIDTH and _has_fixed_width(stages[-1]):
+        raise UserError(
+            f"{label}: attention_projections=pattention gives all heads together the width of the "
+            "model, so another width needs another size of a head. Write head_dim=-1, or free="
+            f"{' or free='.join(name for name in _helpful(match, stages[-1]) if name != WIDTH)}."
+        )
+    if search.start < 1:
+        raise UserError(
+            f"{label}: {free}={search.start} is decided by other keys. Give it a number of its "
+            "own, or name another key by free=."
+        )
+    further = search.first_from(2 * search.start)
+    if further is not None and search.amount(further) <= search.amount(search.start):
+        raise UserError(
+            f"{label}: the {UNITS[match]} of a run do not grow with {free}. "
+            f"Write free={' or free='.join(_helpful(match, stages[-1]))}."
+        )
+    for step in _finer(search.step):
+        search.keep_to_multiples_of(step)
+        neighbours = search.around(budget)
+        solved = search.stages(search.best(neighbours, budget))
+        assert solved is not None
+        if free == WIDTH:
+            solved = _with_fitting_rest(solved, amount, budget)
+        if abs(amount(solved) / budget - 1) <= tolerance:
+            break
+    # What the configuration has already may be the nearest, then nothing is changed.
+    if abs(amount(stages) - budget) <= abs(amount(solved) - budget):
+        solved = stages
+    reached = amount(solved)
+    if abs(reached / budget - 1) > tolerance:
+        raise UserError(_unreachable(label, search, neighbours, budget, match, tolerance))
+    return Solution(solved, tuple(map(_changes, stages, solved)), reached)
+
+
+def _helpful(match: Match, config: Config) -> tuple[str, ...]:
+    """What changes an amount, most useful first."""
+    if match == "flops":
+        return STEPS, WIDTH, DEPTH
+    if match == "params":
+        return (WIDTH, DEPTH, SLOTS if _is_of_slots(config) else _MLP)
+    return (STEPS,)
+
+
+def _has_fixed_width(config: Config) -> bool:
+    """Whether heads of a given size, which slots make, allow one width only."""
+    return config.model.attention.attention_projections != "dense" and (
+        config.model.shape.head_dim != -1
+    )
+
+
+def _is_of_slots(config: Config) -> bool:
+    """Whether the feed-forward is slots, so that base_mlp_dim has no effect."""
+    return config.model.feed_forward.feed_forward_type == "pattention"
+
+
+def _unreachable(
+    label: str,
+    search: "_Search",
+    neighbours: list[int],
+    budget: float,
+    match: Match,
+    tolerance: float,
+) -> str:
+    lines = [
+        f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
+        f"{tolerance:.1%} by {search.free}."
+    ]
+    for value in neighbours:
+        reached = search.amount(value)
+        lines.append(
+            f"  {search.key}={value} gives {reached:,.6g} {UNITS[match]} "
+            f"({reached / budget - 1:+.1%})"
+        )
+    if len(neighbours) == 1:
+        which = "smallest" if search.amount(neighbours[0]) > budget else "largest"
+        lines.append(f"  That is the {which} {search.key} that is tried.")
+    helpful = _helpful(match, search.last)
+    remedies = [f"free={name}" for name in helpful if name != search.free]
+    remedies.append("another budget=")
+    nearest = min(abs(search.amount(value) / budget - 1) for value in neighbours)
+    if nearest < 0.5:
+        remedies.append(f"tolerance={math.ceil(nearest * 1000) / 1000:g}")
+    lines.append(f"  What to do: {', '.join(remedies)}.")
+    return "\n".join(lines)
+
+
+class _Search:
+    """Values of the free key in order, with the amounts they give."""
+
+    def __init__(self, stages: Stages, free: str, amount: Amount):
+        self.free = free
+        self.key = KEY_OF.get(free, free)
+        self._stages = stages
+        self._flats = [flat(stage) for stage in stages]
+        self._amount = amount
+        self._starts = [self._start(keys) for keys in self._flats]
+        self.start = sum(self._starts) if free == STEPS else self._starts[-1]
+        bounds = dict(all_keys()[self.key].bounds)
+        self._bound = int(bounds.get("ge", bounds.get("gt", 0) + 1))
+        self.keep_to_multiples_of(_multiple(self.start) if free == WIDTH else 1)
+        self.most = min(_MOST.get(free, _MOST_OF_OTHERS), int(bounds.get("le", 10**12)))
+        self._at = functools.cache(self._amount_at)
+
+    @property
+    def last(self) -> Config:
+        """The last stage as it stands."""
+        return self._stages[-1]
+
+    def _start(self, keys: Mapping[str, Any]) -> int:
+        value = int(keys[self.key])
+        # slot_num says so itself.
+        return keys["base_emb_dim"] if self.free == SLOTS and value == -1 else value
+
+    def keep_to_multiples_of(self, step: int) -> None:
+        """Takes only values that `step` divides from here on."""
+        self.step = step
+        self.least = max(self._bound, step)
+
+    def amount(self, value: int) -> float:
+        """The amount at an allowed value."""
+        found = self._at(value)
+        assert found is not None
+        return found
+
+    def stages(self, value: int) -> Stages | None:
+        """The stages with the free key at `value`; None if a rule forbids it."""
+        if value == self.start:
+            return self._stages
+        found = []
+        for number, part in enumerate(self._parts(value)):
+            stage = None
+            if part >= self._bound:
+                stage = changed(self._stages[number], self._changes(number, part))
+            if stage is None:
+                return None
+            found.append(stage)
+        return tuple(found)
+
+    def _parts(self, value: int) -> list[int]:
+        """The free key of each stage."""
+        if self.free == STEPS:
+            # Rounded where stages meet, so that they add up to the value.
+            ends = [round(value * end / self.start) for end in itertools.accumulate(self._starts)]
+            return [end - begin for begin, end in itertools.pairwise([0, *ends])]
+        return [
+            value if own == self.start else _in_proportion(own, value / self.start, self.step)
+            for own in self._starts
+        ]
+
+    def _changes(self, number: int, part: int) -> dict[str, Any]:
+        """What follows the free key in a stage."""
+        keys, factor = self._flats[number], part / self._starts[number]
+        changes: dict[str, Any] = {self.key: part}
+        if self.free == WIDTH and not _is_of_slots(self._stages[number]):
+            changes[_MLP] = _in_proportion(keys[_MLP], factor, _multiple(keys[_MLP]))
+        if self.free == SLOTS:
+            own = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
+            changes |= {name: _in_proportion(value, factor, 1) for name, value in own.items()}
+        return changes
+
+    def _amount_at(self, value: int) -> float | None:
+        stages = self.stages(value)
+        return None if stages is None else self._amount(stages)
+
+    def first_from(self, low: int) -> int | None:
+        """The first allowed value from `low` on."""
+        upwards = range(self._rounded_up(low), self.most + 1, self.step)
+        return self._first_allowed(upwards)
+
+    def nearest(self, middle: int, low: int, high: int) -> int | None:
+        """The allowed value among low..high that is nearest to the middle."""
+        return self._first_allowed(_outwards(self._rounded_up(middle), self.step, low, high))
+
+    def best(self, neighbours: list[int], budget: float) -> int:
+        """The one of some allowed values that comes nearest to the budget."""
+        return min(neighbours, key=lambda value: abs(self.amount(value) - budget))
+
+    def _first_allowed(self, values: Iterable[int]) -> int | None:
+        looked_at = itertools.islice(values, _LONGEST_WALK)
+        return next((value for value in looked_at if self.stages(value) is not None), None)
+
+    def _rounded_up(self, value: int) -> int:
+        return -(-value // self.step) * self.step
+
+    def around(self, budget: float) -> list[int]:
+        """The largest allowed value whose amount is at most the budget, and the next one.
+
+        One of them alone where the budget is beyond all values.
+        """
+        below = above = self.start
+        if self.amount(self.start) <= budget:
+            while self.amount(above) <= budget:
+                below = above
+                # The last doubling may go beyond the most.
+                following = self.first_from(2 * below) or self.nearest(
+                    self.most, below + 1, self.most
+                )
+                if following is None:
+                    return [below]
+                above = following
+        else:
+            while self.amount(below) > budget:
+                above = below
+                following = self.nearest(above // 2, self.least, above - 1)
+                if following is None:
+                    return [above]
+                below = following
+        while (value := self.nearest((below + above) // 2, below + 1, above - 1)) is not None:
+            if self.amount(value) <= budget:
+                below = value
+            else:
+                above = value
+        return [below, above]
+
+
+def _outwards(middle: int, step: int, low: int, high: int) -> Iterator[int]:
+    """Multiples of step from the middle outwards, those within low..high only."""
+    for distance in itertools.count():
+        down, up = middle - distance * step, middle + distance * step
+        if down < low and up > high:
+            return
+        if low <= down <= high:
+            yield down
+        if distance and low <= up <= high:
+            yield up
+
+
+def _in_proportion(size: int, factor: float, step: int) -> int:
+    """A size times a factor, as the nearest multiple of `step` above 0."""
+    return max(round(size * factor / step), 1) * step
+
+
+def _multiple(size: int) -> int:
+    return next(m for m in _MULTIPLES if size % m == 0 and (size >= m * _TIMES or m == 1))
+
+
+def _finer(step: int) -> list[int]:
+    """A multiple and the smaller ones, for budgets that it steps over."""
+    return [step, *(multiple for multiple in _MULTIPLES if multiple < step)]
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config | None:
+    """The configuration with some keys changed; None if a bound or a rule of train.py forbids that.
+
+    A schedule that is as long as the run stays so.
+    """
+    values = flat(config)
+    if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
+        changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
+    if any(all_keys()[name].out_of_bounds(value) for name, value in changes.items()):
+        return None
+    result = build(values | changes)
+    return None if broken_rules(result) else result
+
+
+def broken_rules(config: Config) -> list[str]:
+    """What train.py would refuse the configuration for."""
+    checks = (rule.check(config) for rule in RULES if not rule.programs or "train" in rule.programs)
+    return [message for message in checks if message]
+
+
+def _with_fitting_rest(stages: Stages, amount: Amount, budget: float) -> Stages:
+    """Lets the feed-forward, or slots where it is made of them, take up what is left of the budget.
+
+    Widths come in multiples, so the best one misses by up to half of one; some columns more or less
+    in the feed-forward, which keeps its proportion otherwise, meet the budget closely.
+    """
+    search = _Search(stages, SLOTS if _is_of_slots(stages[-1]) else _MLP, amount)
+    search.step = _multiple(search.start)
+    search.least = max(math.ceil(search.start * (1 - _MLP_SHARE)), 1)
+    search.most = math.floor(search.start * (1 + _MLP_SHARE))
+    fitting = search.stages(search.best(search.around(budget), budget))
+    assert fitting is not None
+    return fitting
+
+
+def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    before, after = flat(old), flat(new)
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}

@@ -1,0 +1,368 @@
+"""The configurations of a comparison: files, sweeps, stages, and how they differ; without jax."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.config import layering, values
+from MaxText.config.catalogue import all_keys
+from MaxText.config.loading import load
+from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.experiments.comparison_request import SET_PER_RUN, Request
+from MaxText.experiments.stages import (
+    SET_PER_STAGE,
+    differing,
+    named_by_stage,
+    read_stages,
+    source_words,
+)
+
+# The program whose rules every configuration must pass: it does the runs.
+_PROGRAM = "train.py"
+_LONGEST_LABEL = 60
+
+# Keys that name or show a run and have no part in its result.
+_PLACE = ("run_name", "base_output_directory", *SET_PER_RUN)
+_SHOWN_SECTIONS = ("decoding", "scoring", "monitoring", "guard", "mesh", "run")
+_WITHOUT_EFFECT = {
+    "model_name", "jax_cache_dir", "log_config", "async_checkpointing",
+    "enable_checkpointing", "checkpoint_period", "save_checkpoint_on_start",
+    "save_checkpoint_on_completion", "max_to_keep", "keep_period", "eval_interval",
+    "data_cache_dir", "grain_worker_count", "prepare_num_workers", "num_vocab_tiling",
+}  # fmt: skip
+# Differences of these make losses of two models different things.
+_UNLIKE_LOSSES = {
+    "vocab_size", "max_target_length", "dataset_type", "dataset_path", "dataset_mix",
+    "grain_train_files", "grain_eval_files", "train_split", "eval_split", "eval_steps",
+    "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training", "loss_type",
+    "entmax_alpha",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One configuration of a comparison, before anything is solved for.
+
+    Attributes:
+      label: short and unique; also the name of its folder.
+      source: which of the files it comes from, from 0.
+      swept: names of the keys that a sweep set.
+      stages: resolved: one configuration for each run of a chain, in order; mostly one alone.
+    """
+
+    label: str
+    source: int
+    swept: tuple[str, ...]
+    stages: tuple[Config, ...]
+
+    @property
+    def config(self) -> Config:
+        """The last stage, whose loss is judged."""
+        return self.stages[-1]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Every key that can matter to a run, flat; what is set per run is left out.
+
+        Of a chain these are the keys of the last stage, the steps of all stages together, and each
+        stage's value of what differs between them.
+        """
+        keys = {name: value for name, value in flat(self.config).items() if name not in _PLACE}
+        steps = sum(stage.run.steps for stage in self.stages)
+        return keys | {"steps": steps} | dict(named_by_stage(self.stages, _PLACE))
+
+
+def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
+    """Every configuration that a request names, in order.
+
+    Args:
+      request: as it was read.
+      problems: mistakes found so far, said together with those found here.
+
+    Raises:
+      ConfigurationError: lists every mistake of all configurations once.
+    """
+    found = list(problems)
+    if not request.configs and request.sweep is None:
+        found.append(
+            Problem(
+                "no configurations are named",
+                ("command line",),
+                (("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3"),),
+            )
+        )
+        raise ConfigurationError(found)
+    entries: list[tuple[int, str, dict[str, Any], str]] = []
+    stages_of: dict[int, tuple[list[dict[str, Any]], str]] = {}
+    stems = _stems(request.configs)
+    for source, path in enumerate(request.configs or ("",)):
+        sweep, place = request.sweep, "command line, sweep=..."
+        in_file = layering.gather([path], {}, os.environ).for_compare if path else {}
+        if sweep is None and "sweep" in in_file:
+            sweep, place = in_file["sweep"].value, in_file["sweep"].place
+        if chain := in_file.get("stages"):
+            try:
+                stages_of[source] = read_stages(chain.value), chain.place
+            except values.WrongValue as error:
+                found.append(Problem(f"stages: {error}", (chain.place,)))
+        try:
+            assignments = [{}] if sweep is None else expand_sweep(sweep)
+        except values.WrongValue as error:
+            found.append(Problem(f"sweep: {error}", (place,)))
+            assignments = [{}]
+        entries += [(source, stems[source], assignment, place) for assignment in assignments]
+
+    several_sources = len(stems) > 1
+    labels = _unique(
+        [_label(stem, assignment, several_sources) for _, stem, assignment, _ in entries]
+    )
+    variants = []
+    with _notices_once():
+        for (source, _, assignment, place), label in zip(entries, labels, strict=True):
+            try:
+                stages = _load_stages(request, source, assignment, place, stages_of.get(source))
+            except ConfigurationError as error:
+                found += error.problems
+            else:
+                swept = (layering.ALIASES.get(name, name) for name in assignment)
+                variants.append(Variant(label, source, tuple(swept), stages))
+    if len(entries) == 1 and not found:
+        found.append(
+            Problem(
+                "there is only one configuration, and nothing to compare it with",
+                ("command line",),
+                (
+                    ("write", "a second CONFIG.yml,"),
+                    ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes"),
+                ),
+            )
+        )
+    if found:
+        raise ConfigurationError(list(dict.fromkeys(found)))
+    for one, other in itertools.combinations(variants, 2):
+        if one.identity == other.identity:
+            layering.announce([f"note: {one.label} and {other.label} are the same configuration"])
+    return variants
+
+
+def _load_stages(
+    request: Request,
+    source: int,
+    assignment: Mapping[str, Any],
+    place: str,
+    chain: tuple[list[dict[str, Any]], str] | None,
+) -> tuple[Config, ...]:
+    """The configurations of a variant, one for each stage.
+
+    Args:
+      request: as it was read.
+      source: which of its files.
+      assignment: keys of the sweep, and
+      place: where they were written.
+      chain: keys of each stage, and where they were written; None for a single run.
+
+    Raises:
+      ConfigurationError: lists every mistake of all stages.
+    """
+    given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
+    swept = _words(assignment, place)
+    _check_names(assignment, "sweep", "swept", place, given, {})
+    if chain is None:
+        return (_load(request, source, swept),)
+    stages, problems = [], []
+    stage_keys, stage_place = chain
+    for number, keys in enumerate(stage_keys):
+        taken = given | dict.fromkeys(map(_own_name, assignment), place)
+        where = f"{stage_place}, stage {number + 1}"
+        try:
+            _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
+            words = _words(keys, where) | dict.fromkeys(source_words(number), where)
+            stages.append(_load(request, source, swept | words))
+        except ConfigurationError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigurationError(list(dict.fromkeys(problems)))
+    return tuple(stages)
+
+
+def _own_name(name: str) -> str:
+    return layering.ALIASES.get(name, name)
+
+
+def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
+    """`key=value` as it would be typed -> where it was written."""
+    return {f"{name}={typed(value)}": place for name, value in assignment.items()}
+
+
+def _check_names(
+    assignment: Mapping[str, Any],
+    what: str,
+    done: str,
+    place: str,
+    given: Mapping[str, str],
+    refused: Mapping[str, str],
+) -> None:
+    """Refuses keys that are set for each run, or given elsewhere as well."""
+    for name in assignment:
+        own = _own_name(name)
+        if own in refused:
+            raise ConfigurationError([Problem(f"{what}: {own}: {refused[own]}", (place,))])
+        if own in _PLACE:
+            setter = SET_PER_RUN.get(own, "output=")
+            problem = f"{what}: {own} cannot be {done}; {setter} sets it for each run"
+            raise ConfigurationError([Problem(problem, (place,))])
+        if own in given:
+            problem = f"{own}: given for all runs and {done} as well"
+            raise ConfigurationError([Problem(problem, (given[own], place))])
+
+
+def _load(request: Request, source: int, words: Mapping[str, str]) -> Config:
+    """One configuration: a file, the keys of the command line, and words written elsewhere."""
+    path = [request.configs[source]] if request.configs else []
+    try:
+        return load([*path, *request.keys, *words], _PROGRAM, for_compare=True).config
+    except ConfigurationError as error:
+        # These words are laid over like typed ones, but were written elsewhere.
+        places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
+        raise ConfigurationError(
+            [
+                dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
+                for one in error.problems
+            ]
+        ) from error
+
+
+def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
+    """A sweep as the list of its variants, each a mapping of keys to values.
+
+    A mapping of keys to lists is the product of the lists, the last key changing fastest. A list of
+    mappings is one after the other, each a product of its own. A value that is no list counts as a
+    list of one.
+
+    Raises:
+      values.WrongValue: it is neither, or is empty.
+    """
+    if isinstance(sweep, list):
+        if not sweep:
+            raise values.WrongValue("the list of variants is empty")
+        return [variant for part in sweep for variant in _product(part)]
+    return _product(sweep)
+
+
+def _product(part: Any) -> list[dict[str, Any]]:
+    if not isinstance(part, dict):
+        raise values.WrongValue(
+            f"{values.show(part)} is no mapping; write {{key: [value, value]}}, or a list of these"
+        )
+    if not part:
+        raise values.WrongValue("a mapping without keys has no variants")
+    choices = []
+    for name, value in part.items():
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise values.WrongValue(f"{name} has an empty list of values")
+        choices.append([(name, item) for item in items])
+    return [dict(combination) for combination in itertools.product(*choices)]
+
+
+def typed(value: Any) -> str:
+    """A value of a sweep as it would be typed after `key=`."""
+    if isinstance(value, values.Plain):
+        return str(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(typed(item) for item in value) + "]"
+    return values.to_yaml(value)
+
+
+def _stems(paths: Sequence[str]) -> list[str]:
+    """Names of files without folder and ending, with the folder where two are the same."""
+    if not paths:
+        return [""]
+    stems = [Path(path).stem for path in paths]
+    count = Counter(stems)
+    return [
+        f"{Path(path).absolute().parent.name}-{stem}" if count[stem] > 1 else stem
+        for path, stem in zip(paths, stems, strict=True)
+    ]
+
+
+def _label(stem: str, assignment: Mapping[str, Any], several_sources: bool) -> str:
+    """Words speak for themselves; numbers and switches need the name of their key."""
+    parts = [stem] if several_sources or not assignment else []
+    for name, value in assignment.items():
+        items = value if isinstance(value, list) else [value]
+        text = "+".join(typed(item) for item in items)
+        says_itself = re.fullmatch(r"[A-Za-z][\w.+-]*", text)
+        is_switch = text.lower() in ("true", "false", "yes", "no", "on", "off", "none", "null")
+        parts.append(text if says_itself and not is_switch else f"{name}={text}")
+    label = ",".join(parts)
+    return re.sub(r"[^\w.=,+-]+", "-", label).strip("-.")[:_LONGEST_LABEL] or "run"
+
+
+def _unique(labels: Sequence[str]) -> list[str]:
+    taken: set[str] = set()
+    unique = []
+    for label in labels:
+        names = itertools.chain([label], (f"{label}_{number}" for number in itertools.count(2)))
+        unique.append(next(name for name in names if name not in taken))
+        taken.add(unique[-1])
+    return unique
+
+
+@contextlib.contextmanager
+def _notices_once():
+    """Lets each notice of many loadings through once."""
+    buffer = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(buffer):
+            yield
+    finally:
+        for line in dict.fromkeys(buffer.getvalue().splitlines(keepends=True)):
+            sys.stderr.write(line)
+
+
+def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
+    """Lines about keys that differ between configurations and may spoil the comparison.
+
+    These are keys outside the model that nobody swept or solved for, and in any case those that
+    make the loss of one configuration another thing than that of the other.
+
+    Args:
+      variants: the configurations, with what was solved for in place.
+      solved: label -> keys that were solved for.
+    """
+    on_purpose = {name for variant in variants for name in variant.swept}
+    on_purpose |= set().union(*solved.values())
+    for variant in variants:
+        if len(variant.stages) > 1:
+            # The steps of a chain are those of all stages, and each has a schedule of its own.
+            on_purpose |= differing(variant.stages) - {"steps"} | {"learning_rate_schedule_steps"}
+    passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
+    keys = all_keys()
+    flats = {variant.label: variant.identity for variant in variants}
+    lines = []
+    for name, key in keys.items():
+        if name in passed_over:
+            continue
+        of_model = key.section[0] == "model" and name not in _UNLIKE_LOSSES
+        shown_only = key.section[0] in _SHOWN_SECTIONS and name != "steps"
+        if of_model or shown_only:
+            continue
+        by_value: dict[str, list[str]] = {}
+        for label, config in flats.items():
+            by_value.setdefault(values.to_yaml(config[name]), []).append(label)
+        if len(by_value) > 1:
+            parts = "; ".join(f"{value} ({', '.join(who)})" for value, who in by_value.items())
+            end = ": losses may not be of the same thing" if name in _UNLIKE_LOSSES else ""
+            lines.append(f"{name}: {parts}{end}")
+    return lines

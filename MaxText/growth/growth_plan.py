@@ -1,0 +1,275 @@
+"""Plan of a change of slots or depth, parameter by parameter; reads no numbers.
+
+Only the logical axes decide what may change: `slots`, the parameter tokens of Pattention (Wang et
+al. 2024), and `layers`; every other size must agree.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.checkpointing.matching import Leaf
+from MaxText.layers.pattention import slots_by_place
+from MaxText.parallelism.constraints import ParameterInfo
+
+SLOTS = "slots"
+LAYERS = "layers"
+
+Mode = Literal["function_preserving", "random", "zero"]
+Role = Literal["key", "value", "bias"]
+
+
+class AxisSizes(NamedTuple):
+    """Size of an axis as stored and as wanted."""
+
+    axis: int
+    old: int
+    new: int
+
+    @property
+    def differ(self) -> bool:
+        return self.old != self.new
+
+
+class LeafPlan(NamedTuple):
+    """Origin of one parameter.
+
+    Attributes:
+      slots, layers: Sizes along the axis; None without it.
+      role: "key" if slots are produced, "value" if summed over, "bias" if added to; None without
+        slots.
+    """
+
+    name: str
+    old: Leaf
+    new: Leaf
+    slots: AxisSizes | None
+    layers: AxisSizes | None
+    role: Role | None
+
+    @property
+    def copied(self) -> bool:
+        """Whether every number is taken as it is."""
+        return not any(sizes and sizes.differ for sizes in (self.slots, self.layers))
+
+    def takes_fresh(self, mode: Mode) -> bool:
+        """Returns whether new slots get the numbers of a fresh model instead of zero."""
+        if self.slots is None or self.slots.new <= self.slots.old:
+            return False
+        return mode == "random" or (mode == "function_preserving" and self.role == "value")
+
+    def __str__(self) -> str:
+        words = [
+            f"{name} {sizes.old} -> {sizes.new}"
+            for name, sizes in ((SLOTS, self.slots), (LAYERS, self.layers))
+            if sizes and sizes.differ
+        ]
+        return f"{self.name}: {', '.join(words) or 'copied'}"
+
+
+class GrowthPlan(NamedTuple):
+    """Parameter name -> LeafPlan, in the order of the model."""
+
+    leaves: Mapping[str, LeafPlan]
+
+    @property
+    def slots(self) -> dict[str, tuple[int, int]]:
+        """Parameter name -> (slots stored, slots now), where they differ."""
+        return {
+            name: (leaf.slots.old, leaf.slots.new)
+            for name, leaf in self.leaves.items()
+            if leaf.slots and leaf.slots.differ
+        }
+
+    @property
+    def stored_slots(self) -> dict[str, int]:
+        """Parameter name -> slots stored."""
+        return {name: leaf.slots.old for name, leaf in self.leaves.items() if leaf.slots}
+
+    @property
+    def layers(self) -> tuple[int, int] | None:
+        """(layers stored, layers now) if they differ, else None."""
+        stacked = (leaf.layers for leaf in self.leaves.values() if leaf.layers)
+        return next(((sizes.old, sizes.new) for sizes in stacked if sizes.differ), None)
+
+    @property
+    def changes(self) -> bool:
+        """Whether any shape changes."""
+        return bool(self.slots or self.layers)
+
+    @property
+    def adds_slots(self) -> bool:
+        """Whether any array has more slots than stored."""
+        return any(new > old for old, new in self.slots.values())
+
+    @property
+    def drops(self) -> list[str]:
+        """Returns descriptions of stored parts that are dropped."""
+        slots = {name: f"{old} -> {new}" for name, (old, new) in self.slots.items() if new < old}
+        words = [f"{SLOTS} {slots_by_place(slots)}"] if slots else []
+        if self.layers and self.layers[1] < self.layers[0]:
+            words.append("{} {} -> {}".format(LAYERS, *self.layers))
+        return words
+
+
+class Misfits(Exception):
+    """The stored parameters are not those of a smaller or larger model; one problem each."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
+    """Compares stored parameters with those of a model.
+
+    Args:
+      stored: Parameter name -> shape and format.
+      wanted: Parameter name -> facts, with logical axes.
+
+    Raises:
+      Misfits: Parameters are missing or extra, or differ in another axis than slots and layers.
+    """
+    if reason := _fixed_depth(stored, wanted):
+        raise Misfits([reason])
+    problems = [f"missing     {name}: wanted {_leaf(wanted[name])}" for name in wanted
+                if name not in stored]  # fmt: skip
+    problems += [f"extra       {name}: stored {stored[name]}" for name in stored
+                 if name not in wanted]  # fmt: skip
+    leaves = {}
+    for name, info in wanted.items():
+        if name not in stored:
+            continue
+        old, new = stored[name], _leaf(info)
+        other = _other_change(old, info)
+        if other is not None:
+            problems.append(f"other shape {name}: stored {old}, wanted {new}{other}")
+        elif old.dtype != new.dtype and not (_is_floating(old) and _is_floating(new)):
+            problems.append(f"other kind  {name}: stored {old}, wanted {new}")
+        else:
+            leaves[name] = LeafPlan(
+                name, old, new, _sizes(SLOTS, old, info), _sizes(LAYERS, old, info), _role(info)
+            )
+    if problems:
+        raise Misfits(problems)
+    return GrowthPlan(leaves)
+
+
+def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
+    """Returns why the number of layers cannot change; None if it can, or does not."""
+    old = _depth({name: leaf.shape for name, leaf in stored.items()})
+    new = _depth({name: info.shape for name, info in wanted.items()})
+    if old == new:
+        return None
+    connected = _has_connections(wanted)
+    if not connected and _singles(stored) == _singles(wanted):
+        return None  # repeats of a cycle, of which any number has the same shapes
+    reason = "no two layers have the same shapes, so none can be a copy of another"
+    if connected:
+        reason = "each layer of a model with dense connections sums another number of outputs"
+    has_slots = any(SLOTS in info.logical_axes for info in wanted.values())
+    return f"layers {old} -> {new}: {reason}" + ("; only slots can grow" if has_slots else "")
+
+
+def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Returns the number of layers of these parameters."""
+    rows = {}
+    for name, shape in shapes.items():
+        folder, first, *rest = *name.split("/"), ""
+        if folder == LAYERS and first.isdigit():
+            rows[first] = 1
+        elif folder == LAYERS and shape:
+            rows["cycle/" + rest[0] if first == "cycle" else ""] = shape[0]
+    return sum(rows.values())
+
+
+def _singles(names: Iterable[str]) -> set[str]:
+    """Returns the numbers of layers that are stored one by one."""
+    parts = (name.split("/") for name in names)
+    return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
+
+
+def _has_connections(names: Iterable[str]) -> bool:
+    return any(name.startswith("connections/") for name in names)
+
+
+def _leaf(info: ParameterInfo) -> Leaf:
+    return Leaf(tuple(info.shape), np.dtype(info.dtype))
+
+
+def _is_floating(leaf: Leaf) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
+    """Describes the sizes that may not differ and do; None if there are none."""
+    if len(old.shape) != len(info.shape):
+        return ""
+    changed = [
+        f"{axis or 'unnamed'} {before} -> {after}"
+        for axis, before, after in zip(info.logical_axes, old.shape, info.shape, strict=True)
+        if before != after and axis not in (SLOTS, LAYERS)
+    ]
+    return f" ({', '.join(changed)})" if changed else None
+
+
+def _sizes(name: str, old: Leaf, info: ParameterInfo) -> AxisSizes | None:
+    if name not in info.logical_axes:
+        return None
+    axis = info.logical_axes.index(name)
+    return AxisSizes(axis, old.shape[axis], info.shape[axis])
+
+
+def _role(info: ParameterInfo) -> Role | None:
+    axes = [axis for axis in info.logical_axes if axis != LAYERS]
+    if SLOTS not in axes:
+        return None
+    assert axes.count(SLOTS) == 1, axes
+    if info.num_in_dims == 0:
+        return "bias"
+    return "value" if axes.index(SLOTS) < info.num_in_dims else "key"
+
+
+Index = tuple[slice, ...]
+
+
+def new_part(
+    leaf: LeafPlan,
+    stored: np.ndarray,
+    index: Index | None = None,
+    fresh: np.ndarray | float = 0.0,
+) -> np.ndarray:
+    """Returns a part of a new array: stored numbers in the leading slots, then `fresh` ones.
+
+    Layer j of the new model is layer floor(j * old / new) of the old one, so that a deeper model
+    repeats layers evenly and a shallower one omits layers evenly.
+
+    Args:
+      stored: The whole stored array.
+      index: Part of the new array, one slice per axis; None for all of it.
+      fresh: Numbers of the new slots: an array like the part, or one number.
+    """
+    shape = leaf.new.shape
+    index = (slice(None),) * len(shape) if index is None else index
+    spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
+    part = np.empty([stop - start for start, stop in spans], leaf.new.dtype)
+    source: list[slice] = [slice(*span) for span in spans]
+    place: list[slice] = [slice(None)] * len(shape)
+    if leaf.slots:
+        start, stop = spans[leaf.slots.axis]
+        count = max(0, min(stop, leaf.slots.old) - start)
+        source[leaf.slots.axis] = slice(start, start + count)
+        place[leaf.slots.axis] = slice(count)
+        behind = list(place)
+        behind[leaf.slots.axis] = slice(count, None)
+        part[tuple(behind)] = fresh[tuple(behind)] if isinstance(fresh, np.ndarray) else fresh
+    if leaf.layers and leaf.layers.differ:
+        axis, old, new = leaf.layers
+        layers = [layer * old // new for layer in range(*spans[axis])]
+        source[axis] = slice(None)
+        part[tuple(place)] = np.take(stored[tuple(source)], layers, axis)
+    else:
+        part[tuple(place)] = stored[tuple(source)]
+    return part

@@ -1,0 +1,157 @@
+"""Placement of grown arrays on devices, one at a time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from MaxText.checkpointing.matching import Leaf, path_name
+from MaxText.errors import UserError
+from MaxText.growth.growth_plan import Index, LeafPlan, new_part
+from MaxText.growth.settling import Growth
+from MaxText.training.optimizer import DIRECTION
+
+# Running means of squared gradients, by optax's name: those of Adam and of Muon's Adam.
+_SECOND_MOMENT = "nu"
+_OPT_STATE = "opt_state/"
+
+
+def grown_parameters(growth: Growth, abstract_params: Any, fresh_params: Any) -> Any:
+    """Returns the parameters of the larger model, each device with its part of every array.
+
+    Args:
+      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
+      fresh_params: Drawn for the larger model with these shardings. Deleted array by array.
+    """
+    fresh = _by_name(fresh_params)
+    for name, leaf in growth.plan.leaves.items():
+        if not leaf.takes_fresh(growth.mode):
+            fresh.pop(name).delete()
+
+    def place(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path_name(path)
+        drawn = fresh.pop(name, None)
+        stored = growth.source.read(name)
+        array = _placed(growth.plan.leaves[name], stored, wanted, drawn)
+        if drawn is not None:
+            drawn.delete()
+        return array
+
+    return jax.tree_util.tree_map_with_path(place, abstract_params)
+
+
+def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
+    """Returns a fresh optimizer state with the smaller model's moments and counts.
+
+    First moments of new slots are zero. Their second moments are zero with growth_moments=reused;
+    with warmed each is the mean over the old slots of its array, so that a new slot's first updates
+    are as large as an old one's. Counts are taken over, or Adam would correct the bias of a mean
+    that has none. The schedule restarts.
+
+    Args:
+      growth: Its source must hold a train state.
+      abstract_opt_state: jax.ShapeDtypeStruct with the shardings wanted.
+      fresh_opt_state: Deleted array by array.
+
+    Raises:
+      UserError: The source has no such state.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(abstract_opt_state)
+    names = [path_name(path) for path, _ in paths]
+    wanted = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True)}
+    plans = _moment_plans(growth, wanted)
+    fresh = dict(zip(names, jax.tree.leaves(fresh_opt_state), strict=True))
+    for name, leaf in plans.items():
+        stored = growth.source.read_other(_OPT_STATE + name)
+        means = None
+        if growth.moments == "warmed" and _SECOND_MOMENT in name.split("/"):
+            means = _means_over_slots(leaf, stored)
+        fresh[name].delete()
+        fresh[name] = _placed(leaf, stored, wanted[name], means)
+    return jax.tree.unflatten(structure, [fresh[name] for name in names])
+
+
+def _moment_plans(
+    growth: Growth, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, LeafPlan]:
+    """Returns path in the optimizer's state -> plan, for what is taken over."""
+    plans, problems = {}, []
+    for name, leaf in wanted.items():
+        if name.split("/")[0] != str(DIRECTION):
+            continue  # the place in the schedule
+        new = Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
+        old = growth.source.others.get(_OPT_STATE + name)
+        parameter = _parameter_of(name, growth.plan.leaves)
+        if parameter and parameter.new.shape == new.shape:
+            expected = parameter.old.shape
+        else:
+            expected, parameter = new.shape, LeafPlan(name, new, new, None, None, None)
+        if old is None:
+            problems.append(f"missing     {_OPT_STATE}{name}: wanted [{_sizes(expected)}]")
+        elif old.shape != expected:
+            problems.append(
+                f"other shape {_OPT_STATE}{name}: stored {old}, wanted [{_sizes(expected)}]"
+            )
+        else:
+            plans[name] = parameter._replace(old=old, new=new)
+    if problems:
+        raise UserError(
+            f"growth_moments={growth.moments}: {growth.source.folder} does not hold the state of "
+            "this optimizer:\n" + "\n".join(f"  {problem}" for problem in problems) + "\n"
+            "  Name a checkpoint of a run with the same opt_type, or set growth_moments=zeroed."
+        )
+    return plans
+
+
+def _parameter_of(path: str, leaves: Mapping[str, LeafPlan]) -> LeafPlan | None:
+    names = path.split("/")
+    ends = ("/".join(names[start:]) for start in range(len(names)))
+    return next((leaves[end] for end in ends if end in leaves), None)
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return ",".join(map(str, shape))
+
+
+def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
+    """Returns the mean over the stored slots for every new slot; None without new slots."""
+    if leaf.slots is None or leaf.slots.new <= leaf.slots.old:
+        return None
+    axis = leaf.slots.axis
+    means = stored.mean(axis, dtype=np.float32, keepdims=True)
+    # Along the layers as the array itself.
+    one_slot = tuple(1 if i == axis else size for i, size in enumerate(leaf.new.shape))
+    same = leaf._replace(
+        old=Leaf(means.shape, means.dtype), new=leaf.new._replace(shape=one_slot), slots=None
+    )
+    return np.broadcast_to(new_part(same, means), leaf.new.shape)
+
+
+def _placed(
+    leaf: LeafPlan,
+    stored: np.ndarray,
+    wanted: jax.ShapeDtypeStruct,
+    drawn: jax.Array | np.ndarray | None,
+) -> jax.Array:
+    """Returns one grown array when it is complete: its inputs may be deleted afterwards."""
+    sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shards: dict[tuple[tuple[int, int], ...], Any] = {}
+    if isinstance(drawn, jax.Array):
+        shards = {_span(shard.index, leaf): shard.data for shard in drawn.addressable_shards}
+
+    def part(index: Index | None) -> np.ndarray:
+        assert index is not None  # jax gives one for each device
+        if shards:
+            return new_part(leaf, stored, index, np.asarray(shards[_span(index, leaf)]))
+        return new_part(leaf, stored, index, 0.0 if drawn is None else np.asarray(drawn[index]))
+
+    return jax.block_until_ready(jax.make_array_from_callback(wanted.shape, sharding, part))
+
+
+def _span(index: Index, leaf: LeafPlan) -> tuple[tuple[int, int], ...]:
+    return tuple(piece.indices(size)[:2] for piece, size in zip(index, leaf.new.shape, strict=True))
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

@@ -1,0 +1,76 @@
+"""Record of a run's growth, as JSON in its checkpoints.
+
+mode                     value of growth_mode slots                    {parameter name: [stored,
+now]} where the two differ layers                   [stored, now] or null zoom
+keys of the configuration that the growth fixed moments, data            values of growth_moments
+and growth_data old_slots_learning_rate  factor of the updates of pre-existing slots
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from MaxText.config.training_sections import Checkpoint
+from MaxText.growth.growth_plan import GrowthPlan
+from MaxText.layers.pattention import slots_by_place
+
+Record = Mapping[str, Any]
+
+
+def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, float]) -> Record:
+    """Returns the record of a growth; `zoom` are the keys that were fixed."""
+    rate = section.growth_old_slots_learning_rate
+    return {
+        "mode": section.mode_of_growth,
+        "slots": {name: list(pair) for name, pair in growth.slots.items()},
+        "layers": list(growth.layers) if growth.layers else None,
+        "zoom": dict(zoom),
+        "moments": section.growth_moments,
+        "data": section.growth_data,
+        "old_slots_learning_rate": 1.0 if rate is None else rate,
+    }
+
+
+def latest(metadata: Mapping[str, Any]) -> Record | None:
+    """Returns the record in a checkpoint's metadata; None if its run began without growth."""
+    lineage = metadata.get("lineage") or [{}]
+    return lineage[-1].get("growth")
+
+
+def old_slots(record: Record | None) -> dict[str, int]:
+    """Returns parameter name -> pre-existing slots, which come first."""
+    slots = record["slots"] if record else {}
+    return {name: old for name, (old, new) in slots.items() if old < new}
+
+
+def smaller_model(metadata: Mapping[str, Any]) -> str:
+    """Returns the folder that a checkpoint's run began from; empty if unknown."""
+    lineage = metadata.get("lineage") or [{}]
+    return lineage[-1].get("folder", "")
+
+
+def sizes(record: Record) -> dict[str, str]:
+    """Describes the changed sizes; empty for a record of a zoom alone.
+
+    {"slots": "24 -> 40 (attention), 96 -> 160 (feed-forward)", "layers": "18 -> 24"}
+    """
+    slots = {name: f"{old} -> {new}" for name, (old, new) in record["slots"].items()}
+    found = {"slots": slots_by_place(slots)} if slots else {}
+    if record["layers"]:
+        found["layers"] = "{} -> {}".format(*record["layers"])
+    return found
+
+
+def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
+    """Returns the facts of a `growth` event, short enough for one line.
+
+    Args:
+      folder: Of the smaller model.
+      grown: Of the larger one that convert.py made of it; empty if the run itself grew.
+    """
+    others = {
+        name: value
+        for name, value in record.items()
+        if name not in ("mode", "slots", "layers", "zoom")
+    }
+    begun = {"from": folder, "through": grown} if grown else {"from": folder}
+    return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}

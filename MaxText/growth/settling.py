@@ -1,0 +1,294 @@
+"""Growth decisions before a model is built: which parameters grow, and the zoom."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.description import metadata_if_any
+from MaxText.config.catalogue import build, flat
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.growth import zoom
+from MaxText.growth.growth_plan import GrowthPlan, Mode
+from MaxText.growth.record import Record, latest, make_record, old_slots, sizes
+from MaxText.growth.source import Source, open_source
+from MaxText.layers.pattention import slot_place, slots_by_place
+
+_RATE = "growth_old_slots_learning_rate"
+
+
+class Growth(NamedTuple):
+    """Parameters that are to grow.
+
+    Attributes:
+      source: The smaller model.
+      mode: Initialization of new slots.
+      moments: Optimizer state: "zeroed", "reused" or "warmed".
+      position: Data position to continue at, or None to restart.
+    """
+
+    source: Source
+    plan: GrowthPlan
+    mode: Mode
+    moments: str
+    position: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A configuration with a fixed zoom, and its growth.
+
+    Attributes:
+      config: The configuration to build a model of.
+      growth: To be done at the start of this run, or None.
+      record: How the run's parameters grew, now or at its first start; None if they did not. Kept
+        with each checkpoint (run/lineage.py), as the source may be gone by then.
+      lines: Messages for the user.
+    """
+
+    config: Config
+    growth: Growth | None = None
+    record: Record | None = None
+    lines: Sequence[str] = ()
+
+    @property
+    def old_slots(self) -> dict[str, int]:
+        """Parameter name -> pre-existing slots, which come first."""
+        return old_slots(self.record)
+
+    @property
+    def old_slots_learning_rate(self) -> float:
+        """Factor of their updates in this run."""
+        return self.record["old_slots_learning_rate"] if self.record else 1.0
+
+
+def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
+    """Fixes what a run's starting point decides; reads sizes and JSON, no arrays.
+
+    Args:
+      own: Checkpoints of this run, oldest first; the newest readable one decides.
+
+    Raises:
+      UserError: The stored parameters do not fit, or cannot become the model in this way.
+    """
+    section = config.checkpoint
+    if own:
+        return _as_recorded(config, own, is_resumed=True)
+    if section.load_full_state_path:
+        stored = layout.find(section.load_full_state_path, "load_full_state_path")
+        return _as_recorded(config, [stored], is_resumed=False)
+    if not section.load_parameters_path:
+        if _asked_rate(config):
+            raise UserError(
+                f"{_words(_asked_rate(config))}: has no effect without load_parameters_path, the "
+                "smaller model: a new run has no old slots."
+            )
+        return Settled(config)
+    return settle_source(config, open_source(section.load_parameters_path, flat(config)))
+
+
+def _as_recorded(
+    config: Config, checkpoints: Sequence[layout.Stored], *, is_resumed: bool
+) -> Settled:
+    """Settles a run that resumes a whole state, its own or another run's."""
+    metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
+    record = latest(metadata)
+    # Whether growth fixed it, the user, or a config file of the first start: it is trained with it.
+    # The user's own is left alone; restoring says where it differs.
+    keys = zoom.inherited(zoom.stored_config(metadata), config)
+    if not metadata.get(layout.PARAMETERS_ONLY):  # where no run goes on, which restoring says
+        record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
+        keys |= rate
+    lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
+    return Settled(_with(config, keys), None, record, lines)
+
+
+def _recorded_rate(
+    config: Config, record: Record | None, stored: layout.Stored, is_resumed: bool
+) -> tuple[Record | None, dict[str, float]]:
+    """Returns the record with the current rate of old slots, and the key if it lacks it."""
+    asked = config.checkpoint.growth_old_slots_learning_rate
+    if record is None or not old_slots(record):
+        if _asked_rate(config):
+            raise UserError(
+                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so there are no old "
+                "ones. learning_rate_overrides sets rates by name."
+            )
+        return record, {}
+    recorded = record["old_slots_learning_rate"]
+    if asked is None:
+        return record, {_RATE: recorded} if recorded != 1 else {}
+    if is_resumed and asked != recorded:
+        raise UserError(
+            f"{_RATE}={asked:g}: since it grew, this run has trained its old slots with "
+            f"{recorded:g} ({stored}), and it goes on so. Leave the key out. To train on with "
+            "another rate, start another run_name with "
+            f"load_full_state_path={stored.folder.parent.parent}."
+        )
+    return {**record, "old_slots_learning_rate": asked}, {}
+
+
+def _asked_rate(config: Config) -> dict[str, float]:
+    """Returns the key that distinguishes old slots, if it is set to."""
+    asked = config.checkpoint.growth_old_slots_learning_rate
+    return {} if asked is None or asked == 1 else {_RATE: asked}
+
+
+def settle_source(config: Config, source: Source) -> Settled:
+    """Settles a run without checkpoints; `source` is what load_parameters_path names."""
+    from MaxText.conversion.weight_source import model_of
+
+    section = config.checkpoint
+    growth = source.plan(model_of(config).parameters, flat(config))
+    _check_slot_number(section.load_parameters_path_slot_number, growth, source)
+    mode = section.mode_of_growth
+    if growth.changes:
+        _check_possible(config, growth, mode, source)
+    keys = _zoom_keys(config, growth, mode, source)
+    lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
+    if keys and growth.slots and mode != "function_preserving":
+        names = " and ".join(keys)
+        lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
+    if not growth.changes:
+        return _settled_without_change(config, source, keys, lines)
+    record = make_record(growth, section, keys)
+    position = None
+    if section.growth_data == "continue":
+        position = {**source.position(), "step": 0}
+    asked = Growth(source, growth, mode, section.growth_moments, position)
+    changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
+    told = [f"Growth from {source.folder}: {changed}; growth_mode={mode}"]
+    if growth.drops:
+        told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
+    return Settled(_with(config, keys), asked, record, [*told, *lines])
+
+
+def _settled_without_change(
+    config: Config, source: Source, keys: Mapping[str, float], lines: Sequence[str]
+) -> Settled:
+    section = config.checkpoint
+    for name, value, unasked in (
+        ("growth_moments", section.growth_moments, "zeroed"),
+        ("growth_data", section.growth_data, "restart"),
+    ):
+        if value != unasked:
+            raise UserError(
+                f"{name}={value}: {source.folder} has the slots and layers of this model, so "
+                "nothing grows. load_full_state_path takes optimizer state and data position, too."
+            )
+    # What convert.py grew is trained for the first time here.
+    grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
+    record = latest(source.metadata) if grown_by_itself else None
+    asked = _asked_rate(config)
+    if record:
+        record = {**record, "old_slots_learning_rate": asked.get(_RATE, 1.0)}
+    if asked and not old_slots(record):
+        raise UserError(
+            f"{_words(asked)}: {source.folder} has the slots of this model, so none of them is "
+            "new. learning_rate_overrides sets rates by name."
+        )
+    if keys:
+        record = {**(record or make_record(GrowthPlan({}), section, keys)), "zoom": dict(keys)}
+    return Settled(_with(config, keys), None, record, lines)
+
+
+def _with(config: Config, keys: Mapping[str, Any]) -> Config:
+    return build(flat(config) | dict(keys)) if keys else config
+
+
+def _words(keys: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in keys.items())
+
+
+def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
+    """Compares load_parameters_path_slot_number, -1 for none, with what is stored."""
+    stored = growth.stored_slots
+    if number == -1:
+        return
+    if not stored:
+        raise UserError(
+            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Leave the "
+            "key out."
+        )
+    right = _slot_numbers(stored, zoom.stored_config(source.metadata))
+    if number in right:
+        return
+    found = slots_by_place({name: str(slots) for name, slots in stored.items()})
+    raise UserError(
+        f"load_parameters_path_slot_number={number}: {source.folder} has slots {found}, which is "
+        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; leave "
+        "the key out."
+    )
+
+
+def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]:
+    """Returns the numbers that can be called slot_num of a stored model."""
+    counts = {slot_place(name): slots for name, slots in stored.items()}
+    if config is not None:
+        section = config.model.pattention
+        if section.slot_num != -1:
+            return [section.slot_num]
+        if any(getattr(section, f"{place}_slot_num", -1) == -1 for place in counts):
+            return [config.model.shape.dimensions.emb_dim]
+    bases = {slots / 4 if place == "ffn" else slots for place, slots in counts.items()}
+    if len(bases) == 1 and (base := bases.pop()) == int(base):
+        return [int(base)]
+    # Each place has a number of its own, of which none is more right than another.
+    return sorted(set(counts.values()))
+
+
+def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> None:
+    section = config.checkpoint
+    if growth.drops and not section.growth_allow_shrinking:
+        raise UserError(
+            f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
+            "last slots, or layers evenly, set growth_allow_shrinking=true."
+        )
+    if (asked := _asked_rate(config)) and not growth.adds_slots:
+        raise UserError(
+            f"{_words(asked)}: no slots are added, so there are none to keep apart from them."
+        )
+    if mode != "function_preserving":
+        return
+    if growth.layers:
+        old, new = growth.layers
+        raise UserError(
+            f"growth_mode=function_preserving: a model of {new} layers made of one of {old} "
+            f"({source.folder}) computes something else, as layer j becomes a copy of layer "
+            "floor(j * old / new).\n  Set growth_mode=random to do so, or base_num_decoder_layers "
+            f"back to {old}."
+        )
+    normalize_type = config.model.pattention.normalize_type
+    if growth.adds_slots and normalize_type not in zoom.PRESERVING:
+        raise UserError(
+            f"growth_mode=function_preserving: with normalize_type={normalize_type} every new "
+            "slot takes part in the normalisation of the others, whatever its key is, so the "
+            "function changes.\n  Set growth_mode=random. The function can be kept with "
+            f"{', '.join(zoom.PRESERVING)}."
+        )
+    if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
+        raise UserError(
+            f"growth_mode=function_preserving: {source.folder} was trained with other scores: "
+            f"{'; '.join(changed)}.\n  Set them back, or set growth_mode=random."
+        )
+
+
+def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> dict[str, float]:
+    """Returns keys that keep the stored zoom; empty if it follows the number of slots."""
+    stored = zoom.stored_config(source.metadata)
+    if growth.slots and mode != "function_preserving":
+        # As TokenFormer's JAX code, which leaves the scale to the user; what a user or an earlier
+        # growth has fixed stays.
+        return zoom.inherited(stored, config, by_keys=True)
+    if not growth.adds_slots:
+        return zoom.inherited(stored, config)
+    if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:
+        return {}
+    zooms = zoom.trained_with(stored, growth, config)
+    if wrong := zoom.conflicts(zooms, config):
+        raise UserError(
+            "growth_mode=function_preserving keeps the zoom that the stored slots were trained "
+            f"with: {'; '.join(wrong)}.\n  Leave zoom_dim out, or set growth_mode=random."
+        )
+    return zoom.keys_for(zooms, config)

@@ -1,0 +1,130 @@
+"""The smaller model that a run grows from: sizes first, then one array at a time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.description import metadata_if_any, read_position
+from MaxText.checkpointing.matching import ConfigHint, Leaf, explain
+from MaxText.errors import UserError
+from MaxText.growth.growth_plan import GrowthPlan, Misfits, plan
+from MaxText.parallelism.constraints import ParameterInfo
+
+KEY = "load_parameters_path"
+_PARAMS = "params/"
+
+
+class Source(NamedTuple):
+    """Stored parameters, not yet read.
+
+    Attributes:
+      step: The update after which they were saved, if known.
+      metadata: See matching.checkpoint_metadata; empty if there is none.
+      parameters: Name -> shape and format.
+      read: Returns a parameter by name.
+      others: Path -> shape and format of the rest of a train state, such as moments.
+      read_other: Returns an array of the rest by path.
+      stored: The checkpoint; None for a Hugging Face checkpoint.
+    """
+
+    folder: str
+    step: int | None
+    metadata: Mapping[str, Any]
+    parameters: Mapping[str, Leaf]
+    read: Callable[[str], np.ndarray]
+    others: Mapping[str, Leaf]
+    read_other: Callable[[str], np.ndarray]
+    stored: layout.Stored | None
+
+    def plan(
+        self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
+    ) -> GrowthPlan:
+        """Returns the plan for a wanted model.
+
+        Args:
+          config_flat: Its configuration by key, to name what differs.
+
+        Raises:
+          UserError: Lists every parameter that does not fit.
+        """
+        try:
+            return plan(self.parameters, parameters)
+        except Misfits as error:
+            hint = ConfigHint(self.metadata.get("config"), config_flat)
+            lines = [f"{self.folder}: {explain(error.problems, hint)}"]
+            if self.stored is None:
+                command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
+                lines.append(f"  {command} writes a config.yml with these keys.")
+            raise UserError("\n".join(lines)) from None
+
+    def position(self) -> dict[str, Any]:
+        """Returns the data position; raises a UserError if it is not stored."""
+        position = None
+        if self.stored and (self.stored.folder / layout.POSITION).exists():
+            position = read_position(self.stored)
+        if not position:
+            raise UserError(
+                f"growth_data=continue: {self.folder} does not say where its data stood. Name a "
+                "checkpoint of a run, or begin the data anew with growth_data=restart."
+            )
+        return position
+
+
+def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
+    """Finds the parameters that load_parameters_path names; reads no numbers.
+
+    Args:
+      path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
+
+    Raises:
+      UserError: Nothing there, or it cannot be read.
+    """
+    from MaxText.conversion.hugging_face_folder import is_folder
+
+    return _folder(path, config_flat) if is_folder(path) else _run(path)
+
+
+def _run(path: str) -> Source:
+    from MaxText.conversion.stored_arrays import StoredArrays
+
+    stored = layout.find(path, KEY)
+    arrays = StoredArrays(stored.items)
+    return Source(
+        folder=str(stored),
+        step=stored.step,
+        metadata=metadata_if_any(stored),
+        parameters={
+            name.removeprefix(_PARAMS): leaf
+            for name, leaf in arrays.leaves.items()
+            if name.startswith(_PARAMS)
+        },
+        read=lambda name: arrays.read(_PARAMS + name),
+        others={name: leaf for name, leaf in arrays.leaves.items() if not name.startswith(_PARAMS)},
+        read_other=arrays.read,
+        stored=stored,
+    )
+
+
+def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
+    from MaxText.conversion.importing import open_weights
+
+    weights, theirs = open_weights(path, KEY, config_flat)
+
+    def no_others(path: str) -> np.ndarray:
+        raise KeyError(path)
+
+    return Source(
+        folder=str(weights.folder),
+        step=None,
+        metadata={"config": theirs},
+        parameters={
+            name: Leaf(tuple(info.shape), weights.formats[name])
+            for name, info in weights.model.parameters.items()
+        },
+        read=weights.read,
+        others={},
+        read_other=no_others,
+        stored=None,
+    )

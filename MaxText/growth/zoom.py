@@ -1,0 +1,143 @@
+"""The zoom of Pattention's scores, which must not change while slots are added.
+
+Theta multiplies by sqrt(n). With n larger the function changes although every new key is zero,
+unless the number used in training is kept: zoom_dim (model.pattention in the configuration).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from MaxText.config.catalogue import all_keys, build
+from MaxText.config.layer_sections import SlotPlace
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.growth.growth_plan import GrowthPlan
+
+# normalize_type whose scale is sqrt(zoom).
+ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")
+# normalize_type under which a key of zero adds nothing: its score is 0 and Theta(0) is 0, and
+# neither a sum of squares nor gelu of the other scores sees it.
+PRESERVING = (*ZOOMED, "gelu")
+
+
+def places(config: Config) -> list[SlotPlace]:
+    """Returns the places of a model's slots."""
+    found: list[SlotPlace] = []
+    if config.model.attention.attention_projections == "pattention":
+        found.append("qkv")
+        found.append("proj")
+    if config.model.feed_forward.feed_forward_type == "pattention":
+        found.append("ffn")
+    return found
+
+
+def fixed(config: Config, place: SlotPlace) -> float:
+    """Returns the zoom that the keys set for a place; 0 if it follows the number of slots."""
+    section = config.model.pattention
+    own: float = getattr(section, f"{place}_zoom_dim")
+    if own == -1:
+        return 4 * section.zoom_dim if place == "ffn" else section.zoom_dim
+    return own
+
+
+def is_fixed(config: Config) -> bool:
+    """Returns whether the keys set the zoom of any place."""
+    return any(fixed(config, place) for place in places(config))
+
+
+def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
+    """Returns the keys for slots that were trained with a fixed zoom.
+
+    Args:
+      stored: Configuration of the stored parameters, None if unknown.
+      by_keys: A place without a fixed zoom goes by its new number of slots, not the stored one.
+
+    Returns:
+      Keys and values; empty if the zoom follows the number of slots, or the user fixes it.
+    """
+    uses_zoom = config.model.pattention.normalize_type in ZOOMED
+    if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
+        return {}
+    zooms = _zooms(stored, config)
+    if by_keys:
+        zooms = {place: zoom for place, zoom in zooms.items() if fixed(stored, place)}
+    return keys_for(zooms, config)
+
+
+def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
+    width = stored.model.shape.dimensions.emb_dim
+    return {place: float(stored.model.pattention.zoom(place, width)) for place in places(config)}
+
+
+def stored_config(metadata: Mapping[str, Any]) -> Config | None:
+    """Returns the configuration that a checkpoint was made with, or None."""
+    values = metadata.get("config")
+    if not values:
+        return None
+    # A checkpoint of an earlier version may hold keys that have gone since.
+    return build({name: value for name, value in values.items() if name in all_keys()})
+
+
+def trained_with(
+    stored: Config | None, growth: GrowthPlan, config: Config
+) -> dict[SlotPlace, float]:
+    """Returns place -> the zoom that the stored slots were trained with.
+
+    Args:
+      stored: Configuration of the stored parameters, None if unknown.
+
+    Raises:
+      UserError: Nothing says which zoom it was.
+    """
+    if stored is not None:
+        return _zooms(stored, config)
+    zooms = {}
+    for place in places(config):
+        slots = config.model.pattention.num_slots(place, config.model.shape.dimensions.emb_dim)
+        counts = {leaf.slots.old for leaf in growth.leaves.values()
+                  if leaf.slots and leaf.slots.new == slots}  # fmt: skip
+        if zoom := fixed(config, place):
+            zooms[place] = zoom
+        elif len(counts) == 1:
+            zooms[place] = float(counts.pop())
+        else:
+            raise UserError(
+                "the checkpoint does not say which configuration it was made with, and several "
+                f"of its parameters become {slots} slots: {sorted(counts)}. Set {place}_zoom_dim "
+                "to the number of slots that it had there."
+            )
+    return zooms
+
+
+def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
+    """Returns the keys that fix the zoom of each place; empty if they have these values already."""
+    if all(fixed(config, place) == zoom for place, zoom in zooms.items()):
+        return {}
+    section = config.model.pattention
+    own = {f"{place}_zoom_dim": zoom for place, zoom in zooms.items()}
+    bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
+    whole = set(zooms) == set(places(config))
+    if whole and len(bases) == 1 and all(getattr(section, name) == -1 for name in own):
+        return {"zoom_dim": bases.pop()}
+    return own
+
+
+def other_changes(stored: Config | None, config: Config) -> list[str]:
+    """Returns keys of model.pattention that differ, besides sizes and zoom."""
+    if stored is None or not places(config):
+        return []
+    old, new = stored.model.pattention, config.model.pattention
+    return [
+        f"{name} {getattr(old, name)} -> {getattr(new, name)}"
+        for name in type(new).model_fields
+        if not name.endswith(("slot_num", "zoom_dim")) and getattr(old, name) != getattr(new, name)
+    ]
+
+
+def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
+    """Describes keys that fix another zoom."""
+    return [
+        f"{place}_zoom_dim {zoom:g}, not {fixed(config, place):g}"
+        for place, zoom in zooms.items()
+        if fixed(config, place) not in (0, zoom)
+    ]

@@ -1,0 +1,218 @@
+"""Compiled text generation: one more token per sequence and step.
+
+Two programs are compiled per shape: prefill (prompts padded to a power of two) and decode. Decode
+states have room for `capacity` tokens, a power of two that grows, and are donated to the next step.
+
+Legend: B sequences, T tokens of the longest prompt, V vocab_size, D emb_dim.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.inference.token_choice import Choice, next_token
+from MaxText.layers.decoder import Decoder, States
+from MaxText.layers.key_value_cache import capacity_of, with_capacity
+from MaxText.layers.model import Model, Parameters
+from MaxText.parallelism.mesh import Layout
+
+SMALLEST_PROMPT = 16
+SMALLEST_CAPACITY = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Sequences in progress.
+
+    Attributes:
+      states: Decode states of the mixers and the head.
+      tokens_B: The newest token of each, which no step has read yet.
+      lengths_B: Tokens of each, the newest included.
+      num_drawn_B: Tokens drawn for each, which selects the next draw of its key.
+      seen_BV: bool, ids in each; None without a repetition penalty.
+    """
+
+    states: States
+    tokens_B: jax.Array
+    lengths_B: jax.Array
+    keys_B: jax.Array
+    num_drawn_B: jax.Array
+    seen_BV: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """New token of each sequence and its log-probability in nats."""
+
+    tokens_B: Any
+    log_probabilities_B: Any
+
+    def on_host(self) -> "Drawn":
+        """Returns NumPy arrays, when they are ready."""
+        return jax.tree.map(np.asarray, self)
+
+
+class Engine:
+    """Continues batches of sequences.
+
+    Attributes:
+      window: Maximum tokens of a sequence.
+      row_multiple: Divisor of batch sizes, for the devices that split them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Parameters,
+        layout: Layout,
+        choice: Choice,
+        *,
+        num_ids: int | None = None,
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          params: On the devices. With Model.in_parts a step is several times faster.
+          num_ids: Ids of the tokenizer; larger ones are never chosen. None for all.
+        """
+        self.window = model.section.shape.max_target_length
+        self.row_multiple = layout.num_batch_parts
+        self._model, self._params = model, params
+        self._choice, self._num_ids = choice, num_ids
+        # Chosen tokens lie whole on every device, so that every host can read them.
+        outputs = {"out_shardings": (None, layout.replicated)}
+        self._prompt_step = layout.jit(self._read_prompts, static_argnums=6, **outputs)
+        self._token_step = layout.jit(self._read_tokens, donate_argnums=1, **outputs)
+        self._growth = layout.jit(_with_capacity, static_argnums=1)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        names: Sequence[tuple[int, int]],
+        num_drawn: Sequence[int],
+        *,
+        seed: int,
+        room: int,
+    ) -> tuple[Sequences, Drawn]:
+        """Prefills prompts and draws a token for each.
+
+        Args:
+          prompts: 1 to `window` ids each; a multiple of row_multiple prompts.
+          names: Two numbers for each; draws depend on the seed, these and the tokens alone.
+          num_drawn: Tokens at the end of each prompt that were drawn for it before.
+          room: Tokens per sequence that will probably be needed; other numbers cost time.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        assert all(1 <= length <= self.window for length in lengths), lengths
+        padded = min(power_of_two(max(lengths), SMALLEST_PROMPT), self.window)
+        tokens = np.zeros((len(prompts), padded), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        capacity = max(padded, self._capacity(room))
+        # NumPy arrays, which all hosts have alike, become whole arrays on every device.
+        return self._prompt_step(
+            self._params,
+            tokens,
+            np.asarray(lengths, np.int32),
+            np.asarray(names, np.uint32),
+            np.asarray(num_drawn, np.uint32),
+            np.uint32(seed),
+            capacity,
+        )
+
+    def step(self, sequences: Sequences) -> tuple[Sequences, Drawn]:
+        """Reads the newest token of each sequence and draws the next. Donates its argument.
+
+        The caller calls `with_room` first, and keeps sequences that count shorter than `window`.
+        """
+        return self._token_step(self._params, sequences)
+
+    def with_room(self, sequences: Sequences, length: int) -> Sequences:
+        """Returns the sequences with room for `length` tokens.
+
+        Grows fourfold: every capacity is another compiled program.
+        """
+        capacity = capacity_of(sequences.states)
+        if capacity is None or length <= capacity:
+            return sequences
+        return self._growth(sequences, self._capacity(max(length, 4 * capacity)))
+
+    def _capacity(self, length: int) -> int:
+        return min(power_of_two(length, SMALLEST_CAPACITY), self.window)
+
+    def _read_prompts(
+        self,
+        params: Parameters,
+        tokens_BT: jax.Array,
+        lengths_B: jax.Array,
+        names_B2: jax.Array,
+        num_drawn_B: jax.Array,
+        seed: jax.Array,
+        capacity: int,
+    ) -> tuple[Sequences, Drawn]:
+        decoder = self._model.merge(params)
+        h_BTD, states = decoder.read_prompt(tokens_BT, lengths_B, capacity)
+        last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
+        key, fold = jax.random.key(seed), jax.random.fold_in
+        sequences = Sequences(
+            states=states,
+            tokens_B=lengths_B,  # replaced by the drawn ones
+            lengths_B=lengths_B,
+            keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
+            num_drawn_B=num_drawn_B,
+            seen_BV=self._seen(tokens_BT, lengths_B),
+        )
+        return self._draw(decoder, last_B1D, sequences)
+
+    def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
+        if self._choice.repetition_penalty == 1:
+            return None
+        none_V = jnp.zeros(self._model.section.shape.vocab_size, bool)
+        real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
+        return jax.vmap(lambda tokens_T, real_T: none_V.at[tokens_T].max(real_T))(
+            tokens_BT, real_BT
+        )
+
+    def _read_tokens(self, params: Parameters, sequences: Sequences) -> tuple[Sequences, Drawn]:
+        decoder = self._model.merge(params)
+        tokens_BT, positions_BT = sequences.tokens_B[:, None], sequences.lengths_B[:, None] - 1
+        h_B1D, states = decoder.read_next(tokens_BT, positions_BT, sequences.states)
+        return self._draw(decoder, h_B1D, dataclasses.replace(sequences, states=states))
+
+    def _draw(
+        self, decoder: Decoder, h_B1D: jax.Array, sequences: Sequences
+    ) -> tuple[Sequences, Drawn]:
+        head_state, places_B1 = sequences.states[-1], sequences.lengths_B[:, None] - 1
+        logits_BV = decoder.logits(h_B1D, head_state, places_B1)[:, 0]
+        # A draw depends on the sequence's own key and how many came before it, and on nothing
+        # else in the batch.
+        keys_B = jax.vmap(jax.random.fold_in)(sequences.keys_B, sequences.num_drawn_B)
+        seen_BV = sequences.seen_BV
+        tokens_B, log_probabilities_B = next_token(
+            logits_BV, keys_B, self._choice, seen_BV, num_ids=self._num_ids
+        )
+        if seen_BV is not None:
+            seen_BV = seen_BV.at[jnp.arange(len(tokens_B)), tokens_B].set(True)
+        sequences = dataclasses.replace(
+            sequences,
+            tokens_B=tokens_B,
+            lengths_B=sequences.lengths_B + 1,
+            num_drawn_B=sequences.num_drawn_B + 1,
+            seen_BV=seen_BV,
+        )
+        return sequences, Drawn(tokens_B, log_probabilities_B)
+
+
+def _with_capacity(sequences: Sequences, capacity: int) -> Sequences:
+    return dataclasses.replace(sequences, states=with_capacity(sequences.states, capacity))
+
+
+def power_of_two(number: int, least: int) -> int:
+    """Returns the smallest power of two from `least` on that is not below `number`."""
+    return max(least, 1 << (number - 1).bit_length())

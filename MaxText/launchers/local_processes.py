@@ -1,0 +1,175 @@
+"""The processes of one run on this machine: started together, ended together."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+
+Show = Callable[[str], None]
+
+_POLL_SECONDS = 0.1
+# What the threads that copy output may take after their process has ended: a child of it may have
+# inherited the pipe.
+_DRAIN_SECONDS = 5.0
+
+
+def environment_of(
+    base: Mapping[str, str], number: int, process: int, port: int, devices: int | None
+) -> dict[str, str]:
+    """The environment of one of `number` processes.
+
+    Args:
+      base: this program's.
+      process: from 0.
+      port: of the coordinator, on this machine.
+      devices: of each process: so many CPU devices, or so many GPUs of this machine, not shared;
+        None for what jax takes by itself.
+    """
+    environment = dict(base)
+    if number > 1:
+        environment |= {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(number),
+            "JAX_PROCESS_ID": str(process),
+        }
+    if devices is not None:
+        first = process * devices
+        environment |= {
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            NUM_DEVICES_VARIABLE: str(number * devices),
+        }
+        if number > 1:
+            ids = range(first, first + devices)
+            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, ids))
+    return environment
+
+
+def free_port() -> int:
+    """A TCP port of this machine on which nothing listens just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class LocalProcesses:
+    """Processes of one command; their output goes, line by line, to the terminal and to files."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        logs: Path,
+        *,
+        grace_seconds: float,
+        out: IO[str] | None = None,
+    ):
+        """Starts them.
+
+        Args:
+          command: of each.
+          environments: one for each process.
+          logs: folder; <process>.log in it is appended to.
+          grace_seconds: that the others have to end by themselves after one has failed, and again
+            after they were asked to.
+          out: the terminal.
+        """
+        self._grace = grace_seconds
+        self._out = sys.stdout if out is None else out
+        self._printing = threading.Lock()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._copying: list[threading.Thread] = []
+        self._has_prefix = len(environments) > 1
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            for number, environment in enumerate(environments):
+                self._start(command, environment, number, logs / f"{number}.log")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], number: int, log: Path
+    ) -> None:
+        process = subprocess.Popen(
+            command,
+            env={"PYTHONUNBUFFERED": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A group of its own: Ctrl-C reaches it through us, exactly once.
+            process_group=0,
+        )
+        self._processes.append(process)
+        thread = threading.Thread(target=self._copy, args=(process, number, log), daemon=True)
+        thread.start()
+        self._copying.append(thread)
+
+    def _copy(self, process: subprocess.Popen[bytes], number: int, log: Path) -> None:
+        prefix = f"[{number}] " if self._has_prefix else ""
+        assert process.stdout is not None
+        with process.stdout, log.open("ab") as file:
+            for line in process.stdout:
+                with contextlib.suppress(OSError):  # a full disk is no reason to stop a run
+                    file.write(line)
+                    file.flush()
+                with self._printing, contextlib.suppress(OSError, ValueError):
+                    self._out.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+                    self._out.flush()
+
+    def wait(self) -> list[int | None]:
+        """Waits until all have ended; ends the others after one has failed.
+
+        Returns:
+          Exit codes, negative for signals; None for those that had to be ended.
+        """
+        processes = self._processes
+        failed_at: float | None = None
+        ended_by_us: set[int] = set()
+        asked = killed = False
+        while any(process.poll() is None for process in processes):
+            time.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+            if failed_at is None:
+                if any(process.poll() for process in processes):
+                    failed_at = now
+                continue
+            if not asked and now > failed_at + self._grace:
+                asked = True
+                ended_by_us = {n for n, p in enumerate(processes) if p.poll() is None}
+                self.send(signal.SIGTERM)
+            if asked and not killed and now > failed_at + 2 * self._grace:
+                killed = True
+                self.send(signal.SIGKILL)
+        self._drain()
+        return [
+            None if number in ended_by_us else process.returncode
+            for number, process in enumerate(processes)
+        ]
+
+    def kill(self) -> None:
+        """Ends all at once."""
+        self.send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._drain()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to every process that has not ended, and to what it has started."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+
+    def _drain(self) -> None:
+        end = time.monotonic() + _DRAIN_SECONDS
+        for thread in self._copying:
+            thread.join(max(0.0, end - time.monotonic()))

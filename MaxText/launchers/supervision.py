@@ -1,0 +1,197 @@
+"""Starts the processes of a run again after failures that another start may mend."""
+
+import contextlib
+import os
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from MaxText import exit_codes
+from MaxText.checkpointing import layout
+from MaxText.launchers.local_processes import (
+    LocalProcesses,
+    Show,
+    environment_of,
+    free_port,
+)
+from MaxText.storage.paths import path_of
+
+_LONGEST_WAIT = 60.0
+_POLL_SECONDS = 0.1
+
+
+class Policy(NamedTuple):
+    """When to start again.
+
+    Attributes:
+      max_restarts: in a row without a new checkpoint; 0 never starts again.
+      backoff_seconds: before the first of them; each further one waits twice as long, at most 60 s.
+      grace_seconds: see LocalProcesses.
+    """
+
+    max_restarts: int = 0
+    backoff_seconds: float = 1.0
+    grace_seconds: float = 60.0
+
+
+class Job(NamedTuple):
+    """What is run.
+
+    Attributes:
+      command: of every process.
+      number: of processes.
+      devices: of each; see environment_of.
+      logs: folder for their output.
+      run_folder: of the run, by whose checkpoints progress is seen; None if it has none.
+    """
+
+    command: Sequence[str]
+    number: int
+    devices: int | None
+    logs: Path
+    run_folder: str | None
+
+
+def outcome(codes: Sequence[int | None]) -> int:
+    """One exit code for all processes; negative for a signal.
+
+    A mistake that another start cannot mend comes first, whatever it made of the others: 2, then 1,
+    then any other code of an error; then signals, then 76, SIGABRT, 75 and 0. SIGABRT comes after
+    76 because jax aborts a process whose coordinator ended before it. Processes that had to be
+    ended (None) say nothing.
+    """
+    own = [code for code in codes if code is not None]
+
+    def order(code: int) -> int:
+        if code == exit_codes.USER_MISTAKE:
+            return 0
+        if code == exit_codes.DIVERGED:
+            return 1
+        if code > 0 and code not in exit_codes.WORTH_A_RESTART:
+            return 2
+        last = [exit_codes.STUCK, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.DONE]
+        return 4 + last.index(code) if code in last else 3
+
+    return min(own, key=order, default=exit_codes.STUCK)
+
+
+def is_worth_a_restart(code: int) -> bool:
+    """Whether the same command may succeed: after 75, 76 and signals."""
+    return code < 0 or code in exit_codes.WORTH_A_RESTART
+
+
+def newest_checkpoint(run_folder: str | None) -> int:
+    """The newest step that has a complete checkpoint, -1 without any or if it cannot be seen."""
+    if run_folder is None:
+        return -1
+    steps: list[int] = []
+    with contextlib.suppress(Exception):  # the storage does not answer
+        folder = path_of(str(run_folder), "base_output_directory")
+        steps = layout.complete_steps(folder / layout.CHECKPOINTS)
+    return max(steps, default=-1)
+
+
+def run(job: Job, policy: Policy, show: Show) -> int:
+    """Runs all processes to their end, again where the policy says so.
+
+    SIGTERM and SIGINT are passed on, and then nothing is started again.
+
+    Returns:
+      The exit code of the last attempt, 128 + n for signal n.
+    """
+    restarts = 0
+    with _asked_to_stop() as asked:
+        while True:
+            before = newest_checkpoint(job.run_folder)
+            code = _attempt(job, policy, asked)
+            if asked.number or not is_worth_a_restart(code) or policy.max_restarts == 0:
+                return _as_shell(code)
+            if newest_checkpoint(job.run_folder) > before:
+                restarts = 0
+            if restarts >= policy.max_restarts:
+                show(
+                    f"launch: {_words(code)}; {restarts} restarts in a row made no new checkpoint "
+                    "(--max-restarts): giving up. Output of each process is in "
+                    f"{shlex.quote(str(job.logs))}"
+                )
+                return _as_shell(code)
+            seconds = min(_LONGEST_WAIT, policy.backoff_seconds * 2**restarts)
+            restarts += 1
+            show(
+                f"launch: {_words(code)}; starting all {job.number} again in {seconds:g} s "
+                f"(restart {restarts} of {policy.max_restarts} without a new checkpoint)"
+            )
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not asked.number:
+                time.sleep(_POLL_SECONDS)
+            if asked.number:
+                return 128 + asked.number
+
+
+def _attempt(job: Job, policy: Policy, asked: "_Asked") -> int:
+    port = free_port()  # the last one may be in its time of waiting
+    processes = LocalProcesses(
+        job.command,
+        [
+            environment_of(os.environ, job.number, process, port, job.devices)
+            for process in range(job.number)
+        ],
+        job.logs,
+        grace_seconds=policy.grace_seconds,
+    )
+    try:
+        asked.pass_on_to(processes)
+        return outcome(processes.wait())
+    except BaseException:
+        processes.kill()
+        raise
+
+
+class _Asked:
+    """SIGTERM and SIGINT to this program, passed on to the processes of the attempt."""
+
+    def __init__(self):
+        self.number = 0  # of the signal; 0 before any
+        self._processes: LocalProcesses | None = None
+
+    def pass_on_to(self, processes: LocalProcesses) -> None:
+        self._processes = processes
+        if self.number:  # it came while they were being started
+            processes.send(self.number)
+
+    def take(self, number: int, _frame: object) -> None:
+        again, self.number = self.number != 0, number
+        if self._processes is not None:
+            self._processes.send(signal.SIGKILL if again else number)
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[_Asked]:
+    asked = _Asked()
+    before = {
+        number: signal.signal(number, asked.take)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _words(code: int) -> str:
+    if code < 0:
+        return f"a process was ended by {signal.Signals(-code).name}"
+    reasons = {
+        exit_codes.PREEMPTED: "stopped by SIGTERM or a preemption notice",
+        exit_codes.STUCK: "no progress, or a process is gone",
+    }
+    return f"exit code {code}: {reasons.get(code, 'failed')}"
+
+
+def _as_shell(code: int) -> int:
+    return 128 - code if code < 0 else code

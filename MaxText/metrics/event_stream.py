@@ -1,0 +1,177 @@
+"""The stream of a run's events, and its sinks."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from MaxText.config.training_sections import Monitoring
+from MaxText.metrics.events import Event, Record, Sink, Tracker
+from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.sinks.background import Background
+from MaxText.metrics.sinks.event_file import EventFile
+from MaxText.metrics.sinks.metrics_file import MetricsFile
+from MaxText.metrics.sinks.tensorboard import TensorBoard
+from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases
+
+# Events after which everything is flushed: what follows may be the end of the process.
+_FLUSHED = ("start", "resume", "checkpoint")
+# How long closing takes at most when the machine is about to go away.
+_SECONDS_WHEN_PREEMPTED = 10.0
+
+
+class EventStream:
+    """Sends each event to every sink.
+
+    A run that resumes at step s continues its records: older rows of step s and later are removed
+    first, so that each step occurs once. For none to be missing, the rows of a step must be flushed
+    before its checkpoint is saved.
+
+    Attributes:
+      lost: Cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        attempt: int = 0,
+        lost: Mapping[str, Any] | None = None,
+        flush_every: int = 100,
+        callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+    ):
+        """Takes the sinks in the order in which they get each event.
+
+        Args:
+          attempt: Earlier starts of the program.
+          flush_every: Updates between flushes.
+          callbacks: Get each event as a row of events.jsonl, after the sinks.
+        """
+        self.lost = lost or {"steps": 0, "seconds": {}}
+        self._sinks = sinks
+        self._callbacks = callbacks
+        self._attempt = attempt
+        self._flush_every = flush_every
+        self._flushed_step: int | None = None
+        self._seconds_to_close = SECONDS_TO_CLOSE
+
+    def emit(
+        self,
+        kind: str,
+        *,
+        step: int | None = None,
+        seconds: float = 0.0,
+        report: Any = None,
+        **facts: Any,
+    ) -> None:
+        """Records an event that just ended.
+
+        Args:
+          kind: One of events.PHASES.
+          step: The update it belongs to.
+          seconds: Its wall time.
+          report: For the terminal.
+          **facts: JSON values, stored with it.
+        """
+        event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
+        for sink in self._sinks:
+            sink.write(event)
+        for callback in self._callbacks:
+            callback(event.row())
+        if kind == "stop":
+            if facts.get("reason") == "preempted":
+                self._seconds_to_close = _SECONDS_WHEN_PREEMPTED
+            self.flush()
+        elif kind in _FLUSHED:
+            self._ask_flush()
+        elif kind == "step" and step is not None:
+            if self._flushed_step is None:
+                self._flushed_step = step
+            if step - self._flushed_step >= self._flush_every:
+                self._flushed_step = step
+                self._ask_flush()
+
+    @contextlib.contextmanager
+    def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
+        """Emits an event with the seconds of the block, if it succeeds; yields its facts."""
+        began = time.perf_counter()
+        yield facts
+        self.emit(kind, seconds=time.perf_counter() - began, **facts)
+
+    def _ask_flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
+    def flush(self) -> None:
+        """Makes all events durable, waiting for remote records at most a minute."""
+        self._ask_flush()
+        self._settle(time.monotonic() + self._seconds_to_close)
+
+    def _settle(self, until: float) -> None:
+        for sink in self._sinks:
+            if isinstance(sink, Record):
+                sink.settle(until)
+
+    def close(self) -> None:
+        """Flushes and closes every sink, within a minute in all. Safe to call twice."""
+        until = time.monotonic() + self._seconds_to_close
+        trackers = [sink for sink in self._sinks if isinstance(sink, Tracker)]
+        for tracker in trackers:
+            tracker.end()
+        for sink in self._sinks:
+            if isinstance(sink, Record):
+                sink.flush()
+        self._settle(until)
+        for tracker in trackers:
+            tracker.wait(until)
+        for sink in self._sinks:
+            if sink not in trackers:
+                sink.close()
+
+
+def open_stream(
+    run_folder: str | epath.Path,
+    monitoring: Monitoring,
+    run_name: str,
+    config_flat: Mapping[str, Any],
+    *,
+    first_step: int,
+    first_evaluation: int | None = None,
+    terminal: Sink,
+    callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+) -> EventStream:
+    """Opens the stream of a run that begins or resumes at an update.
+
+    Only process 0 records; on the others the stream feeds the terminal alone.
+
+    Args:
+      run_name: In each metric row, as a metrics_file may be shared by runs.
+      first_step: The first update; rows of it and later ones are removed.
+      first_evaluation: The first evaluated update, if that is an earlier one.
+      callbacks: Get each event as a row of events.jsonl.
+
+    Raises:
+      UserError: A package that the configuration asks for is not installed.
+    """
+    if jax.process_index() != 0:
+        return EventStream([terminal], callbacks=callbacks)
+    folder = epath.Path(run_folder)
+    sinks: list[Sink] = [terminal]
+    if monitoring.enable_wandb and monitoring.wandb_mode != "disabled":
+        # First, as it is the one that may refuse.
+        wandb = WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step)
+        sinks.append(Background(wandb, "Weights & Biases", remedy=wandb.remedy))
+    events = EventFile(folder, first_step, first_evaluation=first_evaluation)
+    sinks += [events, MetricsFile(folder, monitoring.metrics_file, run_name, first_step)]
+    if monitoring.enable_tensorboard:
+        sinks.append(Background(TensorBoard(folder, config_flat, first_step), "TensorBoard"))
+    return EventStream(
+        sinks,
+        attempt=events.attempt,
+        lost=events.lost,
+        flush_every=monitoring.log_period,
+        callbacks=callbacks,
+    )

@@ -1,0 +1,238 @@
+"""Files of JSON lines that survive a crash and can be truncated to a step."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import IO, Any, AnyStr
+
+from etils import epath
+
+from MaxText.metrics.latest_object import LatestObject
+from MaxText.storage.paths import is_bucket
+
+# The longest that the end of a run waits for what records and shows it elsewhere.
+SECONDS_TO_CLOSE = 60.0
+
+
+class JsonLines:
+    """A growing file of JSON rows. A local row is in the kernel when `append` returns.
+
+    Object stores (gs://) cannot append. There the rows go into segments of 4 MiB, `name.jsonl`,
+    `name.1.jsonl` and so on: the newest one is kept in memory, and a thread writes it whole after
+    `flush`. Failures there cost a warning, and the next `flush` tries again.
+    """
+
+    def __init__(
+        self,
+        path: str | epath.Path,
+        keep: Callable[[dict[str, Any]], bool] | None,
+        segment_bytes: int = 4 << 20,
+    ):
+        """Opens the file; drops a partial last line and anything that is not a row.
+
+        Args:
+          keep: Rows for which it is false are removed atomically. None keeps all rows, for a file
+            that other runs write, too.
+          segment_bytes: Size of an object after which the next one begins.
+        """
+        self.path = epath.Path(path)
+        self._segment_bytes = segment_bytes
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] | None = None
+        self._object: LatestObject | None = None
+        self._open(keep)
+
+    def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+        existing = list(_segments(self.path)) or [self.path]
+        lines: list[str] = []
+        for segment in existing:
+            if keep is not None or self._is_object_store():
+                lines = _kept(segment, keep or (lambda _row: True))
+        self._number = len(existing) - 1
+        self._segment = existing[-1]
+        self._last = lines[-1] if lines else ""
+        if self._is_object_store():
+            self._begin(lines)
+            return
+        # One write per line, so that a killed process loses no finished row.
+        self._file = open(existing[-1], "a", buffering=1)  # noqa: SIM115
+        if keep is None and _ends_within_a_line(existing[-1]):
+            self._file.write("\n")
+
+    def _begin(self, lines: list[str]) -> None:
+        """Continues in the current segment, which holds `lines`."""
+        self._lines = lines
+        self._last = lines[-1] if lines else ""
+        self._bytes = sum(map(len, lines))
+        self._changed = False  # since the object was handed over
+        self._object = LatestObject(_segment(self.path, self._number))
+        self._full: list[LatestObject] = []  # segments on their way to the storage
+
+    def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Atomically removes the newest rows, for which `keep` is false."""
+        if self._file is None:
+            kept = [line for line, row in _rows(self._lines) if keep(row)]
+            if kept or self._number == 0:
+                self._lines, self._bytes = kept, sum(map(len, kept))
+                self._last = kept[-1] if kept else ""
+                self._changed = True
+                return
+        self.close()
+        self._open(keep)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Adds a row. Numbers that JSON does not have (NaN, infinity) become null."""
+        line = self._last = _line(row)
+        if self._file is None:
+            self._lines.append(line)
+            self._bytes += len(line)
+            self._changed = True
+        else:
+            self._file.write(line + "\n")
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """Returns the last row; empty if there is none, or if a full segment has it."""
+        return json.loads(self._last) if self._last else {}
+
+    def amend(self, more: Mapping[str, Any]) -> None:
+        """Adds fields to the newest row of a file with a single writer."""
+        old, new = self._last, _line({**self.newest, **more})
+        if self._file is None:
+            self._lines[-1] = new
+            self._bytes += len(new) - len(old)
+            self._changed = True
+        else:
+            # Longer than before, so that one write replaces it.
+            with open(self._segment, "r+b") as file:
+                file.seek(-len(old.encode()) - 1, os.SEEK_END)
+                file.write(f"{new}\n".encode())
+        self._last = new
+
+    def flush(self) -> None:
+        """Makes rows durable: locally at once, in an object store soon, see `settle`."""
+        if self._object is not None:
+            if self._changed:
+                # A copy, as rows may come or go while it is written.
+                lines = list(self._lines)
+                self._object.write(lambda: "".join(f"{line}\n" for line in lines).encode())
+                self._changed = False
+            self._next_segment()
+        elif self._file is not None and not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _next_segment(self) -> None:
+        assert self._object is not None
+        for segment in [segment for segment in self._full if segment.is_durable]:
+            segment.close(time.monotonic())
+            self._full.remove(segment)
+        if self._bytes >= self._segment_bytes:
+            full = [*self._full, self._object]
+            self._number += 1
+            self._begin([])
+            self._full = full
+
+    def settle(self, until: float) -> None:
+        """Waits for flushed rows to be durable or to fail, until `until` of time.monotonic."""
+        if self._object is not None:
+            for segment in (*self._full, self._object):
+                segment.settle(until)
+
+    def close(self) -> None:
+        """Flushes and closes, waiting for an object store. Safe to call twice."""
+        if self._object is not None:
+            self.flush()
+            until = time.monotonic() + SECONDS_TO_CLOSE
+            for segment in (*self._full, self._object):
+                segment.close(until)
+            self._full = []
+        elif self._file is not None:
+            self.flush()
+            self._file.close()
+
+    def _is_object_store(self) -> bool:
+        return is_bucket(self.path)
+
+
+def _segment(path: epath.Path, number: int) -> epath.Path:
+    return path if number == 0 else path.parent / f"{path.stem}.{number}{path.suffix}"
+
+
+def _segments(path: epath.Path) -> Iterator[epath.Path]:
+    """Yields the existing segments of a file, oldest first."""
+    number = 0
+    while (segment := _segment(path, number)).exists():
+        yield segment
+        number += 1
+
+
+def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
+    """Returns the lines that stay, after the others were removed atomically."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    kept = [line for line, row in _rows(content.split(b"\n")) if keep(row)]
+    wanted = b"".join(line + b"\n" for line in kept)
+    if wanted != content:
+        temporary = path.parent / f"{path.name}.rewriting"
+        temporary.write_bytes(wanted)
+        temporary.replace(path)
+    return [line.decode() for line in kept]
+
+
+def _ends_within_a_line(path: epath.Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def last_change(path: str | epath.Path) -> float:
+    """Returns when the newest segment was written, in Unix seconds; 0 if there is none."""
+    return max((segment.stat().mtime for segment in _segments(epath.Path(path))), default=0.0)
+
+
+def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
+    """Returns all complete rows of a file, in all its segments; none if it does not exist."""
+    lines = (
+        line for file in _segments(epath.Path(path)) for line in file.read_bytes().split(b"\n")
+    )
+    return [row for _, row in _rows(lines)]
+
+
+def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows one at a time, without holding the file."""
+    for segment in _segments(epath.Path(path)):
+        with segment.open("rb") as lines:
+            yield from (row for _, row in _rows(lines))
+
+
+def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
+    for line in lines:
+        try:
+            # Left to itself, json guesses the encoding of bytes.
+            row = json.loads(line.decode() if isinstance(line, bytes) else line)
+        except (ValueError, RecursionError):
+            continue  # cut off by a crash, damaged, or empty
+        if isinstance(row, dict):
+            yield line, row
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Converts scalars of NumPy and JAX to numbers."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,258 @@
+"""Record of a run, read from its folder while it runs or afterwards."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import yaml
+from etils import epath
+
+from MaxText.errors import UserError
+from MaxText.metrics.events import EVENTS_FILE
+from MaxText.metrics.goodput import Goodput, measure_goodput
+from MaxText.metrics.json_lines import last_change, read_rows
+from MaxText.metrics.loss_trend import LossTrend
+from MaxText.storage.paths import path_of
+
+CONFIG_FILE = "config.yml"
+
+State = Literal["running", "killed", "completed", "diverged", "interrupted", "preempted", "error"]
+_ENDS: dict[str, State] = {
+    "completed": "completed",
+    "diverged": "diverged",
+    "interrupted": "interrupted",
+    "preempted": "preempted",
+    "error": "error",
+}
+
+# Fields that are a number or null wherever they stand, beside the tags, which have a slash.
+_NUMBERS = ("seconds", "data_seconds", "updates", "count")
+
+# A run without a last word counts as running until its file has been silent for so long, or for so
+# many times as long as its last row took. Five minutes cover a compilation and most evaluations.
+_SILENT_SECONDS = 300.0
+_SILENT_ROWS = 5.0
+
+# Of which the training loss of a run is the mean.
+_LEAST_REPORTS = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """Recorded data of a run. Rows are those of events.jsonl; see docs/report.md.
+
+    Attributes:
+      folder: May be a bucket.
+      config: Value by key, from config.yml; empty if there is none.
+      facts: The newest start or resume row.
+      steps, evaluations: Rows by ascending step, each once.
+      marks: All other rows in order.
+      state: What the run is doing, or how it ended.
+    """
+
+    folder: epath.Path
+    name: str
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    marks: list[dict[str, Any]]
+    state: State
+    goodput: Goodput
+
+    @property
+    def final_loss(self) -> float | None:
+        """Validation loss of the last evaluation, nats per token; None without one."""
+        return self.evaluations[-1].get("eval/avg_loss") if self.evaluations else None
+
+    @property
+    def training_loss(self) -> tuple[float, int] | None:
+        """Mean training loss of the last updates, nats per token, and their number.
+
+        Those of the last 1/25 of the reports, but of nine at least. None without any.
+        """
+        last = self.steps[-max(len(self.steps) // 25, _LEAST_REPORTS) :]
+        counted = [
+            (row["learning/lm_loss"], row.get("updates") or 1)
+            for row in last
+            if row.get("learning/lm_loss") is not None and not row.get("learning/skipped")
+        ]
+        updates = sum(count for _, count in counted)
+        return (sum(loss * n for loss, n in counted) / updates, updates) if counted else None
+
+    @property
+    def loss_kind(self) -> str:
+        """Text about the losses; losses of other kinds are not comparable."""
+        objective = str(self.config.get("loss_type", "cross_entropy"))
+        alpha = self.config.get("entmax_alpha")
+        words = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
+        kind = words.get(objective, objective)
+        if self.config.get("mlm_training"):
+            kind += " of masked tokens"
+        tokenizer = (self.facts.get("data") or {}).get("tokenizer")
+        return f"{kind}, tokenizer {str(tokenizer)[:8]}" if tokenizer else kind
+
+    @property
+    def last_step(self) -> int | None:
+        """The last recorded update."""
+        return self.steps[-1]["step"] if self.steps else None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of this run, without its ancestors."""
+        return self._spent("progress/tokens")
+
+    @property
+    def flops(self) -> float:
+        """Operations of this run, without its ancestors."""
+        return self._spent("progress/flops")
+
+    @property
+    def inherited_tokens(self) -> float:
+        """Tokens of its ancestors; 0 if unknown."""
+        return self._inherited("tokens")
+
+    @property
+    def inherited_flops(self) -> float:
+        """Operations of its ancestors; 0 if unknown."""
+        return self._inherited("flops")
+
+    def _spent(self, tag: str) -> float:
+        rows = [row for row in (*self.steps[-1:], *self.evaluations[-1:]) if row.get(tag)]
+        return max((row[tag] for row in rows), default=0.0)
+
+    def _inherited(self, name: str) -> float:
+        lineage = self.facts.get("lineage") or []
+        return (lineage[-1].get(name) or 0.0) if lineage else 0.0
+
+
+def read_run(folder: str | PathLike[str]) -> RunRecord:
+    """Reads a run, without a partial last line.
+
+    Raises:
+      UserError: There is no such folder, no event file in it, no start row, or the file is of
+        another program or version.
+    """
+    path = path_of(str(folder), "RUN")
+    file = path / EVENTS_FILE
+    if not file.exists():
+        if not path.exists():
+            raise UserError(f"{path}: there is no such folder. Give the folder of a run.")
+        raise UserError(
+            f"{path} has no {EVENTS_FILE}, so no run has recorded there. Give the folder of a run, "
+            "which is base_output_directory/run_name."
+        )
+    changed = last_change(file)
+    rows = read_rows(file)
+    _check_rows(rows, file)
+    replaced = _replaced(rows)
+    kept = [row for index, row in enumerate(rows) if index not in replaced]
+    facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
+    steps, state = _of_kind(kept, "step"), _state(rows, silent_for=time.time() - changed)
+    # Records of earlier versions call a run complete whatever its loss was.
+    if state == "completed" and LossTrend(facts.get("unigram_entropy")).add_rows(steps).diverged:
+        state = "diverged"
+    return RunRecord(
+        folder=path,
+        name=str(facts.get("run_name") or path.name),
+        config=_read_config(path / CONFIG_FILE),
+        facts=facts,
+        steps=steps,
+        evaluations=_of_kind(kept, "evaluation"),
+        marks=[row for row in kept if row["event"] not in ("step", "evaluation")],
+        state=state,
+        goodput=measure_goodput(rows, replaced),
+    )
+
+
+def real_folder(folder: str | PathLike[str]) -> str:
+    """Returns the canonical name of a folder, links followed."""
+    text = str(folder)
+    # Buckets have no links; epath.Path.resolve follows none.
+    return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))
+
+
+def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
+    """Refuses a file of another program, before a missing field becomes a traceback."""
+    for number, row in enumerate(rows, 1):
+        wrong = [
+            f"{name}={row.get(name)!r}"
+            for name, kind in (("time", int | float), ("event", str), ("phase", str))
+            if not isinstance(row.get(name), kind)
+        ]
+        if not isinstance(row.get("attempt"), int):
+            wrong.append(f"attempt={row.get('attempt')!r}")
+        if row.get("event") in ("step", "evaluation") and not isinstance(row.get("step"), int):
+            wrong.append(f"step={row.get('step')!r}")
+        wrong += [
+            f"{name}={value!r}"
+            for name, value in row.items()
+            if (name in _NUMBERS or "/" in name) and not isinstance(value, int | float | None)
+        ]
+        if wrong:
+            raise UserError(
+                f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "
+                "wrote it; only records of this version can be read."
+            )
+    if not any(row["event"] in ("start", "resume") for row in rows):
+        raise UserError(
+            f"{file} has {len(rows)} whole rows and none of them is a start: the run has not got "
+            "so far yet, or the beginning of the file was removed. Try again when it has done its "
+            "first step."
+        )
+
+
+def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Returns indices of steps and evaluations that were rolled back."""
+    replaced: set[int] = set()
+    standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
+
+    def go_back(kinds: Sequence[str], step: int) -> None:
+        for kind in kinds:
+            while standing[kind] and standing[kind][-1][0] >= step:
+                replaced.add(standing[kind].pop()[1])
+
+    for index, row in enumerate(rows):
+        kind = row["event"]
+        if kind == "rewind" and isinstance(row.get("to"), int):
+            go_back(("step", "evaluation"), row["to"])
+        elif kind in standing:
+            go_back((kind,), row["step"])
+            standing[kind].append((row["step"], index))
+    return replaced
+
+
+def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["event"] == kind]
+
+
+def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
+    attempt = rows[-1]["attempt"]
+    for row in reversed(rows):
+        if row["attempt"] != attempt:
+            break
+        if row["event"] == "stop":
+            return _ENDS.get(str(row.get("reason")), "error")
+    patience = max(_SILENT_SECONDS, _SILENT_ROWS * (rows[-1].get("seconds") or 0.0))
+    return "running" if silent_for < patience else "killed"
+
+
+def _read_config(file: epath.Path) -> Mapping[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{file} is not valid YAML: {error}. Restore it, or remove it to read the run without "
+            "its configuration."
+        ) from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{file} holds no keys with values. Restore it, or remove it to read the run without "
+            "its configuration."
+        )
+    return {str(name): value for name, value in config.items()}

@@ -1,0 +1,113 @@
+"""A sink on a thread, so that a slow one never blocks the run."""
+
+import collections
+import sys
+import threading
+import time
+
+from MaxText.metrics.events import Event, Sink
+from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.runtime import processes
+
+# Events that may wait: some 10 MB.
+_MOST_WAITING = 10_000
+# Of these there are enough to fill any memory.
+_MANY = ("step", "evaluation")
+_FLUSH = "flush"
+
+
+class Background:
+    """Passes events to a sink in order; its errors are reported once and end it alone.
+
+    If its queue is full, later events are dropped, which is reported once, too.
+    """
+
+    def __init__(
+        self, sink: Sink, name: str, *, remedy: str = "", most_waiting: int = _MOST_WAITING
+    ):
+        """Starts the thread.
+
+        Args:
+          name: Of the sink, for messages.
+          remedy: How to get it the events that it missed, for messages.
+          most_waiting: Size of the queue.
+        """
+        self._sink = sink
+        self._name = name
+        self._remedy = f"; {remedy}" if remedy else ""
+        self._most = most_waiting
+        self._waiting: collections.deque[Event | str] = collections.deque()
+        self._ends = self._given_up = self._left_out = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event) -> None:
+        self._ask(event)
+
+    def flush(self) -> None:
+        """Requests a flush, without waiting for it."""
+        self._ask(_FLUSH)
+
+    def end(self) -> None:
+        """Requests closing, without waiting for it."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+    def wait(self, until: float) -> None:
+        """Waits until it has closed after `end`, or until `until` of time.monotonic."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            # At the interpreter's end libraries would wait for what the thread waits for.
+            processes.leave_behind()
+            self._give_up("it was still busy at the end of the run")
+
+    def close(self) -> None:
+        """Ends and waits, at most a minute. Safe to call twice."""
+        self.end()
+        self.wait(time.monotonic() + SECONDS_TO_CLOSE)
+
+    def _ask(self, task: Event | str) -> None:
+        with self._changed:
+            if self._ends or self._given_up:
+                return
+            if task is _FLUSH and self._waiting and self._waiting[-1] is _FLUSH:
+                return
+            may_go = isinstance(task, Event) and task.kind in _MANY
+            if len(self._waiting) < self._most or not may_go:
+                self._waiting.append(task)
+                self._changed.notify_all()
+                return
+            is_first, self._left_out = not self._left_out, True
+        if is_first:
+            sys.stderr.write(
+                f"warning: {self._name} is slower than the run: events are left out there. "
+                "events.jsonl has all of them.\n"
+            )
+
+    def _work(self) -> None:
+        try:
+            while (task := self._next()) is not None:
+                if isinstance(task, Event):
+                    self._sink.write(task)
+                else:
+                    self._sink.flush()
+            self._sink.close()
+        except Exception as error:  # Any failure of it ends it, none ends the run.
+            self._give_up((str(error).strip() or type(error).__name__).splitlines()[0])
+
+    def _next(self) -> Event | str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ends)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _give_up(self, why: str) -> None:
+        with self._changed:
+            is_first, self._given_up = not self._given_up, True
+            self._waiting.clear()
+        if is_first:
+            sys.stderr.write(
+                f"warning: {self._name} gets nothing more: {why.rstrip('.')}. Training and its "
+                f"other records go on{self._remedy}.\n"
+            )

@@ -1,0 +1,111 @@
+"""TensorBoard: scalars under MaxText's tags, the configuration as text and HParams."""
+
+import logging
+import pathlib
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from MaxText.metrics.events import Event
+from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.latest_object import LatestObject
+from MaxText.metrics.sinks.hyperparameters import hyperparameter_summaries
+from MaxText.storage.paths import is_bucket
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+# What the HParams page compares runs by.
+_COMPARED = ("eval/avg_loss", "learning/loss")
+
+
+class TensorBoard:
+    """Writes event files under `<run>/tensorboard`.
+
+    For a bucket, which cannot append, they are in a temporary folder, and a thread copies them
+    after each flush.
+    """
+
+    def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
+        """Describes the run; points from `first_step` on are hidden."""
+        self._folder = folder / TENSORBOARD_FOLDER
+        self._first_step = first_step
+        self._config = config_flat
+        self._texts = {name: str(value) for name, value in config_flat.items()}
+        self._writer: Any = None
+        self._temporary: tempfile.TemporaryDirectory | None = None
+        self._copy: LatestObject | None = None  # of the writer's file
+
+    def write(self, event: Event) -> None:
+        """Adds the metrics of an update or evaluation, and the size of the model as text."""
+        if event.kind in ("start", "resume"):
+            self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
+        elif event.kind == "rewind" and self._writer is not None:
+            # A new file, whose first line hides the points that are done again.
+            self._close_writer()
+            self._first_step = event.facts["to"]
+        elif event.kind in ("step", "evaluation"):
+            writer = self._opened()
+            for name, value in event.facts.items():
+                if "/" in name:
+                    writer.add_scalar(name, value, event.step, walltime=event.time)
+
+    def flush(self) -> None:
+        """Flushes to the operating system, or starts the copy to the bucket."""
+        if self._writer is not None:
+            self._writer.flush()
+            self._copy_file()
+
+    def close(self) -> None:
+        """Flushes and closes. Safe to call twice."""
+        if self._texts:
+            self._opened()
+        self._close_writer()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._copy_file()
+            self._writer = None
+        if self._copy is not None:
+            self._copy.close(time.monotonic() + SECONDS_TO_CLOSE)
+            self._copy = None
+
+    def _copy_file(self) -> None:
+        if self._copy is not None:
+            self._copy.write(pathlib.Path(self._writer.logdir, self._file_name()).read_bytes)
+
+    def _file_name(self) -> str:
+        """Returns the only file of the temporary folder."""
+        (file,) = pathlib.Path(self._writer.logdir).iterdir()
+        return file.name
+
+    def _folder_of_writer(self) -> str:
+        if not is_bucket(self._folder):
+            return str(self._folder)
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard_")
+        return tempfile.mkdtemp(dir=self._temporary.name)
+
+    def _opened(self) -> Any:
+        """Returns the writer, whose import is delayed until the first metrics."""
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            # One line for each loss that is no number; the step line shows it.
+            logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
+            # purge_step hides points from before a crash, which are done again, if from step 0 on.
+            folder = self._folder_of_writer()
+            self._writer = SummaryWriter(folder, purge_step=self._first_step)
+            if self._temporary is not None:
+                self._copy = LatestObject(self._folder / self._file_name())
+            for name, text in self._texts.items():
+                self._writer.add_text(name, text, self._first_step)
+            self._texts.clear()
+            for summary in hyperparameter_summaries(self._config, _COMPARED):
+                self._writer.file_writer.add_summary(summary)
+        return self._writer

@@ -1,0 +1,121 @@
+"""Terminal output: lines on stdout, and a progress bar in the last line of stderr."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from MaxText.metrics.events import Event
+from MaxText.metrics.step_line import StepReport, duration
+
+# Where a compiled step came from, see parallelism.compiled_steps.Compilation.
+_SOURCES = {
+    "": "compiled",
+    "cache": "loaded from the compilation cache",
+    "file": "loaded from compiled_trainstep_file",
+}
+
+
+class Terminal:
+    """Shows updates, evaluations and compilations."""
+
+    def __init__(
+        self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
+    ):
+        """Shows nothing yet.
+
+        Args:
+          num_steps: Updates of the whole run.
+          show: Takes lines that are not part of the bar.
+          step_line: "full" for MaxText's line, "compact" for a shorter one; "auto" for the compact
+            one on a terminal.
+        """
+        on_terminal = step_line == "auto" and sys.stdout.isatty()
+        self._compact = step_line == "compact" or on_terminal
+        self._num_steps = num_steps
+        self._show = show
+        self._bar: Any = None
+        self._task: Any = None
+
+    def write(self, event: Event) -> None:
+        """Shows the line of an event, and advances the bar."""
+        if event.kind in ("start", "resume"):
+            self._start_bar(event.step or 0)
+        if event.kind == "compile":
+            shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
+            seconds = event.facts["compile_seconds"]
+            source = _SOURCES[event.facts.get("source", "")]
+            self.line(f"Train step ({shape}) {source} in {seconds:.1f} s")
+        if event.kind == "skip" and event.facts["what"] == "update":
+            facts = event.facts
+            count = facts["count"]
+            steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
+            self.line(f"{steps} skipped: {facts['reason']}")
+        # One of an earlier start was told there, and what is left out as the data were opened.
+        if event.kind == "rewind" and not event.facts.get("again"):
+            facts = event.facts
+            first, end = facts["samples"]
+            self.line(
+                f"GOING BACK to step {facts['to']}, {facts['source']}, leaving out samples {first} "
+                f"to {end - 1}. Noticed at step {facts['noticed']}: {facts['reason']}"
+            )
+        if event.report is not None:
+            is_step = isinstance(event.report, StepReport)
+            compact = is_step and self._compact
+            report = event.report
+            self.line(report.compact_line(self._num_steps) if compact else report.line())
+            if is_step:
+                self._move(report)
+        if since := event.facts.get("seconds_since_launch"):
+            self.line(f"First step after {since:.1f} s")
+
+    def line(self, text: str) -> None:
+        """Shows a line, above the bar if there is one."""
+        if self._bar is not None and sys.stdout.isatty():
+            # Both streams are the terminal: written past the bar, the line would tear it.
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._show(text)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Removes the bar. Safe to call twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _start_bar(self, first_step: int) -> None:
+        if not (sys.stderr.isatty() and jax.process_index() == 0):
+            return
+        from rich import progress
+        from rich.console import Console
+
+        self._bar = progress.Progress(
+            progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.fields[numbers]}"),
+            progress.TimeElapsedColumn(),
+            console=Console(stderr=True),
+            # Lines come through `line`; whatever else is printed stays on its own stream.
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task(
+            "", total=self._num_steps, completed=first_step, numbers="compiling"
+        )
+        self._bar.start()
+
+    def _move(self, report: StepReport) -> None:
+        if self._bar is None:
+            return
+        numbers = (
+            f"loss {float(report.metrics['loss']):.3f}  "
+            f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
+        )
+        if report.seconds_left is not None:
+            numbers += f"  {duration(report.seconds_left)} left"
+        self._bar.update(self._task, completed=report.step + 1, numbers=numbers)

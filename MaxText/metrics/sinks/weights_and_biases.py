@@ -1,0 +1,245 @@
+"""Weights & Biases: the metrics of a run under one id, over all its restarts.
+
+W&B must never block a run: its package is imported, connects and uploads in the thread of the
+`Background` in front of this sink.
+
+events.jsonl is the record of a run; W&B gets a copy. At a restart W&B says which row it lacks
+first: the server when online, the files on this machine when offline. Steps from there to the
+restart are read from events.jsonl and sent again; repeated steps that W&B has are not sent. So
+every step occurs once, whatever was killed and when.
+
+W&B's row numbers only grow (its `rewind` is a preview that servers may lack). So the column `step`
+is the axis of all charts, and after a rollback or a changed configuration the repeated steps are
+further rows, of which the later one is valid (offline_history.RowNumbers).
+"""
+
+import functools
+import importlib.util
+import json
+import pathlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from MaxText.config.training_sections import Monitoring
+from MaxText.errors import UserError
+from MaxText.metrics.events import EVENTS_FILE, Event
+from MaxText.metrics.json_lines import stream_rows
+from MaxText.metrics.sinks.offline_history import RowNumbers, next_step
+
+# Where the id stands: {"id": text, "last_step": newest step handed to W&B, or null, "shifts": see
+# RowNumbers, "rewinds": number of the newest rewind that W&B's rows know of}.
+STATE_FILE = "wandb.json"
+
+# Kinds of events that are a row of W&B's history.
+_ROWS = ("step", "evaluation")
+# The column that charts have as their axis.
+_AXIS = "step"
+
+_CONNECT_SECONDS = 45.0
+_UPLOAD_SECONDS = 45.0
+
+
+class WeightsAndBiases:
+    """Sends updates and evaluations as history, the configuration, and how the run ended."""
+
+    def __init__(
+        self,
+        monitoring: Monitoring,
+        run_folder: epath.Path,
+        run_name: str,
+        config_flat: Mapping[str, Any],
+        first_step: int,
+    ):
+        """Connects to nothing yet.
+
+        Args:
+          run_folder: W&B's files go to its folder `wandb`; for gs://, to ./wandb.
+          first_step: The first update; 0 begins a new run in W&B if the last one had steps.
+
+        Raises:
+          UserError: The package wandb is not installed.
+        """
+        package = importlib.util.find_spec("wandb")
+        # A folder named wandb, such as W&B itself makes, looks like a package without an origin.
+        if package is None or package.origin is None:
+            raise UserError(
+                "enable_wandb=true needs the package wandb, which is not installed. Run: "
+                "pip install '.[wandb]'"
+            )
+        self._monitoring = monitoring
+        self._folder = epath.Path(run_folder)
+        self._run_name = run_name
+        self._config = dict(config_flat)
+        self._first_step = first_step
+        self._exit_code = 1  # unless the run says that it was completed
+
+    @property
+    def remedy(self) -> str:
+        """How to send W&B the metrics that it missed."""
+        return (
+            "a restart of the unfinished run sends what W&B lacks, and `wandb sync` what is in "
+            f"{self._local_folder() / 'wandb'}"
+        )
+
+    def write(self, event: Event) -> None:
+        run, state = self._run, self._kept
+        if event.kind in ("start", "resume"):
+            run.summary.update(_scalars(event.facts))
+        elif event.kind in _ROWS and event.step is not None:
+            if event.step >= self._numbers.lacking:
+                self._log(event.step, event.facts, event.time)
+                is_first, state["last_step"] = state["last_step"] is None, event.step
+                if is_first:
+                    self._save(state)
+        elif event.kind == "rewind":
+            self._go_back(event.facts)
+        elif event.kind == "config_change":
+            self._numbers.begin_again(self._first_step)
+            self._save(state)
+        elif event.kind == "stop":
+            reason = event.facts.get("reason")
+            run.summary["stop"] = reason
+            self._exit_code = 0 if reason == "completed" else 1
+
+    def flush(self) -> None:
+        """Records the progress of the run in wandb.json."""
+        self._save(self._kept)
+
+    def close(self) -> None:
+        """Ends the run in W&B and waits for the upload."""
+        run = self._run
+        self._save(self._kept)
+        run.finish(exit_code=self._exit_code)
+
+    @functools.cached_property
+    def _kept(self) -> dict[str, Any]:
+        return self._state()
+
+    @functools.cached_property
+    def _numbers(self) -> RowNumbers:
+        """Returns the mapping from steps to W&B's rows."""
+        if self._monitoring.wandb_mode == "online":
+            next_row = self._connection.starting_step
+        else:
+            next_row = next_step(self._local_folder() / "wandb", self._kept["id"])
+        return RowNumbers(self._kept["shifts"], next_row)
+
+    @functools.cached_property
+    def _connection(self) -> Any:
+        run = self._begin(self._kept["id"])
+        run.define_metric(_AXIS)
+        run.define_metric("*", step_metric=_AXIS)
+        return run
+
+    @functools.cached_property
+    def _run(self) -> Any:
+        """Returns the run in W&B, after sending what it lacked of earlier attempts."""
+        run = self._connection
+        rewinds = self._rewinds_before_restart()
+        for rewind in rewinds:
+            self._go_back(rewind)
+        for row in self._rows_before_restart(self._numbers.lacking, rewinds):
+            self._log(row["step"], row, row["time"])
+        return run
+
+    def _log(self, step: int, facts: Mapping[str, Any], at: float) -> None:
+        self._connection.log(_history(step, facts, at), step=self._numbers.row(step))
+
+    def _go_back(self, rewind: Mapping[str, Any]) -> None:
+        # One without a number is from before they had any, and was dealt with then.
+        if rewind.get("number", 0) > self._kept["rewinds"]:
+            self._kept["rewinds"] = rewind["number"]
+            self._numbers.begin_again(rewind["to"])
+            self._save(self._kept)
+
+    def _begin(self, run_id: str) -> Any:
+        """Imports W&B and creates or continues the run there."""
+        import wandb
+
+        # Nothing of W&B on the terminal: no lines, and above all no question for a key, which
+        # would wait in the midst of the step lines.
+        quiet = {"silent": True, "console": "off"}
+        wandb.setup(wandb.Settings(**quiet))
+        kind, model = self._config.get("decoder_block"), self._config.get("model_name")
+        return wandb.init(
+            project=self._monitoring.wandb_project_name,
+            entity=self._monitoring.wandb_entity or None,
+            name=self._run_name,
+            id=run_id,
+            resume="allow",
+            mode=self._monitoring.wandb_mode,
+            dir=str(self._local_folder()),
+            config=self._config,
+            allow_val_change=True,
+            tags=[tag for tag in (kind, model) if tag and tag != "default"],
+            settings=wandb.Settings(
+                **quiet,
+                disable_git=True,  # the address of a remote may hold a password
+                disable_code=True,
+                init_timeout=_CONNECT_SECONDS,
+                finish_timeout=_UPLOAD_SECONDS,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def _local_folder(self) -> pathlib.Path:
+        """Returns the parent of the folder wandb; W&B's process writes to local disks only."""
+        if str(self._folder).startswith("gs://"):
+            return pathlib.Path.cwd()
+        return pathlib.Path(self._folder)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the contents of wandb.json, with a new id for a new run."""
+        path = self._folder / STATE_FILE
+        state = json.loads(path.read_text()) if path.exists() else None
+        # Training that begins at 0 again may have other numbers, and W&B cannot take rows back.
+        if state is None or (self._first_step == 0 and state["last_step"] is not None):
+            state = {"id": secrets.token_hex(4), "last_step": None}
+            self._save(state)
+        return {"shifts": [[0, 0]], "rewinds": 0} | state
+
+    def _save(self, state: Mapping[str, Any]) -> None:
+        temporary = self._folder / f"{STATE_FILE}.writing"
+        temporary.write_text(json.dumps(state) + "\n")
+        temporary.replace(self._folder / STATE_FILE)
+
+    def _rewinds_before_restart(self) -> list[dict[str, Any]]:
+        """Returns the rollbacks of earlier attempts, which W&B may not know."""
+        if self._first_step == 0:
+            return []
+        rows = stream_rows(self._folder / EVENTS_FILE)
+        return [
+            row for row in rows if row.get("event") == "rewind" and row["to"] < self._first_step
+        ]
+
+    def _rows_before_restart(
+        self, lacking: int, rewinds: Sequence[Mapping[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        """Yields rows of earlier attempts that W&B lacks."""
+        if lacking >= self._first_step:
+            return
+        for row in stream_rows(self._folder / EVENTS_FILE):
+            if row.get("event") in _ROWS and lacking <= row["step"] < self._first_step:
+                # The file is cut back meanwhile, so that places in it tell nothing.
+                stands = (
+                    row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds
+                )
+                if all(stands):
+                    yield row
+
+
+def _history(step: int, facts: Mapping[str, Any], time: float) -> dict[str, Any]:
+    """Returns a row of W&B's history: metrics under MaxText's tags, and their time."""
+    tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
+    return {**tags, _AXIS: step, "_timestamp": time}
+
+
+def _scalars(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what fits into a column of W&B."""
+    plain = {
+        name: value.item() if hasattr(value, "item") else value for name, value in facts.items()
+    }
+    return {name: value for name, value in plain.items() if isinstance(value, str | int | float)}

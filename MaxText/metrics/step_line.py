@@ -1,0 +1,210 @@
+"""Reports of a step and of an evaluation: the line and the row of metrics."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+
+def perplexity(lm_loss: float) -> float:
+    """Returns exp(loss in nats per token), infinite on overflow."""
+    try:
+        return math.exp(lm_loss)
+    except OverflowError:
+        return math.inf
+
+
+def _shown(perplexity: float) -> str:
+    return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3e}"
+
+
+def duration(seconds: float) -> str:
+    """Formats h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+# Numbers of the compiled step whose MaxText tag has another name.
+_TAGS = {"learning_rate": "current_learning_rate"}
+
+# Scalars by which run/recovery.py decides, and which tell people nothing.
+_NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """Report of an update.
+
+    Attributes:
+      seconds: Wall time of the update, with the device's work done.
+      metrics: Scalars of the compiled step; needs loss, total_weights (targets in the loss), and
+        lm_loss (nats per token) or entmax_loss, if the objective has them; grad_norm and
+        learning_rate are shown if given. Losses are means over `updates`.
+      peak_tflops: Of a device; 0 if unknown, then no MFU is shown.
+      seconds_left: Until the last step, if known.
+      updates: Since the last report; `seconds` is their mean.
+      data_seconds: Wall time of all of them in which the devices waited for data.
+    """
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, float]
+    tokens_per_device: float
+    tflops_per_device: float
+    peak_tflops: float = 0.0
+    seconds_left: float | None = None
+    updates: int = 1
+    data_seconds: float = 0.0
+
+    @property
+    def tflops_per_second(self) -> float:
+        """Per device."""
+        return self.tflops_per_device / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per device."""
+        return self.tokens_per_device / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's peak that the model's own products use (PaLM, appendix B)."""
+        return self.tflops_per_second / self.peak_tflops if self.peak_tflops else math.nan
+
+    @property
+    def has_perplexity(self) -> bool:
+        """False for an objective that is not a log-probability, such as entmax."""
+        return "lm_loss" in self.metrics
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean loss of the targets without auxiliary losses; the total if it has another name."""
+        names = ("lm_loss", "entmax_loss", "loss")
+        return float(next(self.metrics[name] for name in names if name in self.metrics))
+
+    def line(self) -> str:
+        """Returns MaxText's line, which scripts parse, followed by our additions."""
+        metrics = self.metrics
+        parts = [
+            f"completed step: {self.step}",
+            f"seconds: {self.seconds:.3f}",
+            f"TFLOP/s/device: {self.tflops_per_second:.3f}",
+            f"Tokens/s/device: {self.tokens_per_second:.3f}",
+            f"total_weights: {int(metrics['total_weights'])}",
+            f"loss: {float(metrics['loss']):.3f}",
+            f"lm_loss: {self.lm_loss:.3f}",
+        ]
+        if self.has_perplexity:
+            parts.append(f"perplexity: {_shown(perplexity(self.lm_loss))}")
+        if self.peak_tflops:
+            parts.append(f"mfu: {100 * self.mfu:.1f}%")
+        if "grad_norm" in metrics:
+            parts.append(f"grad_norm: {float(metrics['grad_norm']):.3f}")
+        if metrics.get("skipped"):
+            parts.append("skipped: 1")
+        if "learning_rate" in metrics:
+            parts.append(f"lr: {float(metrics['learning_rate']):.3e}")
+        if self.seconds_left is not None:
+            parts.append(f"eta: {duration(self.seconds_left)}")
+        return ", ".join(parts)
+
+    def compact_line(self, num_steps: int) -> str:
+        """Returns a line of about 90 columns; `num_steps` is of the whole run."""
+        metrics, done = self.metrics, self.step + 1
+        parts = [
+            f"step {done}/{num_steps} ({done / num_steps:.0%})",
+            f"loss {float(metrics['loss']):.4f}",
+        ]
+        if "grad_norm" in metrics:
+            parts.append(f"grad_norm {float(metrics['grad_norm']):.3f}")
+        if "learning_rate" in metrics:
+            parts.append(f"lr {float(metrics['learning_rate']):.2e}")
+        parts.append(f"{self.tokens_per_second:,.0f} tokens/s/device")
+        if self.peak_tflops:
+            parts.append(f"mfu {self.mfu:.1%}")
+        if metrics.get("skipped"):
+            parts.append("skipped")
+        if self.seconds_left is not None:
+            parts.append(f"{duration(self.seconds_left)} left")
+        return "  ".join(parts)
+
+    def row(self) -> dict[str, float]:
+        """Returns the metrics by MaxText's tags."""
+        row = {
+            f"learning/{_TAGS.get(name, name)}": float(value)
+            for name, value in self.metrics.items()
+            if name not in _NOT_RECORDED
+        }
+        row["learning/lm_loss"] = self.lm_loss
+        if self.has_perplexity:
+            row["learning/perplexity"] = perplexity(self.lm_loss)
+        row |= {
+            "perf/step_time_seconds": self.seconds,
+            "perf/per_device_tflops": self.tflops_per_device,
+            "perf/per_device_tflops_per_sec": self.tflops_per_second,
+            "perf/per_device_tokens": self.tokens_per_device,
+            "perf/per_device_tokens_per_sec": self.tokens_per_second,
+        }
+        if self.peak_tflops:
+            row["perf/mfu"] = self.mfu
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationReport:
+    """Report of one pass over held-out data.
+
+    Attributes:
+      step: The last update before it.
+      total_loss: Sum over targets, in nats, or as the objective has it.
+      total_weights: Number of targets.
+      correct: Targets that were the argmax; None if they were not counted.
+      has_perplexity: False for an objective that is not a log-probability, such as entmax.
+    """
+
+    step: int
+    total_loss: float
+    total_weights: float
+    num_batches: int
+    seconds: float
+    correct: float | None = None
+    has_perplexity: bool = True
+
+    @property
+    def loss(self) -> float:
+        """Mean loss in nats per token; NaN without targets."""
+        return self.total_loss / self.total_weights if self.total_weights else math.nan
+
+    @property
+    def masked_accuracy(self) -> float | None:
+        """Share of the masked tokens that were the argmax; None if they were not counted."""
+        if self.correct is None:
+            return None
+        return self.correct / self.total_weights if self.total_weights else math.nan
+
+    def line(self) -> str:
+        """Returns MaxText's line, followed by our additions."""
+        shown = f", perplexity={_shown(perplexity(self.loss))}" if self.has_perplexity else ""
+        accuracy = self.masked_accuracy
+        return (
+            f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "
+            f"total_weights={int(self.total_weights)}, batches={self.num_batches}, "
+            f"seconds={self.seconds:.3f}"
+            + ("" if accuracy is None else f", masked_accuracy={accuracy:.4f}")
+        )
+
+    def row(self) -> dict[str, float]:
+        """Returns the metrics by MaxText's tags."""
+        row = {
+            "eval/avg_loss": self.loss,
+            "eval/total_loss": self.total_loss,
+            "eval/total_weights": self.total_weights,
+            "eval/seconds": self.seconds,
+        }
+        if self.has_perplexity:
+            row["eval/avg_perplexity"] = perplexity(self.loss)
+        if self.masked_accuracy is not None:
+            row["eval/masked_accuracy"] = self.masked_accuracy
+        return row

@@ -1,0 +1,125 @@
+"""Runs that a command line names: run folders, and folders of runs."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from MaxText.errors import UserError
+from MaxText.metrics.events import EVENTS_FILE
+from MaxText.metrics.run_record import RunRecord, read_run, real_folder
+from MaxText.storage.paths import path_of
+
+COMPARISON_FILE = "comparison.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Runs and their groups.
+
+    Attributes:
+      runs: Each folder once, in the order of the command line.
+      groups: Label -> folders of its seeds, from comparisons.
+      problems: One line for each unreadable run inside a named folder.
+    """
+
+    runs: list[RunRecord]
+    groups: dict[str, list[str]]
+    problems: list[str]
+
+
+def find_runs(places: Sequence[str]) -> Found:
+    """Reads the runs of a command line.
+
+    Args:
+      places: Folders of runs, or folders with runs at any depth; a comparison.json names runs that
+        differ in their seed only.
+
+    Raises:
+      UserError: There is no such folder, no run in it, or a run that was named cannot be read.
+    """
+    found = Found([], {}, [])
+    for place in places:
+        try:
+            _add(place, found)
+        except OSError as error:
+            raise UserError(
+                f"{place} cannot be read: {error.strerror or error}. Check its permissions."
+            ) from error
+    return found
+
+
+def _add(place: str, found: Found) -> None:
+    folder = path_of(str(place), "RUN")
+    if not folder.exists():
+        raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
+    if not folder.is_dir():
+        raise UserError(f"{place} is a file. Give the folder of a run.")
+    known = {real_folder(run.folder) for run in found.runs}
+    if (folder / EVENTS_FILE).exists():
+        if real_folder(folder) not in known:
+            found.runs.append(read_run(folder))
+        return
+    inside = list(_folders_of_runs(folder, set()))
+    if not inside:
+        raise UserError(
+            f"{place} has no {EVENTS_FILE}, and no folder in it has one, so no run has recorded "
+            "there. Give the folder of a run, which is base_output_directory/run_name."
+        )
+    problems: list[str] = []
+    for each in inside:
+        try:
+            if real_folder(each) not in known:
+                found.runs.append(read_run(each))
+        except UserError as error:
+            # One that has just begun must not hide the others.
+            problems.append(f"Left out: {error}")
+    if len(problems) == len(inside):
+        raise UserError("\n".join([f"No run in {place} can be read.", *problems]))
+    found.problems.extend(problems)
+    for label, members in _groups(folder).items():
+        found.groups.setdefault(label, []).extend(members)
+
+
+def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
+    """Yields run folders below a folder, by name, without searching inside runs.
+
+    `visited` grows by real folders, as links may lead back.
+    """
+    real = real_folder(folder)
+    if real in visited:
+        return
+    visited.add(real)
+    if (folder / EVENTS_FILE).exists():
+        yield folder
+        return
+    for child in sorted(folder.iterdir(), key=_natural_order):
+        if child.is_dir():
+            yield from _folders_of_runs(child, visited)
+
+
+def _natural_order(path: epath.Path) -> list[int | str]:
+    """Sort key for numbers in names by value: run_2 before run_10."""
+    # Text and numbers alternate, so that like is compared with like.
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
+
+
+def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
+    """Returns the groups of a comparison, with full paths; none without comparison.json."""
+    file = folder / COMPARISON_FILE
+    if not file.exists():
+        return {}
+    try:
+        found: Any = json.loads(file.read_text())
+        return {
+            str(label): [str(folder / member) for member in members]
+            for label, members in found["groups"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f'{file} is not of the form {{"groups": {{label: [folder, ...]}}}}: '
+            f"{type(error).__name__}: {error}. Restore it, or remove it to see each run alone."
+        ) from error

@@ -1,0 +1,230 @@
+"""Tables about the model: configuration, cost, memory, lineage, samples."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from MaxText.config.saved import differences
+from MaxText.config.values import to_yaml
+from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.tables import short_count
+from MaxText.reports import wording
+from MaxText.reports.content import Section, Table, Verbatim
+from MaxText.reports.entries import Entry, all_runs, differing_peaks
+
+# Keys that always differ and say nothing.
+_NAMES_OF_RUNS = ("run_name",)
+
+# Facts about the cost that are sentences.
+_RULES = ("mfu_rule", "attention_rule", "attention_computed")
+
+# Samples of a run that are shown, the last ones.
+_MOST_SAMPLES = 5
+_MOST_OPEN_SAMPLES = 4
+
+
+def configuration(entries: Sequence[Entry]) -> list[Section]:
+    """Returns the keys in which runs differ; nothing for a single run."""
+    runs = all_runs(entries)
+    if len(runs) < 2:
+        return []
+    title = "Configuration: what differs"
+    without = [name for name, run in runs.items() if not run.config]
+    known = {name: run.config for name, run in runs.items() if run.config}
+    notes = [f"No config.yml: {', '.join(without)}."] if without else []
+    if len(known) < 2:
+        return [Section(title, notes)] if notes else []
+    first, *others = known.values()
+    changed = [key for other in others for key in differences(first, other)]
+    keys = [key for key in dict.fromkeys(changed) if key not in _NAMES_OF_RUNS]
+    if not keys:
+        return [Section(title, [*notes, "Every key has the same value in all runs."])]
+    rows = [
+        [key, *(to_yaml(config[key]) if key in config else "-" for config in known.values())]
+        for key in keys
+    ]
+    return [Section(title, notes, Table(["key", *known], rows))]
+
+
+def cost(entries: Sequence[Entry]) -> list[Section]:
+    """Returns parameters and operations of each part of the model."""
+    costs = _alike(entries, lambda run: run.facts.get("cost"))
+    if not costs:
+        return []
+    rows, notes = [], []
+    for names, found in costs:
+        parameters, flops = found.get("parameters") or 0, found.get("flops_per_token") or 0
+        for part in found.get("parts") or ():
+            own = part.get("parameters") or 0, part.get("flops_per_token") or 0
+            rows.append([names, *_cost_row(str(part.get("name", "")), own, (parameters, flops))])
+        rows.append([names, *_cost_row("total", (parameters, flops), (parameters, flops))])
+        notes += [text for key in _RULES if (text := str(found.get(key) or ""))]
+    peaks = _alike(entries, _peak)
+    for names, (peak, source) in peaks:
+        which = f" ({names})" if len(peaks) > 1 else ""
+        notes.append(f"Peak of a device{which}: {peak:.4g} TFLOP/s, {source}.")
+    if differing := differing_peaks(entries):
+        notes.append(
+            "MFU is not compared: the peaks of these runs' devices were measured as "
+            f"{differing[0]:.4g} to {differing[-1]:.4g} TFLOP/s. Compare tokens per second."
+        )
+    header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
+    if len(costs) == 1:
+        header, rows = header[1:], [row[1:] for row in rows]
+    return [Section("Parameters and operations", list(dict.fromkeys(notes)), Table(header, rows))]
+
+
+def _peak(run: RunRecord) -> tuple[float, str] | None:
+    peak = run.facts.get("peak_tflops")
+    return (peak, str(run.facts.get("peak_source") or "of unknown origin")) if peak else None
+
+
+def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
+    """Returns a part's parameters and operations per token, with their shares."""
+    return [
+        name,
+        wording.whole(own[0]),
+        _part(own[0], total[0]),
+        short_count(own[1]),
+        _part(own[1], total[1]),
+    ]
+
+
+def memory(entries: Sequence[Entry]) -> list[Section]:
+    """Returns memory of the state, of the compiled step, and of the KV cache."""
+    runs = all_runs(entries)
+    columns = [_memory_of(run) for run in runs.values()]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    if not names:
+        return []
+    rows = [[name, *(column.get(name, wording.ABSENT) for column in columns)] for name in names]
+    header = ["", *runs] if len(runs) > 1 else ["", "size"]
+    note = (
+        "State and cache are those of the whole model. The compiled step is per device, as the "
+        "compiler planned it: arguments that are aliased serve as outputs, too."
+    )
+    return [Section("Memory", [note], Table(header, rows))]
+
+
+def _memory_of(run: RunRecord) -> dict[str, str]:
+    found = run.facts.get("cost") or {}
+    rows = {
+        f"state: {name}": wording.size(value) for name, value in (found.get("bytes") or {}).items()
+    }
+    for mark in run.marks:
+        # A shape that was compiled again has its newest numbers.
+        if mark["event"] == "compile" and mark.get("memory"):
+            shape = f"{mark.get('rows', '?')} x {mark.get('length', '?')}"
+            for name, value in mark["memory"].items():
+                rows[f"step of {shape} tokens: {name}"] = wording.size(value)
+    length = found.get("sequence_length")
+    for key, name in (
+        ("kv_cache_bytes_per_token", "KV cache: per token"),
+        ("kv_cache_bytes", f"KV cache: a sequence of {length:,}" if length else "KV cache"),
+    ):
+        if found.get(key) is not None:
+            rows[name] = wording.size(found[key])
+    return rows
+
+
+def lineage(entries: Sequence[Entry]) -> list[Section]:
+    """Returns the ancestry of the runs as a tree; nothing if all began from scratch."""
+    runs = all_runs(entries)
+    if not any(run.facts.get("lineage") for run in runs.values()):
+        return []
+    tree: dict[str, Any] = {}
+    for name, run in runs.items():
+        branch = tree
+        for ancestor in run.facts.get("lineage") or ():
+            branch = branch.setdefault(_ancestor(ancestor), {})
+        spent = f"{short_count(run.tokens)} tokens, {wording.operations(run.flops)} FLOPs"
+        branch[f"{name}: {run.state}, {spent}"] = {}
+    note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
+    return [Section("Lineage", [note], texts=[Verbatim("\n".join(_branches(tree)))])]
+
+
+def _ancestor(ancestor: Mapping[str, Any]) -> str:
+    step, tokens, flops = (ancestor.get(key) for key in ("step", "tokens", "flops"))
+    name = ancestor.get("run_name") or ancestor.get("folder") or "a run without a name"
+    words = [f"step {step:,}"] if step is not None else []
+    words += [str(ancestor.get("how") or "").replace("_", " ")]
+    words += [f"{short_count(tokens)} tokens"] if tokens is not None else []
+    words += [f"{wording.operations(flops)} FLOPs"] if flops is not None else []
+    return f"{name}: {', '.join(word for word in words if word)}"
+
+
+def _branches(tree: Mapping[str, Any], indent: str = "", is_top: bool = True) -> list[str]:
+    lines = []
+    for number, (words, below) in enumerate(tree.items(), 1):
+        is_last = number == len(tree)
+        corner = "" if is_top else ("\u2514\u2500 " if is_last else "\u251c\u2500 ")
+        lines.append(f"{indent}{corner}{words}")
+        deeper = indent if is_top else indent + ("   " if is_last else "\u2502  ")
+        lines += _branches(below, deeper, is_top=False)
+    return lines
+
+
+def samples(entries: Sequence[Entry]) -> list[Section]:
+    """Returns texts that the models wrote, the newest of a few runs unfolded."""
+    texts, runs = [], all_runs(entries)
+    for name, run in runs.items():
+        rows = [row for row in run.marks if row["event"] == "sample" and row.get("text")]
+        for age, row in enumerate(reversed(rows[-_MOST_SAMPLES:])):
+            step = row.get("step")
+            caption = name if step is None else f"{name}, step {step:,}"
+            is_open = age == 0 and len(runs) <= _MOST_OPEN_SAMPLES
+            texts.append(Verbatim(str(row["text"]), caption, is_open))
+    return [Section("Samples", texts=texts)] if texts else []
+
+
+def warnings(entries: Sequence[Entry]) -> list[str]:
+    """Returns why the losses of the runs cannot be compared, or only with care."""
+    found = []
+    for key, what, consequence in (
+        (
+            "tokenizer",
+            "tokenizers",
+            "A loss per token depends on how text is cut into tokens, so these losses cannot be "
+            "compared.",
+        ),
+        (
+            "vocab_size",
+            "sizes of the vocabulary",
+            "Losses per token can be compared only if the ids mean the same.",
+        ),
+        (
+            "identity",
+            "data",
+            "A difference in loss may come from the data instead of the model.",
+        ),
+    ):
+        values = _alike(entries, lambda run, key=key: (run.facts.get("data") or {}).get(key))
+        if len(values) > 1:
+            which = "; ".join(f"{names}: {_shown(value)}" for names, value in values)
+            found.append(f"The runs have different {what}. {consequence} {which}.")
+    return found
+
+
+def _alike(entries: Sequence[Entry], fact) -> list[tuple[str, Any]]:
+    """Returns (names of the runs, value) for each value of a fact."""
+    values: list[tuple[list[str], Any]] = []
+    for name, run in all_runs(entries).items():
+        value = fact(run)
+        if value in (None, "", {}):
+            continue
+        for names, known in values:
+            if known == value:
+                names.append(name)
+                break
+        else:
+            values.append(([name], value))
+    return [(", ".join(names), value) for names, value in values]
+
+
+def _part(number: float, total: float) -> str:
+    return wording.share(number / total if total else None)
+
+
+def _shown(value: Any) -> str:
+    """Shortens hashes."""
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:12]}..."

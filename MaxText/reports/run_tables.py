@@ -1,0 +1,204 @@
+"""Tables about runs: overview, goodput, events."""
+
+import datetime
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from MaxText.metrics.goodput import NOTHING, PARTS
+from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.tables import short_count
+from MaxText.reports import wording
+from MaxText.reports.content import Section, Table
+from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks
+
+# Updates from which the speed of now is taken.
+_RECENT_ROWS = 200
+
+# What happened is listed up to so many rows per run; of more, the last.
+_MOST_LISTED = 40
+
+
+def overview(entries: Sequence[Entry]) -> Table:
+    """Returns one row for each run; for a group mean and standard deviation before its runs."""
+    header = [
+        "run",
+        "state",
+        "validation loss",
+        "training loss",
+        "updates",
+        "tokens",
+        "FLOPs",
+        "time running",
+        "tokens/s",
+        "MFU",
+        "goodput",
+        "parameters",
+        "devices",
+    ]
+    comparable = not differing_peaks(entries)
+    kinds = {run.loss_kind for run in all_runs(entries).values()}
+    rows = []
+    for entry in entries:
+        if entry.is_group:
+            losses = [run.final_loss for run in averaged(entry)]
+            rows.append([entry.label, _seeds(losses), _spread(losses), *[""] * (len(header) - 3)])
+        for name, run in entry.runs.items():
+            row = _overview_row(run, comparable)
+            if len(kinds) > 1:
+                row[1] += f" ({run.loss_kind})"  # the validation loss
+            rows.append([name, *row])
+    return Table(header, rows)
+
+
+def _seeds(losses: Sequence[float | None]) -> str:
+    with_loss = sum(loss is not None for loss in losses)
+    return f"{with_loss} of {len(losses)} seeds evaluated"
+
+
+def _spread(losses: Iterable[float | None]) -> str:
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < 2:
+        return wording.loss(known[0] if known else None)
+    return f"{statistics.mean(known):.4f} \u00b1 {statistics.stdev(known):.4f}"
+
+
+def _overview_row(run: RunRecord, comparable_mfu: bool) -> list[str]:
+    facts = run.facts
+    recent = run.steps[-_RECENT_ROWS:]
+    speed = _median(recent, "perf/per_device_tokens_per_sec")
+    devices = facts.get("num_devices") or 1
+    kind = facts.get("device_kind") or facts.get("platform") or ""
+    planned = facts.get("num_steps")
+    done = 0 if run.last_step is None else run.last_step + 1
+    return [
+        _state(run, done, recent),
+        wording.loss(run.final_loss),
+        _training_loss(run),
+        f"{done:,} of {planned:,}" if planned else f"{done:,}",
+        _with_inherited(run.tokens, run.inherited_tokens, short_count),
+        _with_inherited(run.flops, run.inherited_flops, wording.operations),
+        wording.spent_time(run.goodput.running_seconds),
+        wording.ABSENT if speed is None else short_count(speed * devices),
+        wording.share(_median(recent, "perf/mfu") if comparable_mfu else None),
+        wording.share(run.goodput.goodput),
+        short_count(facts["num_parameters"]) if facts.get("num_parameters") else wording.ABSENT,
+        f"{devices} x {kind}" if kind else str(devices),
+    ]
+
+
+def _training_loss(run: RunRecord) -> str:
+    if run.training_loss is None:
+        return wording.ABSENT
+    loss, updates = run.training_loss
+    return f"{wording.loss(loss)} (mean of the last {updates:,} updates)"
+
+
+def _with_inherited(own: float, inherited: float, words) -> str:
+    return f"{words(own)} + {words(inherited)} of ancestors" if inherited else words(own)
+
+
+def _state(run: RunRecord, done: int, recent: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the state, with the remaining time of a run in progress."""
+    seconds = _median(recent, "perf/step_time_seconds")
+    planned = run.facts.get("num_steps")
+    if run.state != "running" or seconds is None or not planned:
+        return run.state
+    return f"running, {wording.spent_time(seconds * max(planned - done, 0))} left"
+
+
+def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.median(values) if values else None
+
+
+def goodput_table(entries: Sequence[Entry]) -> Table:
+    """Returns seconds and share of each part of the time; for a single run a row for each part."""
+    runs = all_runs(entries)
+    present = {
+        part: words
+        for part, words in PARTS.items()
+        if any(run.goodput.share(part) > NOTHING for run in runs.values())
+    }
+    if len(runs) == 1:
+        return _goodput_of_one(present, *runs.values())
+    header = ["run", *present.values(), "time running", "attempts", "down between them"]
+    rows = [
+        [
+            name,
+            *(
+                f"{wording.spent_time(run.goodput.seconds[part])} "
+                f"({wording.share(run.goodput.share(part))})"
+                for part in present
+            ),
+            wording.spent_time(run.goodput.running_seconds),
+            str(len(run.goodput.attempts)),
+            wording.spent_time(run.goodput.down_seconds),
+        ]
+        for name, run in runs.items()
+    ]
+    return Table(header, rows)
+
+
+def _goodput_of_one(present: Mapping[str, str], run: RunRecord) -> Table:
+    goodput = run.goodput
+    rows = [
+        [words, wording.spent_time(goodput.seconds[part]), wording.share(goodput.share(part))]
+        for part, words in present.items()
+    ]
+    rows.append(["time running", wording.spent_time(goodput.running_seconds), wording.share(1.0)])
+    if len(goodput.attempts) > 1:
+        down = wording.spent_time(goodput.down_seconds)
+        rows.append([f"down between {len(goodput.attempts)} attempts", down, ""])
+    return Table(["part", "time", "share"], rows)
+
+
+def happenings(entries: Sequence[Entry]) -> list[Section]:
+    """Returns starts and ends, skipped updates, and other unusual events."""
+    rows, left_out = [], 0
+    for name, run in all_runs(entries).items():
+        told = [(row, words) for row in run.marks if (words := _told(row))]
+        left_out += max(len(told) - _MOST_LISTED, 0)
+        for row, words in told[-_MOST_LISTED:]:
+            moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
+            step = wording.whole(row.get("step"))
+            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["attempt"]), step, words])
+    if not rows:
+        return []
+    header = ["run", "time", "attempt", "step", "what"]
+    if len(all_runs(entries)) == 1:
+        header, rows = header[1:], [row[1:] for row in rows]
+    note = [f"{left_out:,} earlier rows are left out."] if left_out else []
+    return [Section("What happened", note, Table(header, rows))]
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    kind = row["event"]
+    reason = row.get("reason") or "no reason given"
+    if kind in ("start", "resume"):
+        return _told_start(row)
+    if kind == "config_change":
+        changes = (row.get("changes") or {}).items()
+        return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
+    if kind == "skip":
+        count = row.get("count") or 1
+        what = row.get("what") or "update"
+        return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
+    if kind == "rewind":
+        return f"rewind to step {row.get('to')}: {reason}"
+    if kind == "growth":
+        known = ("time", "event", "phase", "attempt", "step", "seconds")
+        return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)
+    if kind == "stop":
+        return f"stop: {reason}"
+    return ""
+
+
+def _told_start(row: Mapping[str, Any]) -> str:
+    words = f"{row['event']} from {row.get('source') or 'an unknown source'}"
+    lost = row.get("lost") or {}
+    if lost.get("steps"):
+        seconds = math.fsum((lost.get("seconds") or {}).values())
+        words += f"; {lost['steps']:,} updates lost, {wording.spent_time(seconds)} of work"
+    return words

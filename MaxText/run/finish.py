@@ -1,0 +1,103 @@
+"""What a run leaves in its folder when it is done, beside its records and checkpoints."""
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from MaxText.checkpointing import layout as checkpoint_layout
+from MaxText.config import command_line
+from MaxText.config.registry import lookup
+from MaxText.config.schema import Config
+from MaxText.errors import Diverged
+from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.parallelism.mesh import Layout
+from MaxText.run.records import Records
+from MaxText.training.assembly import Assembled
+from MaxText.training.objective import is_in_nats
+
+
+def leave_results(
+    run_folder: epath.Path,
+    config: Config,
+    records: Records,
+    batches: BatchIterator,
+    built: Assembled,
+    state: Any,
+    layout: Layout,
+    eval_loss: float | None,
+) -> None:
+    """The validation loss beside what counting would give, a sample, the loss curve, what is next.
+
+    Args:
+      batches: whose tokenizer and unigram entropy are used, where there are any.
+      eval_loss: of the last evaluation, nats per token; None without one.
+
+    Raises:
+      Diverged: the loss ended above where it began.
+    """
+    line, model = records.terminal.line, built.model
+    entropy = batches.unigram_entropy if is_in_nats(model.section.objective) else None
+    if eval_loss is not None and entropy is not None:
+        line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
+    tokenizer = batches.tokenizer_folder
+    if config.decoding.sample_tokens and tokenizer is not None:
+        with _optional("sample", line):
+            from MaxText.inference.final_sample import write_sample
+
+            text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
+            # Its time is part of the finish, which the last row tells.
+            records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
+            line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+    if config.monitoring.loss_curve and jax.process_index() == 0:
+        with _optional("loss curve", line):
+            from MaxText.reports.loss_curve import draw_loss_curve
+
+            records.events.flush()
+            line(f"Loss curve: {draw_loss_curve(run_folder)}")
+    can_generate = tokenizer is not None and model.section.attention.causal
+    can_generate = can_generate and all(
+        lookup("mixer", name).decodes() for name in set(model.section.mixers)
+    )
+    for text in _next_steps(run_folder, can_generate, config.run.import_modules):
+        line(text)
+    if diverged := records.trend.diverged:
+        raise Diverged(
+            f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or look "
+            "at the data."
+        )
+
+
+def _next_steps(
+    run_folder: epath.Path, can_generate: bool, modules: Sequence[str] = ()
+) -> list[str]:
+    """Where the result is, and the commands that people type next.
+
+    Args:
+      can_generate: whether the model generates text, and the run has its tokenizer.
+      modules: import_modules.
+    """
+    folder = shlex.quote(str(run_folder))
+    report = f"Report:      {command_line.program('report')} {folder}"
+    folder_of_steps = run_folder / checkpoint_layout.CHECKPOINTS
+    if not (steps := checkpoint_layout.complete_steps(folder_of_steps)):
+        return [report]
+    lines = [f"Checkpoint:  {folder_of_steps / str(steps[-1])}"]
+    if can_generate:
+        words = f"{command_line.program('decode')} load_parameters_path={folder}"
+        if modules:
+            words += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
+        lines.append(f"Generate:    {words} prompt='The '")
+    return [*lines, report]
+
+
+@contextlib.contextmanager
+def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
+    """Turns a failure of an optional output into a warning: the run itself is complete."""
+    try:
+        yield
+    except Exception as error:
+        line(f"!!! WARNING: the {what} could not be made: {error}")

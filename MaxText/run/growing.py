@@ -1,0 +1,123 @@
+"""convert.py grow: a larger model's parameters from a smaller one's, as a run to train from."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.description import metadata_if_any
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.conversion import imported_run, tokenizer_copy
+from MaxText.conversion.conversion_request import Request
+from MaxText.conversion.converting import show_memory
+from MaxText.conversion.hugging_face_folder import find_folder
+from MaxText.conversion.settings import model_keys
+from MaxText.conversion.weight_source import Weights, model_of, num_bytes
+from MaxText.errors import UserError
+from MaxText.growth.growth_plan import new_part
+from MaxText.growth.settling import Growth, Settled, settle_source
+from MaxText.growth.source import KEY, Source, open_source
+from MaxText.inference import own_configuration
+from MaxText.run.lineage import line_of
+from MaxText.run.starting_point import Start
+
+Show = Callable[[str], None]
+
+
+class GrownWeights(Weights):
+    def __init__(self, growth: Growth, config: Config):
+        """Draws what new slots need of a fresh model, as train.py does with the same seed."""
+        self.config = config
+        self.model = model_of(config)
+        self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
+        self._growth = growth
+        names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
+
+        def draw(key: jax.Array) -> dict[str, Any]:
+            parameters = traverse_util.flatten_dict(self.model.initialize(key), sep="/")
+            return {name: parameters[name] for name in names}
+
+        seed = config.model.initialization.init_weights_seed
+        self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
+
+    def read(self, ours: str) -> np.ndarray:
+        leaf = self._growth.plan.leaves[ours]
+        fresh = np.asarray(self._fresh[ours]) if ours in self._fresh else 0.0
+        return new_part(leaf, self._growth.source.read(ours), fresh=fresh)
+
+    def peak_bytes(self) -> int:
+        sizes = num_bytes(self)
+        return sum(sizes[name] for name in self._fresh) + imported_run.peak_bytes(self)
+
+
+def grow(request: Request, show: Show) -> None:
+    """Grows a model and writes it as a run whose only checkpoint has its parameters."""
+    imported_run.check_free(request.target)
+    # A wrong path is told by the name that was typed.
+    if request.source_kind == "hf":
+        find_folder(request.source, "from")
+    else:
+        stored = layout.find(request.source, "from")
+        if not metadata_if_any(stored).get("config") and not request.config_file:
+            raise UserError(
+                f"{stored} does not say which configuration it was made with. Name it first: "
+                "convert.py grow CONFIG.yml from=..."
+            )
+    arguments = [*request.arguments, f"{KEY}={request.source}"]
+    arguments.append(f"run_name={os.path.abspath(request.target)}")
+    asked = own_configuration.load(arguments).config
+    source = open_source(request.source, flat(asked))
+    settled = settle_source(asked, source)
+    if settled.growth is None or settled.record is None:
+        raise UserError(
+            f"nothing grows: {source.folder} has these slots and layers already. Name more, for "
+            "example slot_num=2140 or base_num_decoder_layers=24."
+        )
+    for line in settled.lines:
+        show(line)
+    weights = GrownWeights(settled.growth, settled.config)
+    stored = sum(math.prod(leaf.shape) for leaf in source.parameters.values())
+    show(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
+    show_memory(weights.peak_bytes(), show)
+    comment = [f"Model grown by convert.py from {source.folder}."]
+    with imported_run.whole_or_nothing(request.target) as partial:
+        imported_run.write_run(
+            partial, weights, model_keys(flat(settled.config)), comment, _metadata(settled)
+        )
+        copied = _copy_tokenizer(source, partial)
+    imported_run.show_run(request.target, copied, show)
+
+
+def _metadata(settled: Settled) -> dict[str, Any]:
+    """Returns the ancestors of the new parameters, which themselves have cost nothing."""
+    assert settled.growth is not None
+    source = settled.growth.source
+    start = Start(
+        state=None,
+        first_step=0,
+        position=None,
+        source=source.folder,
+        how="growth",
+        metadata=source.metadata,
+        folder=source.folder,
+        stored_step=source.step,
+        growth=settled.record,
+    )
+    lineage = [ancestor._asdict() for ancestor in line_of(start)]
+    return {"lineage": lineage, "spent": {"tokens": 0, "flops": 0.0}}
+
+
+def _copy_tokenizer(source: Source, target: Path) -> list[str]:
+    """Copies the tokenizer of the smaller model; a dataset keeps its own."""
+    if source.stored is None:
+        folder = Path(source.folder)
+    else:
+        folder = Path(str(source.stored.folder.parent.parent)) / tokenizer_copy.RUN_FOLDER_NAME
+    return tokenizer_copy.copy_files(folder, target / tokenizer_copy.RUN_FOLDER_NAME)

@@ -1,0 +1,119 @@
+"""Ancestors of a run, and the tokens and operations that all have used.
+
+Saved with each checkpoint, because the ancestors' folders may be gone.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from MaxText.growth.record import Record
+from MaxText.run.quantities import Quantities
+from MaxText.run.starting_point import Start
+
+
+class Spent(NamedTuple):
+    """Tokens and operations of training, by the rule of cost/flops.py."""
+
+    tokens: float
+    flops: float
+
+
+_NOTHING = Spent(0, 0.0)
+
+
+class Ancestor(NamedTuple):
+    """A checkpoint that a run was begun from.
+
+    Attributes:
+      step: The update after which it was saved, if known.
+      how: "parameters", "full_state", or "growth" (parameters that grew).
+      tokens, flops: Used until then, with its own ancestors; None if unknown.
+      growth: How its parameters grew (growth/record.py); None if they did not.
+    """
+
+    run_name: str | None
+    folder: str
+    step: int | None
+    how: str
+    tokens: float | None
+    flops: float | None
+    growth: Record | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lineage:
+    """Origin of a run.
+
+    Attributes:
+      ancestors: Oldest first.
+      first_step, spent: An update, and what this run without its ancestors had used before it.
+    """
+
+    quantities: Quantities
+    ancestors: tuple[Ancestor, ...] = ()
+    first_step: int = 0
+    spent: Spent = _NOTHING
+
+    @classmethod
+    def of(cls, start: Start, quantities: Quantities) -> "Lineage":
+        """Returns the lineage of a run from its starting point."""
+        if start.how == "scratch":
+            return cls(quantities)
+        if start.how == "resume":
+            first, stored = start.first_step, start.metadata.get("spent")
+            spent = Spent(**stored) if stored else _by_plan(quantities, 0, first)
+            return cls(quantities, _ancestors(start), first, spent)
+        return cls(quantities, line_of(start), start.first_step)
+
+    def spent_before(self, step: int) -> Spent:
+        """Returns what this run, without its ancestors, has used before an update."""
+        since = _by_plan(self.quantities, self.first_step, step)
+        return Spent(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
+
+    def progress(self, step: int) -> dict[str, float]:
+        """Returns what this run has used after an update, by the tags of events."""
+        spent = self.spent_before(step + 1)
+        return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Returns the ancestors as JSON, oldest first."""
+        return [ancestor._asdict() for ancestor in self.ancestors]
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of the lineage."""
+        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
+
+
+def _ancestors(start: Start) -> tuple[Ancestor, ...]:
+    return tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
+
+
+def line_of(start: Start) -> tuple[Ancestor, ...]:
+    """Returns the checkpoint that a run began from, after its own ancestors."""
+    ancestors, stored = _ancestors(start), start.metadata.get("spent")
+    before = ancestors[-1] if ancestors else None
+    parent = Ancestor(
+        run_name=(start.metadata.get("config") or {}).get("run_name"),
+        folder=start.folder,
+        step=start.stored_step,
+        how=start.how,
+        tokens=_total(stored, before, "tokens"),
+        flops=_total(stored, before, "flops"),
+        growth=start.growth,
+    )
+    return (*ancestors, parent)
+
+
+def _by_plan(quantities: Quantities, first: int, end: int) -> Spent:
+    return Spent(
+        quantities.tokens_before(end) - quantities.tokens_before(first),
+        quantities.flops_before(end) - quantities.flops_before(first),
+    )
+
+
+def _total(stored: Mapping[str, float] | None, before: Ancestor | None, name: str) -> float | None:
+    earlier = 0.0 if before is None else getattr(before, name)
+    if stored is None or earlier is None:
+        return None
+    return stored[name] + earlier

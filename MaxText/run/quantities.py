@@ -1,0 +1,178 @@
+"""Sizes derived from configuration, model and devices, with their formulas."""
+
+import dataclasses
+import functools
+
+from MaxText.config.training_sections import Batch
+from MaxText.cost.flops import FlopCount, count_flops
+from MaxText.cost.peak_flops import PeakFlops
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.layers.model import Model
+from MaxText.metrics.tables import byte_count, derived_quantities
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantities:
+    """Sizes of a run.
+
+    Attributes:
+      plan: Sequences of an update over all devices, and their length.
+      num_updates: Of the whole run.
+      peak: Of one device.
+    """
+
+    model: Model
+    batch: Batch
+    plan: BatchPlan
+    num_devices: int
+    num_updates: int
+    peak: PeakFlops
+
+    def tokens(self, step: int) -> int:
+        """Returns the tokens of an update, over all devices."""
+        return self.plan.at(step).samples * self.plan.window
+
+    def tokens_before(self, step: int) -> int:
+        """Returns the tokens of all updates before `step`."""
+        return self.plan.samples_before(step) * self.plan.window
+
+    @property
+    def tokens_of_run(self) -> int:
+        return self.tokens_before(self.num_updates)
+
+    def tokens_per_device(self, step: int) -> float:
+        return self.tokens(step) / self.num_devices
+
+    def flops(self, step: int) -> FlopCount:
+        """Returns the operations per token of an update."""
+        return self._flops_of_length[self.plan.at(step).length]
+
+    def flops_before(self, step: int) -> float:
+        """Returns the operations of all updates before `step`, over all devices."""
+        total = 0.0
+        for stage in self.plan.stages:
+            first, end = self.plan.steps_of(stage, step)
+            total += (end - first) * self.tokens(first) * self.flops(first).per_token
+        return total
+
+    @property
+    def flops_of_run(self) -> float:
+        return self.flops_before(self.num_updates)
+
+    def tflops_per_device(self, step: int) -> float:
+        """Returns 1e12 operations of an update per device."""
+        return self.flops(step).tflops(self.tokens_per_device(step))
+
+    @functools.cached_property
+    def _flops_of_length(self) -> dict[int, FlopCount]:
+        """Cached: every step needs it."""
+        lengths = {stage.length for stage in self.plan.stages}
+        return {length: count_flops(self.model, length) for length in lengths}
+
+    def summary(self, training_bytes: int) -> str:
+        """Returns the sizes of a run in a few lines.
+
+        Args:
+          training_bytes: Of parameters, gradients and optimizer state together.
+        """
+        d, last = self.model.section.shape.dimensions, max(self.num_updates - 1, 0)
+        flops, parameters = self.flops(last), self.model.num_parameters
+        batches = ["Batch"]
+        if self.plan.has_stages:
+            batches = [f"Batch, stage from step {stage.first_step}" for stage in self.plan.stages]
+        return "\n".join(
+            [
+                f"number parameters: {parameters / 1e9:.3f} billion ({parameters:,})",
+                f"Model: {self.model.section.shape.decoder_block}, {d.num_layers} layers of width "
+                f"{d.emb_dim}; training state of {byte_count(training_bytes)}",
+                *(
+                    f"{name}: {stage.samples:,} sequences x {stage.length:,} tokens = "
+                    f"{self.tokens(stage.first_step):,} tokens per update"
+                    for name, stage in zip(batches, self.plan.stages, strict=True)
+                ),
+                f"Run: {self.num_updates:,} updates, {self.tokens_of_run:,} tokens "
+                f"({self.tokens_of_run / parameters:.3g} per parameter), {self.flops_of_run:.3g} "
+                "FLOPs",
+                flops.line(self.tokens_per_device(last)),
+                f"Peak of a device, for MFU: {self.peak.tflops:.3g} TFLOP/s",
+                f"  ({self.peak.source})",
+            ]
+        )
+
+    def describe(self) -> str:
+        """Returns all sizes as lines "name = formula = numbers = value"."""
+        d = self.model.section.shape.dimensions
+        batch, last = self.batch, max(self.num_updates - 1, 0)
+        stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
+        parameters = self.model.num_parameters
+        # Two products per layer, 2 operations each, 3 times for training; causal counts half.
+        attention = 6 if self.model.section.attention.causal else 12
+        formula = f"6 x matmul parameters + {attention} x layers x heads x head_dim x length"
+        numbers = (
+            f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "
+            f"{d.num_query_heads} x {d.head_dim} x {stage.length}"
+        )
+        alike = attention * d.num_layers * d.num_query_heads * d.head_dim * stage.length
+        if flops.attention != alike:
+            formula = "6 x matmul parameters + products of tokens with tokens, by kind of layer"
+            numbers = f"6 x {flops.matmul_parameters} + {flops.attention:.0f}"
+        if flops.depth_sums:
+            formula += " + 6 x outputs summed x width"
+            numbers += f" + 6 x {int(flops.depth_sums) // (6 * d.emb_dim)} x {d.emb_dim}"
+        rows = [
+            (
+                "sequences per update",
+                "per_device_batch_size x devices x gradient_accumulation_steps",
+                f"{batch.per_device_batch_size:g} x {self.num_devices} x "
+                f"{batch.gradient_accumulation_steps}",
+                stage.samples,
+            ),
+            (
+                "tokens per update",
+                "sequences x max_target_length",
+                f"{stage.samples} x {d.max_target_length}",
+                tokens,
+            ),
+            (
+                "tokens of the run",
+                "updates x tokens per update",
+                f"{self.num_updates} x {tokens}" if not self.plan.has_stages else "see stages",
+                self.tokens_of_run,
+            ),
+            (
+                "tokens per parameter",
+                "tokens of the run / parameters",
+                f"{self.tokens_of_run} / {parameters}",
+                self.tokens_of_run / parameters,
+            ),
+            (
+                "FLOPs per token",
+                formula,
+                numbers,
+                flops.per_token,
+            ),
+            (
+                "FLOPs of the run",
+                "tokens of the run x FLOPs per token",
+                "",
+                f"{self.flops_of_run:.3e}",
+            ),
+            ("peak of a device", "", "", f"{self.peak.tflops:.3g} TFLOP/s ({self.peak.source})"),
+        ]
+        if self.plan.has_stages:
+            rows[3:3] = [
+                (
+                    f"stage from step {stage.first_step}",
+                    "sequences x length",
+                    f"{self.plan.rows(stage)} x {stage.length}",
+                    self.tokens(stage.first_step),
+                )
+                for stage in self.plan.stages
+            ]
+        return "\n".join(
+            [
+                derived_quantities(rows),
+                f"number parameters: {parameters / 1e9:.3f} billion",
+                flops.line(self.tokens_per_device(last)),
+            ]
+        )

@@ -1,0 +1,82 @@
+"""Facts of the first event of each attempt."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from MaxText.cost.cost_table import ModelCost
+from MaxText.growth.record import event_facts, sizes, smaller_model
+from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.metrics.event_stream import EventStream
+from MaxText.run.lineage import Lineage
+from MaxText.run.quantities import Quantities
+from MaxText.run.starting_point import Start
+from MaxText.runtime import start_up
+from MaxText.training.objective import is_in_nats
+
+
+def start_facts(
+    run_name: str,
+    quantities: Quantities,
+    cost: ModelCost,
+    lineage: Lineage,
+    batches: BatchIterator,
+) -> dict[str, Any]:
+    """Returns JSON values: what is trained, on what, on which machine, and at which cost."""
+    section = quantities.model.section
+    vocab_size, objective = section.shape.vocab_size, section.objective
+    return {
+        "run_name": run_name,
+        "num_steps": quantities.num_updates,
+        "num_parameters": quantities.model.num_parameters,
+        "num_devices": quantities.num_devices,
+        "num_processes": jax.process_count(),
+        "device_kind": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "tokens_of_run": quantities.tokens_of_run,
+        "flops_of_run": quantities.flops_of_run,
+        "peak_tflops": quantities.peak.tflops,
+        "peak_source": quantities.peak.source,
+        "cost": cost.facts(),
+        "lineage": lineage.facts(),
+        "data": {**batches.facts, "vocab_size": vocab_size},
+        "unigram_entropy": batches.unigram_entropy if is_in_nats(objective) else None,
+    }
+
+
+def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> None:
+    """Opens an attempt: "resume" from the run's own checkpoint, else "start".
+
+    A configuration that differs from the checkpoint's is an event of its own, as is a growth.
+
+    Args:
+      facts: See start_facts.
+    """
+    events.emit(
+        "resume" if start.how == "resume" else "start",
+        step=start.first_step,
+        seconds=time.time() - start_up.launched(),
+        source=start.source,
+        lost=events.lost,
+        **facts,
+    )
+    if start.changes:
+        changes = {name: list(values) for name, values in start.changes.items()}
+        events.emit("config_change", step=start.first_step, changes=changes)
+    if grown := _growth_facts(start):
+        events.emit("growth", step=start.first_step, **grown)
+
+
+def _growth_facts(start: Start) -> dict[str, Any]:
+    """Returns the facts of a growth event; empty if none happened before this start."""
+    if start.how == "growth":
+        assert start.growth is not None
+        return event_facts(start.growth, start.folder)
+    # What convert.py grew is trained for the first time here, and no run has told of it. A record
+    # of a zoom alone is no growth.
+    if start.how == "parameters" and start.growth and sizes(start.growth):
+        return event_facts(start.growth, smaller_model(start.metadata), start.folder)
+    return {}

@@ -1,0 +1,197 @@
+"""Metrics of train steps, from the device to the step line, one step late.
+
+Losses are means over the updates since the last report; other metrics are of the newest update.
+Reading metrics waits for the device, so they are read after the next step was dispatched: the
+device always has work, and the line of step n appears when step n is done.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from MaxText.config.training_sections import Guard
+from MaxText.errors import Diverged
+from MaxText.metrics.event_stream import EventStream
+from MaxText.metrics.loss_trend import LossTrend
+from MaxText.metrics.mean_loss import MeanLoss
+from MaxText.metrics.step_line import StepReport
+from MaxText.run.lineage import Lineage
+from MaxText.run.quantities import Quantities
+from MaxText.runtime import start_up
+
+
+class StepLog:
+    """Turns the scalars of compiled steps into events."""
+
+    def __init__(
+        self,
+        events: EventStream,
+        guard: Guard,
+        *,
+        period: int,
+        last_step: int,
+        quantities: Quantities,
+        lineage: Lineage,
+        trend: LossTrend,
+        observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
+    ):
+        """Starts without a step.
+
+        Args:
+          period: Steps between reports; `complete` reports between them.
+          last_step: Of the run, for the time left.
+          lineage: What the run had used when it began.
+          trend: Takes the loss of each report.
+          observe: Takes the step and the scalars of each report, after it was made.
+        """
+        self._events = events
+        self._guard = guard
+        self._period = period
+        self._last_step = last_step
+        self._quantities = quantities
+        self._lineage = lineage
+        self._trend = trend
+        self._observe = observe
+        self._losses = MeanLoss()
+        self._newest: Mapping[str, Any] | None = None
+        self._newest_step = -1
+        self._waiting = False  # whether the newest step is yet to be reported
+        self._reported_step = -1
+        self._has_reported = False
+        self._since = 0.0
+        self._data_seconds = 0.0
+
+    def start(self, first_step: int) -> None:
+        """Starts the clock, right before the first step is dispatched.
+
+        Also after a rollback: pending reports are dropped.
+        """
+        if self._has_reported:
+            self._trend.go_back()
+        self._losses = MeanLoss()
+        self._newest, self._newest_step, self._waiting = None, -1, False
+        self._reported_step = first_step - 1
+        self._since = time.perf_counter()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the scalars of a step just dispatched; reports the one before, if it is pending."""
+        self.flush()
+        self._losses.add(metrics)
+        self._newest, self._newest_step = metrics, step
+        self._waiting = step % self._period == 0 or step == self._last_step
+
+    @property
+    def newest_step(self) -> int | None:
+        """The last dispatched update, or None."""
+        return None if self._newest is None else self._newest_step
+
+    @property
+    def idle_seconds(self) -> float:
+        """Wall time since the last report, without pauses."""
+        return time.perf_counter() - self._since
+
+    def flush(self) -> None:
+        """Reports what is pending, once its step is done.
+
+        Raises:
+          Diverged: The loss is not finite and the guard forbids that.
+        """
+        if not self._waiting:
+            return
+        self._waiting = False
+        step = self._newest_step
+        metrics = {
+            name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
+        }
+        shown = metrics | self._losses.take()
+        now = time.perf_counter()
+        elapsed, updates = now - self._since, step - self._reported_step
+        seconds = elapsed / updates
+        self._since, self._reported_step = now, step
+        report = StepReport(
+            step=step,
+            seconds=seconds,
+            metrics=shown,
+            seconds_left=seconds * (self._last_step - step),
+            tokens_per_device=self._quantities.tokens_per_device(step),
+            tflops_per_device=self._quantities.tflops_per_device(step),
+            peak_tflops=self._quantities.peak.tflops,
+            updates=updates,
+            data_seconds=min(self._data_seconds, elapsed),
+        )
+        self._data_seconds = 0.0
+        facts: dict[str, Any] = {}
+        if not self._has_reported:
+            self._has_reported = True
+            facts["seconds_since_launch"] = round(time.time() - start_up.launched(), 3)
+        self._events.emit(
+            "step",
+            step=step,
+            seconds=elapsed,
+            report=report,
+            updates=updates,
+            data_seconds=round(report.data_seconds, 6),
+            **report.row(),
+            **self._lineage.progress(step),
+            **facts,
+        )
+        if not metrics.get("skipped"):
+            self._trend.add(report.lm_loss)
+            self._check(step, shown["loss"])
+        self._observe(step, metrics)
+
+    def complete(self) -> None:
+        """Reports the newest step, also between two periods, and waits for it.
+
+        Before a checkpoint: no broken state is saved, and the rows account for every update that a
+        restart does not repeat. At the end of the run: for every update of it.
+
+        Raises:
+          Diverged: Its loss is not finite and the guard forbids that.
+        """
+        self._waiting = self._newest_step > self._reported_step
+        self.flush()
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time inside as waiting for data, if the devices had nothing left to do.
+
+        If they ran dry in the middle of it, all of it counts: an upper bound.
+        """
+        began = time.perf_counter()
+        yield
+        if self._newest is None or self._newest["loss"].is_ready():
+            self._data_seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self, *, complete: bool = False) -> Iterator[None]:
+        """Reports what is pending, then excludes the time inside from the step times.
+
+        Waits for the newest step first, else its computation would count as part of the pause.
+
+        Args:
+          complete: Report the newest step in any case, see `complete`.
+        """
+        if complete:
+            self.complete()
+        self.flush()
+        jax.block_until_ready(self._newest)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
+
+    def _check(self, step: int, loss: float) -> None:
+        kind = "nan" if math.isnan(loss) else "inf" if math.isinf(loss) else ""
+        if kind and getattr(self._guard, f"abort_on_{kind}_loss"):
+            raise Diverged(
+                f"the loss of step {step} is {loss}: stopped without saving. Restarting with the "
+                f"same command goes on from the last checkpoint; abort_on_{kind}_loss=false "
+                "trains on."
+            )

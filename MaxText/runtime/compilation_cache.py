@@ -1,0 +1,145 @@
+"""Compilation cache on disk, shared by restarts and other runs.
+
+jax writes entries in place, takes unreadable ones for misses, and never replaces an existing one:
+an entry truncated by a kill would cost every later start its compilation. `use` removes such
+entries.
+"""
+
+import hashlib
+import os
+import platform as machine
+import threading
+from typing import Any
+
+from MaxText.config.training_sections import Run
+
+FOLDER = "jax_cache"
+
+# Seconds of compilation. Where the cache is a bucket, reading what took less takes longer.
+_SHORTEST_KEPT = 0.5
+_CHECKED = ".checked"  # its time of change: when entries were looked at
+_HIT = "/jax/compilation_cache/cache_hits"
+
+_hits: dict[int, int] = {}  # thread -> programs that it took from the cache
+_is_listening = False
+
+
+def use(run: Run, platform: str, *, may_make: bool = True) -> str:
+    """Enables the compilation cache. Call it once devices are known.
+
+    In a run of several processes jax lets only process 0 write, and all read.
+
+    Args:
+      run: jax_cache_dir "auto" is the folder jax_cache next to the run's folder, unless jax's own
+        environment variable names one; empty leaves all to jax.
+      platform: Programs for CPU go into a folder for each kind of processor, as they use
+        instructions that another may lack.
+      may_make: Whether "auto" may create base_output_directory.
+
+    Returns:
+      A line to print. If the folder cannot be written, nothing is cached.
+    """
+    import jax
+
+    set_by_user = folder_in_use()
+    if not run.jax_cache_dir or (run.jax_cache_dir == "auto" and set_by_user):
+        _listen()
+        return f"compilation cache: {set_by_user or 'off'}"
+    folder = run.jax_cache_dir
+    if folder == "auto":
+        folder = f"{run.base_output_directory}/{FOLDER}"
+        if not (may_make or "://" in folder or os.path.isdir(run.base_output_directory)):
+            _listen()
+            return "compilation cache: off"
+    if platform == "cpu":
+        folder = f"{folder}/{kind_of_processor()}"
+    if "://" not in folder:
+        folder = os.path.abspath(os.path.expanduser(folder))
+        try:
+            os.makedirs(folder, exist_ok=True)
+            remove_cut_short(folder)
+        except OSError as error:
+            return f"compilation cache: off, jax_cache_dir cannot be written ({error})"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_KEPT)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _listen()
+    return f"compilation cache: {folder}"
+
+
+def folder_in_use() -> str | None:
+    """Returns the folder of the cache, or None."""
+    import jax
+
+    return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+
+
+def remove_cut_short(folder: str) -> list[str]:
+    """Removes truncated entries of a local folder; returns their names.
+
+    Reads only entries that changed since the last call. An entry that another process is writing is
+    lost and written again later. Object stores have no such entries.
+    """
+    marker = os.path.join(folder, _CHECKED)
+    since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
+    removed = []
+    entries = [entry for entry in os.scandir(folder) if entry.name.endswith("-cache")]
+    with open(marker, "w"):  # before they are read, so that what comes meanwhile is read next time
+        pass
+    os.utime(marker)
+    for entry in entries:
+        try:
+            if entry.stat().st_mtime < since - 1.0:  # some file systems keep whole seconds
+                continue
+            if not _is_whole(entry.path):
+                os.remove(entry.path)
+                removed.append(entry.name)
+        except FileNotFoundError:
+            pass  # another process was faster
+    return removed
+
+
+def _is_whole(path: str) -> bool:
+    import zstandard
+
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                stream.decompress(block)
+    except zstandard.ZstdError:
+        return False
+    return stream.eof
+
+
+def kind_of_processor() -> str:
+    """Returns a short name that differs between processors with different instructions."""
+    features = ""
+    try:
+        with open("/proc/cpuinfo") as file:
+            named = (line for line in file if line.lower().startswith(("flags", "features")))
+            features = next(named, "")
+    except OSError:
+        pass  # not Linux
+    named_so = f"{machine.machine()} {machine.processor()} {features}"
+    return f"cpu-{hashlib.sha256(named_so.encode()).hexdigest()[:8]}"
+
+
+def hits_of_this_thread() -> int:
+    """Returns this thread's cache hits since `use` was first called."""
+    return _hits.get(threading.get_ident(), 0)
+
+
+def _listen() -> None:
+    import jax
+
+    global _is_listening
+    if not _is_listening:
+        _is_listening = True
+        jax.monitoring.register_event_listener(_count)
+
+
+def _count(event: str, **_: Any) -> None:
+    if event == _HIT:
+        thread = threading.get_ident()
+        _hits[thread] = _hits.get(thread, 0) + 1

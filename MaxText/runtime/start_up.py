@@ -1,0 +1,247 @@
+"""Setup before jax starts. Importing this imports no jax."""
+
+import collections
+import faulthandler
+import math
+import os
+import platform
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from MaxText import early_signals
+from MaxText.errors import UserError
+from MaxText.runtime import cluster, processes
+from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+
+Result = TypeVar("Result")
+
+# By default glibc gives large temporaries back to the system after each step, and the next step
+# faults them in again, 4 KiB at a time: a third of the time of a small CPU step. A heap that is
+# never given back spares that. Blocks of 1 GiB do not come from it: between two steps something
+# small comes to lie in the hole that one leaves, and the next one is put behind. Those are given
+# back, and faulted in 2 MiB at a time (docs/decisions.md has the figures).
+_TUNABLES = {
+    "glibc.malloc.arena_max": "1",  # only the main heap can hold large blocks
+    "glibc.malloc.trim_threshold": str(2**46),  # its end is not given back
+}
+_LARGE_BLOCKS = {
+    "glibc.malloc.mmap_threshold": str(2**30),  # smaller ones come from the heap
+    "glibc.malloc.hugetlb": "1",  # asks for pages of 2 MiB
+}
+# Before glibc 2.35 there are no such pages, and no threshold above 32 MiB: the heap holds all.
+_LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
+
+
+# Keys that may differ between the machines of a run.
+_KEYS_OF_A_MACHINE = ("dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count")
+
+# Tells the restarted process when the user started it.
+_LAUNCHED = "MAXTEXT_LAUNCHED"
+_launched = float(os.environ.pop(_LAUNCHED, time.time()))
+
+
+def launched() -> float:
+    """Returns the Unix time at which the program started, or this file was imported."""
+    return _launched
+
+
+def restart_with_allocator_setting() -> None:
+    """Restarts this process with an allocator setting that is read only at start.
+
+    Only with glibc, and if the user's GLIBC_TUNABLES does not set the allocator.
+    """
+    present = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc." in present:
+        return
+    library, version = platform.libc_ver()
+    if library != "glibc":
+        return
+    is_old = tuple(map(int, version.split(".")[:2])) < (2, 35)
+    chosen = _TUNABLES | (_LARGE_BLOCKS_BEFORE_235 if is_old else _LARGE_BLOCKS)
+    tunables = [present] if present else []
+    tunables += [f"{name}={value}" for name, value in chosen.items()]
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
+    early_signals.hold_back()
+    try:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    finally:
+        early_signals.release()
+
+
+def choose_platform(hardware: str) -> list[str]:
+    """Selects jax's devices; returns the environment variables that were set, as lines to print."""
+    if hardware != "auto":
+        os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(hardware, hardware)
+    names = ("GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    return [f"environment: {name}={os.environ[name]}" for name in names if os.environ.get(name)]
+
+
+def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
+    """Connects the processes of a run, as the environment says (see cluster.py).
+
+    Call it in every process, after `preemption.StopSignal.install` and before anything asks jax for
+    devices. Text is prepared before: processes may take differently long for that, and wait here
+    for each other for up to six times heartbeat_timeout. From here on jax swallows SIGTERM, which
+    StopSignal.requested then reports.
+
+    Args:
+      heartbeat_timeout: Seconds; 0 keeps jax's own limits.
+
+    Returns:
+      A line to print; none in a run of one process.
+
+    Raises:
+      UserError: The environment is incomplete, or the others did not come.
+    """
+    found = cluster.find(os.environ, hardware)
+    if found is None:
+        return []
+    import jax
+
+    # A process that is gone is told by the watchdog, with a table, where that sees it first.
+    limits: dict[str, Any] = {
+        "initialization_timeout": 300,
+        "heartbeat_timeout_seconds": 100,
+        "shutdown_timeout_seconds": 300,
+    }
+    if heartbeat_timeout > 0:
+        seconds = math.ceil(heartbeat_timeout)
+        limits["initialization_timeout"] = 6 * seconds
+        limits["heartbeat_timeout_seconds"] = seconds + max(10, min(60, seconds))
+        limits["shutdown_timeout_seconds"] = seconds
+    given: dict[str, Any] = {}
+    if found.address is not None:
+        given = {
+            "coordinator_address": found.address,
+            "num_processes": found.num_processes,
+            "process_id": found.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+        host = found.address.rpartition(":")[0]
+        if host in ("localhost", "[::1]") or host.startswith("127."):
+            # Nobody else is to reach it.
+            given["coordinator_bind_address"] = found.address
+        if found.local_device_ids is not None:
+            given["local_device_ids"] = found.local_device_ids
+    # Where jax ends the process itself, it shall say from where.
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+    try:
+        jax.distributed.initialize(**given, **limits)
+    # jax's metadata client raises errors of the package requests, which are OSErrors.
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        if not found.is_sure:
+            return [f"one process: {found.source} names no others ({_first_line(error)})"]
+        if found.num_processes is None:
+            which = f"{found.source} speaks of several processes, and connecting them failed"
+        else:
+            which = (
+                f"process {found.process_id} of {found.num_processes} (by {found.source}) could "
+                f"not be connected with the others over {found.address}"
+            )
+        raise UserError(
+            f"{which}: {_first_line(error)}\n"
+            f"  What to do: see that all {found.num_processes or ''} processes are started, with "
+            "the same coordinator and numbers of their own, that process 0 runs on the "
+            "coordinator's host, and that its port is free and open. Processes wait for each "
+            f"other for {limits['initialization_timeout']} s (6 x heartbeat_timeout)."
+        ) from error
+    num_processes = found.num_processes or jax.process_count()
+    processes.begin(num_processes)
+    where = "" if found.address is None else f", coordinator {found.address}"
+    return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def find_devices(hardware: str) -> list[Any]:
+    """Returns the devices to train on, over all processes.
+
+    Raises:
+      UserError: There are none of the requested kind, processes have different numbers of them, or
+        there are fewer than NUM_DEVICES_VARIABLE asks for.
+    """
+    import jax
+
+    try:
+        devices = jax.devices()
+    # Where it sees no GPU at all, jax 0.10 fails an assertion that says nothing.
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error) or "it sees none on this machine").splitlines()[0]
+        raise UserError(
+            f"hardware={hardware}: jax finds no such device ({reason}).\n"
+            "  What to do: install the requirements for it (setup.sh DEVICE=tpu|gpu), or set "
+            "hardware=cpu."
+        ) from error
+    _check_number(devices, processes.count())
+    return devices
+
+
+def _check_number(devices: list[Any], num_processes: int) -> None:
+    """Refuses fewer devices than requested, which would train another run."""
+    of_process = collections.Counter(device.process_index for device in devices)
+    numbers = [of_process[process] for process in range(num_processes)]
+    if len(set(numbers)) > 1:
+        words = ", ".join(f"process {process} has {n}" for process, n in enumerate(numbers))
+        raise UserError(
+            f"processes must have equally many devices: {words}. Some are hidden, in use, or "
+            "broken on that machine."
+        )
+    asked = os.environ.get(NUM_DEVICES_VARIABLE, "")
+    if asked and asked != str(len(devices)):
+        raise UserError(
+            f"{NUM_DEVICES_VARIABLE}={asked}, and jax finds {len(devices)} devices "
+            f"({devices[0].device_kind}) in {num_processes} processes. Start on as many as the run "
+            "is meant for, or ask for as many as there are."
+        )
+
+
+def check_alike(config_flat: Mapping[str, Any]) -> None:
+    """Refuses processes with different configurations, run names included.
+
+    They would compile different programs and wait for each other forever, or write to different
+    folders. Every process must call it.
+
+    Raises:
+      UserError: Names the keys, and the processes that differ from process 0.
+    """
+    if processes.count() == 1:
+        return
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    names = sorted(set(config_flat) - set(_KEYS_OF_A_MACHINE))
+    # Names first: programs of different versions have different ones, and then nothing else fits.
+    texts = ["\n".join(names)]
+    for compared in (texts, [repr(config_flat[name]) for name in names]):
+        digests = np.array([zlib.crc32(text.encode()) for text in compared], np.uint32)
+        of_all = np.asarray(multihost_utils.process_allgather(digests))
+        others = np.flatnonzero((of_all != of_all[0]).any(axis=1))
+        if not len(others):
+            continue
+        which = "process " + ", ".join(map(str, others))
+        if compared is texts:
+            raise UserError(
+                f"{which} knows other configuration keys than process 0: it runs another version "
+                "of this program. Copy the same one to all machines."
+            )
+        keys = np.flatnonzero((of_all != of_all[0]).any(axis=0))
+        raise UserError(
+            f"{which} has other values of {', '.join(names[key] for key in keys)} than process 0. "
+            "Give all processes the same configuration, and a run_name that is not made of the "
+            "time."
+        )
+
+
+def in_background(function: Callable[[], Result]) -> Future[Result]:
+    """Starts `function` on a thread."""
+    executor = ThreadPoolExecutor(max_workers=1)
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
+    return future

@@ -1,0 +1,440 @@
+"""Files on local disks and behind URLs that fsspec knows, such as gs://."""
+
+import collections
+import errno
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import fsspec
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from MaxText.errors import UserError
+from MaxText.storage.paths import prepare_clients
+from MaxText.storage.unreadable import UnreadableFile
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
+# Open files at once; systems allow 256 or more per process, and a data set may have thousands.
+_MAX_OPEN_FILES = 128
+_CONCURRENT_REQUESTS = 32
+# What changes when the contents of a file do; file systems have different ones.
+_TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
+
+
+class FileInfo(NamedTuple):
+    """A listed file.
+
+    Attributes:
+      tag: A time or an entity tag, which changes with the contents.
+    """
+
+    path: str
+    size: int
+    tag: str
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path must be read through fsspec; file:// does not count."""
+    return "://" in path and not path.startswith("file://")
+
+
+def local_path(path: str) -> str:
+    """Returns a path for the operating system: without file://, ~ expanded."""
+    return os.path.expanduser(path.removeprefix("file://"))
+
+
+def absolute(path: str) -> str:
+    """Returns a path with the same meaning in every process."""
+    return path if is_url(path) else os.path.abspath(local_path(path))
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sort key for numbers in names by value: shard-2 before shard-10."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
+
+
+def file_system(path: str) -> tuple[Any, str]:
+    """Returns fsspec's file system of a local path or URL, and the path in it.
+
+    Raises:
+      UserError: Unknown protocol, or its package is missing.
+    """
+    if not is_url(path):
+        return LocalFileSystem(), local_path(path)
+    protocol = path.split("://")[0]
+    if protocol in ("gs", "gcs"):
+        prepare_clients(path)
+    try:
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:
+        raise UserError(f"{path} needs a package that is not installed ({error}).") from error
+    except ValueError as error:
+        raise UserError(
+            f"{path}: {protocol}:// is no kind of address that fsspec knows ({error}). Use a local "
+            "path or gs://."
+        ) from error
+
+
+def list_files(location: str, key: str) -> list[FileInfo]:
+    """Returns the files of a location, with one listing per folder.
+
+    Args:
+      location: A file; a folder (all files below it that are not hidden); a pattern with *, ?, []
+        and **; braces {000..127} or {a,b} in any of them; or @FILE, a text file with one name or
+        URL per line. Local or a URL.
+      key: Configuration key it came from, for messages.
+
+    Returns:
+      Files in natural order; those of an @FILE or braces in their given order.
+
+    Raises:
+      UserError: Nothing is there, a listed file is missing, or it cannot be looked at.
+    """
+    if not location:
+        raise UserError(f"{key} is empty. Name a file, a folder or a pattern.")
+    try:
+        if location.startswith("@"):
+            return _listed(location[1:], key)
+        names = _expand_braces(location)
+        if not is_url(location) and path_type(location):
+            names = [location]  # whatever characters its name has
+        files = []
+        for name, found in zip(names, _matches(names, key), strict=True):
+            if not found:
+                part = "" if name == location else f" ({name})"
+                raise UserError(
+                    f"{key}={location}: no such file{part}. Check the path; a pattern is given in "
+                    "quotes, and ** stands for folders of any depth."
+                )
+            files += found
+        return files
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: of a pattern
+        raise UserError(
+            f"{key}={location} cannot be looked at ({reason(error)}). Check the path and that you "
+            "may read it."
+        ) from error
+
+
+def path_type(path: str | os.PathLike[str]) -> str:
+    """Returns `file`, `directory` or `other`; empty if nothing is there.
+
+    Raises:
+      OSError: It cannot be looked at, or storage fails.
+      UserError: As file_system.
+    """
+    entry = _look(*file_system(os.fspath(path)))
+    return entry["type"] if entry else ""
+
+
+def _look(system: Any, path: str) -> dict[str, Any] | None:
+    try:
+        return system.info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        return None  # no path can have this name
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise
+
+
+def _listed(list_file: str, key: str) -> list[FileInfo]:
+    with open_stream(list_file) as stream:
+        content = stream.read()
+    try:
+        lines = [line.strip() for line in content.decode().splitlines()]
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{key}=@{list_file} is no text file ({error}). Name a file with one path per line."
+        ) from error
+    names = [line for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise UserError(f"{key}=@{list_file} lists no file. Write one name per line into it.")
+    files = []
+    for name, found in zip(names, _matches(names, key, literal=True), strict=True):
+        if len(found) != 1:
+            raise UserError(f"{key}=@{list_file} lists {name}, which is no file. Correct the list.")
+        files += found
+    return files
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    parts = _BRACES.split(pattern)
+    # split() gives text and contents of braces in turn.
+    choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def _choices(inside: str) -> list[str]:
+    numbers = _NUMBERS.fullmatch(inside)
+    if not numbers:
+        return inside.split(",")
+    first, last = numbers.groups()
+    width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+    return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+
+
+def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[list[FileInfo]]:
+    """Yields the files of each name; with `literal`, names are not patterns."""
+    num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names)
+    listings: dict[str, dict[str, FileInfo]] = {}
+    for name in names:
+        folder = name.rpartition("/")[0]
+        # Thousands of names in one remote folder are one listing, not one request each.
+        if is_url(name) and num_in_folder[folder] > 1:
+            if folder not in listings:
+                listings[folder] = {file.path: file for file in files_in(folder)}
+            if name in listings[folder]:
+                yield [listings[folder][name]]
+                continue
+        yield _match(name, key, literal)
+
+
+def files_in(folder: str) -> list[FileInfo]:
+    """Returns the files directly in a folder; none if it does not exist."""
+    system, path = file_system(folder)
+    try:
+        entries = system.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [_info(system, folder, entry) for entry in entries if _is_file(entry)]
+
+
+def _match(name: str, key: str, literal: bool) -> list[FileInfo]:
+    system, path = file_system(name)
+    entry = None if is_url(name) and glob.has_magic(name) else _look(system, path)
+    if entry is not None and entry["type"] != "directory":
+        return [_info(system, name, entry)]
+    if literal:
+        return []
+    if entry is None:
+        if not glob.has_magic(path):
+            return []
+        shows_hidden = path.rpartition("/")[2].startswith(".")
+        found = {
+            path: entry
+            for path, entry in system.glob(path, detail=True).items()
+            if shows_hidden or not path.rpartition("/")[2].startswith(".")
+        }
+    else:
+        # A folder that may not be read is an error, not one without files.
+        options = {} if is_url(name) else {"on_error": "raise"}
+        found = {
+            below: entry
+            for below, entry in system.find(path, detail=True, **options).items()
+            if not re.search(r"(^|/)\.", os.path.relpath(below, path).replace(os.sep, "/"))
+        }
+        if not any(map(_is_file, found.values())):
+            raise UserError(f"{key}={name} is a folder without files. Name one that holds data.")
+    files = [found[path] for path in sorted(found, key=natural_key)]
+    return [_info(system, name, entry) for entry in files if _is_file(entry)]
+
+
+def _is_file(entry: dict[str, Any]) -> bool:
+    return entry["type"] == "file" and not entry["name"].endswith("/")
+
+
+def _info(system: Any, like: str, entry: dict[str, Any]) -> FileInfo:
+    path = system.unstrip_protocol(entry["name"]) if is_url(like) else entry["name"]
+    tag = next(filter(None, (entry.get(tag) for tag in _TAGS)), "")
+    return FileInfo(path, int(entry["size"]), str(tag))
+
+
+def file_info(path: str) -> FileInfo:
+    """Returns size and tag of a file.
+
+    Raises:
+      UnreadableFile: It is missing, unreadable, or its storage fails.
+      UserError: It is a folder, or as file_system.
+    """
+    try:
+        system, name = file_system(path)
+        entry = system.info(name)
+    except Exception as error:
+        # The libraries behind URLs raise errors of their own, which have no base in common.
+        if _is_mistake(error) or not (is_url(path) or isinstance(error, OSError)):
+            raise
+        raise _unreadable(path, error) from error
+    if entry["type"] == "directory":
+        raise UserError(f"{path} is a folder where a file is expected. Name the file.")
+    return _info(system, path, entry)._replace(path=path)
+
+
+def file_infos(paths: Sequence[str]) -> list[FileInfo]:
+    """Returns the file_info of each, remote ones concurrently."""
+    if not any(map(is_url, paths)):
+        return [file_info(path) for path in paths]
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
+        return list(threads.map(file_info, paths))
+
+
+def open_stream(path: str) -> BinaryIO:
+    """Opens a local or remote file for reading.
+
+    Raises:
+      OSError: It cannot be opened.
+      UserError: As file_system.
+    """
+    system, name = file_system(path)
+    return cast(BinaryIO, system.open(name, "rb")) if is_url(path) else open(name, "rb")
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Returns whether an error already has a message; that of a bucket is a storage error, too."""
+    return isinstance(error, UserError) and not isinstance(error, OSError)
+
+
+def reason(error: Exception) -> str:
+    """Returns a short description of an error."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def _unreadable(path: str, error: Exception) -> UnreadableFile:
+    return UnreadableFile(
+        f"{path} cannot be read ({reason(error)}). Check the path and that you may read it.", path
+    )
+
+
+class _Descriptor:
+    """An open file, closed with its last user."""
+
+    def __init__(self, path: str):
+        self.number = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC)
+
+    # The system's function is kept: at the interpreter's end the module may be gone before us.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if hasattr(self, "number"):
+            close(self.number)
+
+
+_open: collections.OrderedDict[str, _Descriptor] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def _descriptor(path: str) -> _Descriptor:
+    """Returns the open file of a path; those least recently used are closed.
+
+    Raises:
+      UnreadableFile: It cannot be opened.
+    """
+    with _lock:
+        if path in _open:
+            _open.move_to_end(path)
+            return _open[path]
+    # Not under the lock: storage that hangs would keep it from those who read other files.
+    try:
+        opened = _Descriptor(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    evicted = []
+    with _lock:
+        evicted.append(_open.get(path))
+        _open[path] = opened
+        while len(_open) > _MAX_OPEN_FILES:
+            evicted.append(_open.popitem(last=False))
+    return opened
+
+
+def forget(paths: Sequence[str]) -> None:
+    """Drops cached listings and open files of these paths."""
+    closed = []
+    with _lock:
+        closed += [_open.pop(path, None) for path in paths]
+    for url in {path.split("://")[0]: path for path in paths if is_url(path)}.values():
+        file_system(url)[0].invalidate_cache()
+
+
+def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
+    """Fills arrays with bytes of files; all remote ones in a single call.
+
+    Local files are read, not mapped: beyond the end of a truncated file that is an error, where a
+    map would kill the process.
+
+    Args:
+      offsets: First byte of each range.
+      into: Contiguous arrays to fill.
+
+    Raises:
+      UnreadableFile: A file is gone, may not be read, or ends before the end of a range.
+    """
+    remote: dict[str, list[tuple[str, int, np.ndarray]]] = {}
+    path, descriptor = "", None
+    for wanted, offset, array in zip(paths, offsets, into, strict=True):
+        if wanted is not path:
+            path = wanted
+            descriptor = None if is_url(path) else _descriptor(path)
+        if descriptor is None:
+            remote.setdefault(path.split("://")[0], []).append((path, offset, array))
+            continue
+        try:
+            done = os.preadv(descriptor.number, (array.data,), offset)
+            while done < array.nbytes:
+                rest = array.reshape(-1).view(np.uint8)[done:]
+                if not (more := os.preadv(descriptor.number, (rest.data,), offset + done)):
+                    raise _cut_short(path, offset + done, len(rest))
+                done += more
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    for members in remote.values():
+        _read_remote(*zip(*members, strict=True))
+
+
+def _read_remote(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
+    ends = [offset + array.nbytes for offset, array in zip(offsets, into, strict=True)]
+    try:
+        system, _ = file_system(paths[0])
+        names = [system._strip_protocol(path) for path in paths]
+        contents = system.cat_ranges(names, list(offsets), ends, on_error="return")
+    except Exception as error:
+        if _is_mistake(error):
+            raise
+        raise _unreadable(paths[0], error) from error
+    for path, end, array, content in zip(paths, ends, into, contents, strict=True):
+        if isinstance(content, Exception):
+            raise _unreadable(path, content) from content
+        if missing := array.nbytes - len(content):
+            raise _cut_short(path, end - missing, missing)
+        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+
+
+def _cut_short(path: str, size: int, missing: int) -> UnreadableFile:
+    return UnreadableFile(
+        f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was cut short. "
+        "Copy it again.",
+        path,
+    )
+
+
+def names_below(files: Sequence[str]) -> Iterator[str]:
+    """Yields each file's name below the folder that all of them share."""
+    if not files:
+        return
+    folders = [file.split("/")[:-1] for file in files]
+    shared = 0
+    for parts in zip(*folders, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared += 1
+    yield from ("/".join(file.split("/")[shared:]) for file in files)
+
+
+def fingerprint(files: Sequence[FileInfo], contents: list) -> str:
+    """Returns a location-independent digest of names and sizes of files, and of `contents`."""
+    names = names_below([file.path for file in files])
+    sizes = [[name, file.size] for name, file in zip(names, files, strict=True)]
+    return hashlib.sha256(json.dumps([sizes, contents]).encode()).hexdigest()[:16]

@@ -1,0 +1,125 @@
+"""Options, messages and exit codes, in this process and in one of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from MaxText.config import config_files
+from MaxText.config.catalogue import all_keys
+from MaxText.config.command_line import parse
+from MaxText.config.loading import load
+
+USAGE = "Trains a model."
+
+
+@pytest.fixture
+def answer(capsys):
+    def answer(*arguments: str, code: int = 0) -> str:
+        """What is printed: on stdout, or after a mistake on stderr."""
+        with pytest.raises(SystemExit) as caught:
+            parse("train.py", arguments, USAGE)
+        assert caught.value.code == code
+        streams = capsys.readouterr()
+        assert (streams.err if code == 0 else streams.out) == ""
+        return streams.err if code else streams.out
+
+    return answer
+
+
+def test_help_lists_every_key(answer):
+    text = answer("-h")
+    assert USAGE in text
+    for name in all_keys():
+        assert f"\n  {name}=" in text
+    assert answer("gpt2.yml", "--help", "steps=x") == text
+
+
+def test_help_of_a_key(answer, told):
+    text = answer("--help", "rotary_pct", "decoder_block=gpt_neox")
+    assert "now:      0.25 (configs/decoder_blocks/gpt_neox.yml:" in text
+    told(text)
+    assert "steps" in answer("--help", "steps").partition("unit:")[2]
+    # The mistake of a command line does not withhold the help that mends it.
+    assert "now:" not in answer("--help", "steps", "stepz=1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["gpt2.yml dataset_path=x lerning_rate=1", "--help stepz", "--why stepz", "--why gcs_metrics",
+     "--why", "--from-maxtext", "--from-maxtext nowhere.yml", "~no_such_user_here/a.yml", ""],
+)  # fmt: skip
+def test_mistakes(words, answer, told):
+    told(answer(*words.split(), code=2))
+
+
+def test_why_names_the_winner_and_what_it_beat(answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yml").write_text("base_config: gpt2.yml\n\nlearning_rate: 1.0e-3\n")
+    monkeypatch.setenv("M_LEARNING_RATE", "2e-3")
+    shipped = (config_files.SHIPPED / "gpt2.yml").read_text()
+    line = 1 + shipped[: shipped.index("\nlearning_rate") + 1].count("\n")
+    value, *places = answer(
+        "mine.yml", "learning_rate=3e-3", "dataset_path=d", "--why", "learning_rate"
+    ).splitlines()
+    assert value == "learning_rate=0.003"
+    assert [place.split(":", 1)[1].strip() for place in places] == [
+        "command line, learning_rate=3e-3", "environment variable M_LEARNING_RATE=2e-3",
+        "config file, mine.yml:3, learning_rate: 1.0e-3",
+        f"base_config, configs/gpt2.yml:{line}, learning_rate: 6.0e-4", "schema default, 3.0e-05",
+    ]  # fmt: skip
+    text = answer("dataset_path=d", "--why", "steps", "steps=-1", "learning_rate_schedule_steps=9")
+    assert text.startswith("steps=9\n  set by: derived from learning_rate_schedule_steps\n")
+
+
+def test_what_the_program_would_refuse_is_a_note(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("train.py", ["gpt2.yml", "--why", "steps"], "")
+    shown = capsys.readouterr()
+    assert ended.value.code == 0
+    assert shown.out.startswith("steps=")
+    assert shown.err.startswith("note: train.py ")
+    assert "dataset_type=synthetic" in shown.err
+
+
+def test_show_config_can_be_fed_back(answer, write):
+    arguments = ["model_name=gpt2-124m", "base_emb_dim=1536", "dataset_path=d", "run_name=r"]
+    text = answer("--show-config", *arguments)
+    assert "base_emb_dim: 1536  # command line" in text
+    assert "# configs/models/gpt2-124m.yml:" in text
+    assert load([write(text)]).config == load(arguments).config
+
+
+def test_from_maxtext(answer, write, told):
+    path = write(
+        "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: true\nmegablox: true\n"
+        "dataset_type: tfds\nstepz: 1\nlogical_axis_rules: [[embed, tensor_sequence]]\n"
+        "dropout_rate: 3\ndense_conn: true\nmudd_postnorm: true\nddw_gen_chunk_size: null\n"
+    )
+    told(answer("--from-maxtext", path))
+
+
+def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    assert f"dataset_path={tmp_path / 'corpus'}" in answer(str(tmp_path / "corpus"), code=2)
+    assert f"dataset_path={tmp_path}" not in answer(str(tmp_path / "none"), code=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("raise UserError('no such thing')", 2, "error: no such thing\n"),
+        ("raise KeyboardInterrupt", 130, "stopped\n"), ("raise BrokenPipeError", 141, ""),
+        ("print('done')", 0, ""),
+    ],
+)  # fmt: skip
+def test_how_programs_end(body, code, said):
+    program = f"""
+from MaxText.config.command_line import ending_well
+from MaxText.errors import UserError
+with ending_well("stopped"):
+    {body}
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=config_files.REPOSITORY)
+    assert (done.returncode, done.stderr) == (code, said)

@@ -1,0 +1,66 @@
+"""The declaration of keys and sections, and the files that are generated from it: by `python -m
+MaxText.config.documentation`, and with UPDATE_RESOLVED=1 by the tests of this folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from MaxText.config import documentation, registry
+from MaxText.config.catalogue import all_keys, build, by_section, flat
+from MaxText.config.config_files import BASE_YML, read
+from MaxText.config.loading import configure
+from MaxText.config.schema import Config
+
+PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
+
+
+def test_generated_files_are_up_to_date():
+    assert BASE_YML.read_text(encoding="utf-8") == documentation.base_yml()
+    assert registry.BUILT_IN.read_text(encoding="utf-8") == documentation.built_in_yml()
+    text = documentation.CONFIGURATION_MD.read_text(encoding="utf-8")
+    assert text == documentation.configuration_md()
+
+
+def test_base_yml_holds_exactly_the_defaults(write):
+    entries, problems = read(BASE_YML)
+    assert not problems
+    assert [entry.name for entry in entries] == list(all_keys())
+    assert configure("base.yml", run_name="r") == configure(run_name="r")
+    # A copy under another name is an ordinary config file: every value counts, and is the default.
+    copy = write(BASE_YML.read_text(encoding="utf-8"), "copy.yml")
+    assert configure(copy, run_name="r") == configure(run_name="r")
+
+
+def test_the_default_configuration_is_the_schema():
+    config = Config()
+    assert build(flat(config)) == config
+    assert list(flat(config)) == list(all_keys())
+    changed = {name for name, value in flat(configure()).items() if value != flat(config)[name]}
+    assert changed == {"run_name", "base_output_directory", "learning_rate_schedule_steps"}
+
+
+def test_public_keys():
+    names = "".join(f"{name}\n" for name in sorted(all_keys()))
+    if os.environ.get("UPDATE_RESOLVED"):
+        PUBLIC_KEYS.write_text(names, encoding="utf-8")
+    assert PUBLIC_KEYS.read_text(encoding="utf-8") == names
+
+
+def test_every_key_is_documented():
+    for keys in by_section().values():
+        assert keys[0].title
+    for key in all_keys().values():
+        assert key.meaning, key.name
+        assert key.meaning.endswith("."), key.name
+        for group in key.conditions:
+            for other, effective in group.items():
+                assert other in all_keys(), f"{key.name} depends on the unknown key {other}"
+                assert effective, key.name
+
+
+def test_sections_are_frozen_and_refuse_unknown_fields():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().run.steps = 3
+    with pytest.raises(ValueError, match="stepz"):
+        Config.model_validate({"run": {"stepz": 3}})

@@ -1,0 +1,212 @@
+"""`import_modules`: mistakes of a module are one message; its keys are keys like any other."""
+
+import pytest
+
+from MaxText import exit_codes
+from MaxText.checkpointing import description, layout
+from MaxText.config import import_modules, registry
+from MaxText.config.command_line import parse
+from MaxText.config.loading import configure
+from MaxText.config.problems import ConfigurationError
+from MaxText.inference.own_configuration import load
+from tests.programs import run
+
+HEAD = """
+from MaxText.config.keys import Section, key
+from MaxText.layers.part import Mixer, register
+"""
+PART = (
+    HEAD
+    + """
+class Keys(Section):
+    "Mine."
+    my_width: int = key(3, "How wide it is.", ge=1)
+
+
+@register("mixer", "mine", keys=Keys)
+class Mine(Mixer):
+    "The input, once more."
+
+    def __init__(self, keys, init, rngs):
+        pass
+
+    def __call__(self, x_BTD, context):
+        return x_BTD, {}
+"""
+)
+KEYS = "class Keys(Section):\n    'Mine.'\n    "
+REGISTER = "@register('mixer', 'mine', keys=Keys)\nclass Mine(Mixer): pass\n"
+# What is wrong -> (the module, words of the message, the line it names).
+BROKEN = {
+    "syntax": ("def f(:\n", "SyntaxError: invalid syntax", 1),
+    "exception": ("\n\nraise OSError('no disk')\n", "OSError: no disk", 3),
+    "exception in a library": ("import json\njson.loads('{')\n", "JSONDecodeError: ", 2),
+    "exit": ("import sys\nsys.exit(0)\n", "SystemExit: 0", 2),
+    "name taken by itself": (
+        PART + "register('mixer', 'mine')(Mine)\n", "mixer 'mine' is taken: registered at",
+        PART.count("\n") + 1,
+    ),
+    "name of a built-in part": (
+        HEAD + "register('optimizer', 'adamw')(print)\n",
+        "optimizer 'adamw' is taken: built in", 4,
+    ),
+    "key taken": (
+        HEAD + KEYS + "steps: int = key(3, 'Steps.')\n" + REGISTER,
+        "mixer 'mine': there is a key 'steps' in run", 7,
+    ),
+    "no key()": (
+        HEAD + KEYS + "wide: int = 3\n" + REGISTER, "key 'wide' is not declared with key(...)", 7,
+    ),
+    "keys of no section": (
+        HEAD + "register('mixer', 'mine', keys=dict)(Mixer)\n", "derived from Section", 4,
+    ),
+    "bad characters": (
+        HEAD + "register('mixer', 'My-Mixer')(Mixer)\n",
+        "mixer 'My-Mixer': a name is a-z, 0-9 and _", 4,
+    ),
+    "unknown kind": (
+        HEAD + "register('mixture', 'mine')(Mixer)\n", "there are no parts of kind 'mixture'", 4,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def leave_no_parts(tmp_path, monkeypatch):
+    before = registry.registrations()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(import_modules, "_hashes", {})
+    monkeypatch.setattr(import_modules, "_files", {})
+    yield
+    registry.keep_only(before)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(PART)
+    return "import_modules=mine.py"
+
+
+@pytest.fixture
+def answer(capsys):
+    def answer(*words, code=0):
+        with pytest.raises(SystemExit) as caught:
+            parse("train.py", words, "Trains.")
+        assert caught.value.code == code
+        return "".join(capsys.readouterr())
+
+    return answer
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("by", ["file", "module"])
+def test_a_broken_module_is_one_problem(name, by, tmp_path, answer):
+    text, words, line = BROKEN[name]
+    module = f"broken_{list(BROKEN).index(name)}"
+    (tmp_path / f"{module}.py").write_text(text)
+    given = f"{module}.py" if by == "file" else module
+    before = registry.registrations()
+    message = answer("mixer=mine", "my_width=5", f"import_modules={given}", code=2)
+    assert message.startswith(
+        f"error: 1 problem in the configuration\n\n  1. import_modules: {given}"
+    )
+    assert words in message
+    assert f"{module}.py:{line}" in message
+    assert f"command line, import_modules={given}" in message
+    assert registry.registrations() == before
+
+
+@pytest.mark.parametrize("given", ["nowhere.py", "nowhere_module"])
+def test_a_module_that_is_not_there(given, answer):
+    message = answer(f"import_modules={given}", "mixer=mine", code=2)
+    assert message.startswith("error: 1 problem")
+    assert given in message
+
+
+def test_a_part_of_another_class(tmp_path):
+    (tmp_path / "mine.py").write_text(HEAD + "@register('mixer', 'mine')\nclass Mine: pass\n")
+    with pytest.raises(ConfigurationError, match=r"Mine \(.*mine.py:4\) is not derived from"):
+        configure(import_modules=["mine.py"], mixer="mine")
+
+
+def test_its_keys_are_keys(mine, answer, monkeypatch):
+    help = answer("--help", "my_width", mine)
+    assert "section:  model.parts.mine" in help
+    assert "How wide it is." in help
+    assert "set by: command line" in answer("--why", "my_width", mine, "my_width=7")
+    assert "\nmy_width: 7  # command line\n" in answer("--show-config", mine, "my_width=7")
+    assert "  my_width=3\n" in answer("--help", mine)
+    assert "nearest:  my_width" in answer(mine, "my_witdh=7", code=2)
+    assert "nearest:  mine" in answer(mine, "mixer=mime", code=2)
+    assert "my_width: 0 is not >= 1" in answer(mine, "my_width=0", code=2)
+    monkeypatch.setenv("M_MY_WIDTH", "9")
+    monkeypatch.setenv("M_IMPORT_MODULES", "mine.py")
+    assert "my_width=9\n  set by: environment" in answer("--why", "my_width")
+
+
+def test_without_the_module_they_are_unknown(answer):
+    assert "my_width: unknown key" in answer("--why", "my_width", code=2)
+    assert "mixer: 'mine' is not among the choices" in answer("mixer=mine", code=2)
+
+
+def test_a_file_beside_the_config_is_named_from_the_current_folder(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text(PART)
+    (tmp_path / "sub" / "mine.yml").write_text("import_modules: [mine.py]\nmixer: mine\n")
+    assert configure("sub/mine.yml").run.import_modules == ("sub/mine.py",)
+
+
+def test_values_of_its_keys_survive_a_copy_as_json(mine):
+    section = load([mine, "my_width=8"]).config.model
+    assert type(section).model_validate_json(section.model_dump_json()) == section
+
+
+def test_a_file_that_changed_is_imported_again(mine, tmp_path):
+    assert load([mine]).config.model.parts.named("mine").my_width == 3
+    (tmp_path / "mine.py").write_text(PART.replace("key(3", "key(4"))
+    assert load([mine]).config.model.parts.named("mine").my_width == 4
+
+
+TINY = [
+    "mixer=mine", "dataset_type=synthetic", "steps=1", "run_name=run", "base_emb_dim=16",
+    "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=16",
+    "base_num_decoder_layers=1", "vocab_size=64", "max_target_length=8", "hardware=cpu",
+    "per_device_batch_size=1", "sample_tokens=0", "loss_curve=false", "log_config=false",
+]  # fmt: skip
+
+
+def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
+    def refused(program, *words):
+        done = run(program, words, tmp_path, users_environment)
+        assert done.returncode == exit_codes.USER_MISTAKE, done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        assert done.stderr.count("error:") == 1
+        return done.stderr
+
+    (tmp_path / "half.py").write_text(
+        PART.replace("return x_BTD, {}", "return x_BTD[..., ::2], {}")
+    )
+    found = refused("train.py", *TINY, "import_modules=half.py")
+    assert "mixer mine (" in found
+    assert "half.py:10): __call__ returned ([1, 8, 8], dict)" in found
+    assert "has to return ([1, 8, 16], scalars)" in found
+    assert not (tmp_path / "maxtext_output" / "run" / "checkpoints").exists()
+
+    done = run(
+        "train.py", [*TINY, mine, "save_checkpoint_on_start=false"], tmp_path, users_environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = "load_parameters_path=maxtext_output/run"
+    found = refused("decode.py", folder, "prompt=a", mine)
+    assert "mixer=mine has no decode state: give Mine the methods prefill and decode_step" in found
+    for program in ("decode.py", "eval.py"):
+        found = refused(program, folder, "prompt=a" if program == "decode.py" else "eval_steps=1")
+        assert "1 problem" in found
+        assert "import_modules: the model has parts of mine.py" in found
+        assert "add:      import_modules=[mine.py]" in found
+
+    stored = layout.find("maxtext_output/run", "load_parameters_path")
+    metadata = description.metadata_if_any(stored)
+    assert list(metadata[import_modules.METADATA]) == ["mine.py"]
+    (tmp_path / "mine.py").write_text(PART + "# changed\n")
+    done = run("train.py", [*TINY, mine, "steps=2"], tmp_path, users_environment)
+    assert "warning: mine.py has changed since the checkpoint was saved" in done.stdout

@@ -1,0 +1,215 @@
+"""Shipped configurations: they load, resolve to what is recorded, and are those of their papers.
+
+resolved/<name>.yml holds the keys in which a preset differs from the schema; UPDATE_RESOLVED=1
+writes them anew. tests/parallelism/test_preset_shardings.py has the sizes of the presets."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from MaxText.config import config_files
+from MaxText.config.catalogue import flat
+from MaxText.config.loading import configure, load
+from MaxText.config.saved import entry_lines
+from MaxText.config.schema import Config
+from MaxText.layers.model import Model
+from MaxText.training.backend_defaults import resolve
+
+RESOLVED = Path(__file__).parent / "resolved"
+PRESETS = config_files.preset_names(config_files.MODELS)
+RECIPES = ["gpt2", "tokenformer", "base_v2", "recipes/fattorib"]
+BUNDLES = config_files.preset_names(config_files.DECODER_BLOCKS)
+
+_RUN = (
+    "base_output_directory=gs://BUCKET dataset_type=grain grain_train_files=DIR/train* "
+    "tokenizer_path=EleutherAI/gpt-neox-20b grain_worker_count=8 eval_interval=10000 "
+    "grain_eval_files=DIR/validation* enable_checkpointing=True per_device_batch_size=32 "
+    "eval_per_device_batch_size=32 logits_via_embedding=True normalize_embedding_logits=True "
+    "init_weights_seed=42"
+)
+_MUDD = "MaxText/configs/base_v2.yml run_name=gs://bucket/output/ dataset_path=gs://bucket/pile"
+# As the READMEs of TokenFormer and MUDDFormer give them, and keys that they lead to.
+PUBLISHED_COMMANDS = {
+    "MaxText/configs/tokenformer.yml run_name=tokenformer124_steps600k steps=600000 "
+    f"checkpoint_period=10000 slot_num=576 drop_path=0 {_RUN}": {"drop_path": 0, "slot_num": 576},
+    "MaxText/configs/gpt2.yml run_name=transformer124_steps600k steps=600000 "
+    f"checkpoint_period=2000 {_RUN}": {"normalize_embedding_logits": True, "steps": 600_000},
+    f"{_MUDD} model_name=MUDDLlama2Medium hardware=tpu": {"run_name": "output", "dense_conn": True},
+    f"{_MUDD} model_name=MUDDLlama2Medium hardware=gpu compile_topology_num_slices=1": {},
+    f"{_MUDD} model_name=Llama2Medium hardware=gpu compile_topology_num_slices=1": {
+        "base_output_directory": "gs://bucket", "dense_conn": False, "hardware": "gpu",
+    },
+}  # fmt: skip
+
+
+def changed(config: Config) -> str:
+    """The YAML lines in which a configuration differs from the schema's defaults."""
+    defaults = flat(configure(run_name="r"))
+    lines = [
+        line
+        for name, value in flat(config).items()
+        if value != defaults[name]
+        for line in entry_lines(name, value)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def check(name: str, config: Config) -> None:
+    path = RESOLVED / f"{name}.yml"
+    if os.environ.get("UPDATE_RESOLVED"):
+        path.write_text(changed(config), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == changed(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_model_presets(name):
+    check(name, configure(model_name=name, run_name="r"))
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_decoder_blocks(name):
+    check(f"decoder_block_{name}", configure(decoder_block=name, run_name="r"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name):
+    check(Path(name).name, configure(f"{name}.yml", run_name="r"))
+
+
+def test_base_v2_is_the_recipe_of_the_preset():
+    assert configure("base_v2.yml").model == configure(model_name="MUDDLlama2Medium").model
+
+
+def test_published_commands():
+    for line, keys in PUBLISHED_COMMANDS.items():
+        found = flat(load(line.split(), "MaxText/train.py").config)
+        assert found | keys == found
+
+
+def documented_commands() -> list[str]:
+    """Arguments of train.py in docs/muddformer.md, with data where it says that there are more."""
+    text = (config_files.REPOSITORY / "docs/muddformer.md").read_text(encoding="utf-8")
+    text = text.replace("\\\n", " ")
+    whole = re.findall(r"^    python MaxText/train\.py (.*?)(?:  +#.*)?$", text, re.MULTILINE)
+    in_tables = re.findall(r"^\| .* \| `(model_name=[^`]*)` \|$", text, re.MULTILINE)
+    assert len(whole) > 10
+    assert len(in_tables) > 7
+    whole += [f"{line} ..." for line in in_tables]
+    return [re.sub(r" +", " ", line.replace("...", "dataset_path=FOLDER")) for line in whole]
+
+
+def test_documented_commands():
+    for line in documented_commands():
+        load(line.split(), "MaxText/train.py")
+
+
+def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
+    for name in ("405m", "834m", "1.4b", "797m", "1.34b", "2.8b"):
+        own, other = (
+            flat(configure(model_name=f"{kind}-{name}", run_name="r"))
+            for kind in ("muddformer", "transformer_pp")
+        )
+        differing = {key for key, value in own.items() if value != other[key]}
+        connections = {key for key in own if key.startswith(("dense_", "mudd_"))}
+        # Only the form of a deep model's bundle names a deviation, which xavier has no use for.
+        rest = {"decoder_block", "init_std", "model_name", "dynamic_mlp_dim", "mlp_dim_multiple"}
+        assert differing - connections <= rest
+
+
+def test_the_words_of_the_class_of_muddformer_give_the_preset():
+    theirs = load(
+        [
+            "Llama2Medium.yml", "dense_conn=True", "dynamic_dense_type=qkvm",
+            "dynamic_dense_act_cls=gelu", "dynamic_dense_fix_last_layer=True",
+            "dynamic_dense_hidden_round=True", "ddw_gen_pattern=q,k,v,m", "ddw_gen_chunk_size=None",
+            "mudd_prenorm=True", "mudd_postnorm=True", "dynamic_mlp_dim=True",
+            "train_shuffle_buffer_size=None", "dataset_type=pile", "opt_type=adam_pax",
+            "eval_loop_num_batches=162", "record_internal_nn_metrics=0",
+        ]
+    ).config  # fmt: skip
+    ours = configure(model_name="MUDDLlama2Medium")
+    assert theirs.model.dense_connections == ours.model.dense_connections
+    assert theirs.model.feed_forward == ours.model.feed_forward
+    assert theirs.optimizer == ours.optimizer
+    assert not theirs.data.enable_data_shuffling
+    assert theirs.evaluation.eval_steps == 162
+
+
+def test_nothing_recorded_is_stale():
+    known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES)}
+    known |= {Path(name).name for name in RECIPES}
+    assert {path.stem for path in RESOLVED.glob("*.yml")} == known
+
+
+def test_a_preset_as_config_file_gives_the_same_model():
+    for name in PRESETS:
+        assert configure(f"configs/models/{name}.yml").model == configure(model_name=name).model
+
+
+@pytest.mark.parametrize("path", sorted(config_files.SHIPPED.rglob("*.yml")), ids=lambda p: p.name)
+def test_shipped_files_load_and_open_with_a_comment(path):
+    load([str(path)], for_compare=True)  # sweeps and stages are checked by tests/experiments
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+GPT_NEO = config_files.SHIPPED / "gpt_neo"
+
+# name -> width, layers, heads, length, vocabulary; devices, sequences and steps; learning rate and
+# the parameters that its JSON file makes.
+GPT_NEO_CONFIGS = {
+    "gpt2_small": (768, 12, 6, 1024, 50257, 64, 512, 1_000_000, 6e-4, 124_412_160),
+    "gpt3_small_256": (768, 12, 12, 2048, 50304, 256, 256, 572_300, 6e-4, 125_234_688),
+    "gpt3_small_local_256": (768, 12, 12, 2048, 50304, 256, 256, 572_300, 6e-4, 125_234_688),
+    "gpt3_small_moe_8": (768, 12, 12, 2048, 50304, 8, 256, 572_300, 6e-4, 605_000_448),
+    "gpt3_PAR_small_256": (768, 19, 12, 2048, 50304, 256, 256, 572_300, 6e-4, 141_771_264),
+    "gpt3_medium_256": (1024, 24, 16, 2048, 50304, 256, 256, 572_300, 3e-4, 355_846_144),
+    "gpt3_large_256": (1536, 24, 16, 2048, 50304, 256, 256, 572_300, 2.5e-4, 760_261_632),
+    "gpt3_XL_256_Pile": (2048, 24, 32, 2048, 50257, 256, 512, 286_150, 2e-4, 1_315_575_808),
+    "GPT3_XL_pretrained": (2048, 24, 16, 2048, 50257, 256, 512, 400_000, 2e-4, 1_315_575_808),
+    "gpt3_2-7B_256": (2560, 32, 32, 2048, 50257, 256, 512, 286_150, 1.6e-4, 2_651_307_520),
+    "GPT3_2-7B_pretrained": (2560, 32, 20, 2048, 50257, 256, 512, 400_000, 1.6e-4, 2_651_307_520),
+    "gpt3_6-7B_256": (4096, 32, 32, 2048, 50257, 256, 1024, 143_075, 1.2e-4, 6_658_011_136),
+    "gpt3_13B_256": (5120, 40, 40, 2048, 50257, 256, 1024, 143_075, 1e-4, 12_852_771_840),
+    "gpt3_13B_256_Pile": (5120, 40, 40, 2048, 50257, 256, 1024, 286_150, 1e-4, 12_852_771_840),
+    "gpt3_local": (512, 6, 8, 256, 32768, 1, 10, 572_300, 3e-4, 52_591_616),
+}
+
+
+def parameters(config: Config) -> int:
+    return Model(resolve(config.model, "cpu")[0]).num_parameters
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in GPT_NEO.glob("*")} - {"common"}))
+def test_gpt_neo_configs(name):
+    config = configure(GPT_NEO / f"{name}.yml")
+    d, batch, schedule = config.model.shape.dimensions, config.batch, config.schedule
+    width, _, heads, *_, devices, _, _, _, _ = GPT_NEO_CONFIGS[name]
+    assert GPT_NEO_CONFIGS[name] == (
+        d.emb_dim, d.num_layers, d.num_query_heads, d.max_target_length, d.vocab_size, devices,
+        batch.per_device_batch_size * devices * batch.gradient_accumulation_steps,
+        config.run.steps, schedule.learning_rate, parameters(config),
+    )  # fmt: skip
+    assert (d.num_kv_heads, d.head_dim * heads, d.mlp_dim) == (heads, width, 4 * width)
+    assert schedule.num_warmup_steps == 3000
+
+
+def test_what_gpt_neos_layers_are():
+    def mixers(name: str) -> str:
+        return "".join(mixer[0] for mixer in configure(GPT_NEO / f"{name}.yml").model.mixers)
+
+    assert mixers("gpt3_PAR_small_256") == "ann" * 5 + "nnnn"
+    assert mixers("gpt3_13B_256") == "al" * 20
+    assert mixers("gpt3_small_local_256") == "la" * 6
+    assert mixers("GPT3_2-7B_pretrained") == "al" * 16
+    layers = configure(GPT_NEO / "gpt3_small_moe_8.yml").model.layers
+    experts = [layer.section.mixture_of_experts.num_experts for layer in layers]
+    assert [layer for layer in range(12) if experts[layer] > 1] == [2, 4, 6, 8, 10]
+
+
+def test_sizes_of_recipes():
+    tied = {"logits_via_embedding": True, "normalize_embedding_logits": True}
+    for slot_num, size in ((576, 123_569_664), (2140, 354_190_848)):
+        assert parameters(configure("tokenformer.yml", slot_num=slot_num, **tied)) == size
+    assert parameters(configure("gpt2.yml")) == 123_689_472 + 50_304 * 768

@@ -1,0 +1,114 @@
+"""Text, YAML and Python values become values of the right type, and are saved and read again."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from MaxText.config import values
+from MaxText.config.catalogue import all_keys, flat
+from MaxText.config.loading import configure, load
+from MaxText.config.problems import ConfigurationError
+from MaxText.config.saved import differences, resolved_yaml
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("steps=1_000", 1000), ("steps=3.0", 3), ("steps=1e3", 1000),
+        ("learning_rate=3e-5", 3e-5), ("learning_rate=1", 1.0),
+        ("packing=False", False), ("packing=0", False), ("reuse_example_batch=1", True),
+        ("max_to_keep=none", None), ("max_to_keep=null", None), ("max_to_keep=3", 3),
+        ("scan_layers=auto", "auto"), ("scan_layers=true", True),
+        ("position_embedding=none", "none"), ("profiler=none", ""), ("run_name=007", "007"),
+        ("prompt=yes", "yes"), ("prompt=[hello]", "[hello]"), ("prompt=Note: a=b", "Note: a=b"),
+        ("prompt=1e3 # 2", "1e3 # 2"), ("prompt='none'", "none"), ("metrics_file=", ""),
+        ("load_parameters_path=gs://b/x=1/items", "gs://b/x=1/items"),
+        ("load_parameters_path=none", ""),
+        ("mlp_activations=[silu, linear]", ("silu", "linear")),
+        ("adamw_mask=['.*norm','bias$']", (".*norm", "bias$")),
+        ("weight_decay_overrides=[[norm, 0],[bias,1e-2]]", (("norm", 0.0), ("bias", 0.01))),
+        ("base_num_decoder_layers=10000", 10_000), ("dropout_rate=0", 0.0),  # the bounds
+    ],
+)  # fmt: skip
+def test_command_line_values(argument, value):
+    result = flat(load([argument]).config)[argument.partition("=")[0]]
+    assert result == value
+    assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "steps=x", "steps=1.5", "steps=true", "steps=", "steps=none", "steps=[1]", "steps=[4, 5]",
+        "steps='3'", f"steps={'9' * 400}", "learning_rate=fast", "learning_rate=nan",
+        "learning_rate=inf", "learning_rate=0", f"learning_rate={'9' * 400}", "packing=maybe",
+        "packing=2", "dtype=bf16", "dtype=none", "mlp_activations=gelu",
+        "mlp_activations=[gelu, gelo]", "weight_decay_overrides=[[norm]]", "dropout_rate=1",
+        "max_to_keep=0", "base_num_decoder_layers=10001", "global_parameter_scale=1048577",
+        "vocab_size=2147483648", f"adamw_mask={'[' * 3000}", "adamw_mask=&a [*a]",
+        "run_name=a\udcff",
+    ],
+)  # fmt: skip
+def test_wrong_values_name_key_place_and_default(argument):
+    name, _, raw = argument.partition("=")
+    with pytest.raises(ConfigurationError) as caught:
+        load([argument])
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"{name}: ")
+    assert problem.where[0].startswith(f"command line, {name}=")
+    assert raw in problem.where[0] or len(raw) > 300  # what is long is cut
+    facts = dict(problem.facts)
+    assert facts["accepted"]
+    assert facts["default"] == values.to_yaml(all_keys()[name].default)
+
+
+def test_python_values():
+    config = configure(mlp_activations=["gelu"], learning_rate=1, run_name="123", max_to_keep=None)
+    assert config.model.feed_forward.mlp_activations == ("gelu",)
+    assert config.schedule.learning_rate == 1.0
+    for wrong in ({"packing": "true"}, {"steps": "3"}, {"steps": True}, {"run_name": 3}):
+        with pytest.raises(ConfigurationError, match=r"configure\(\)"):
+            configure(**wrong)
+
+
+def test_file_values(write):
+    path = write("steps: 1e3\nrun_name: 0123\nprompt: no\nmax_to_keep:\nmetrics_file: ''\n")
+    config = configure(path)
+    assert (config.run.steps, config.run.run_name) == (1000, "0123")
+    assert config.decoding.prompt == "no"
+    assert config.checkpoint.max_to_keep is None
+
+
+@given(st.text() | st.sampled_from(["none", "yes", "3", "x: y", "'q'", "[a]", "~", "a" * 300]))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_text_survives_writing_and_reading(write, value):
+    if "\0" not in value:  # which no key takes
+        assert configure(write(f"prompt: {values.to_yaml(value)}\n")).decoding.prompt == value
+
+
+def test_what_is_given_over_a_saved_configuration_counts(write):
+    path = write(resolved_yaml(configure(model_name="gpt2-124m", base_emb_dim=1536)), "old.yml")
+    config = configure(write("base_config: old.yml\nsteps: 3\n"))
+    assert (config.run.steps, config.model.shape.base_emb_dim) == (3, 1536)
+    other = configure(path, model_name="gpt2-355m")
+    assert (other.model.shape.base_emb_dim, other.model.shape.base_mlp_dim) == (1024, 4096)
+    # A bundle cannot reach through a saved configuration.
+    path = write(resolved_yaml(configure()))
+    with pytest.raises(ConfigurationError, match="decoder_block"):
+        configure(path, decoder_block="gpt2")
+    configure(path, decoder_block="llama2")
+
+
+def test_differences():
+    old, new = flat(configure(run_name="a")), flat(configure(run_name="a", steps=3))
+    assert differences(old, new) == {
+        "steps": ("150001", "3"),
+        "learning_rate_schedule_steps": ("150001", "3"),
+    }
+    stored = json.loads(json.dumps(new))  # which turns tuples into lists
+    assert differences(stored, new) == {}
+    del stored["steps"]
+    absent = "(no such key)"
+    assert differences(stored | {"gone": 1}, new) == {"steps": (absent, "3"), "gone": ("1", absent)}

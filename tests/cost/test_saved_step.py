@@ -1,0 +1,165 @@
+"""A step compiled ahead of time: its memory, and the run that takes it from a file."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from MaxText.config.catalogue import build, flat
+from MaxText.cost import compiled_memory, compiled_report, executables, saved_step, targets
+from MaxText.cost.compiling import compile_planned, plan_step
+from MaxText.cost.hlo import Program
+from MaxText.errors import UserError
+from MaxText.layers.batch import batch_shapes
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize
+from tests.small_models import random_batch, tiny_config
+
+ROWS = 2
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_step(tiny_config(per_device_batch_size=ROWS), jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def compiled(planned):
+    return compile_planned(planned)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(planned, compiled, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    path = str(folder / "step")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(executables.KEY_VARIABLE, f"{path}.key")
+        saved_step.save(path, planned, compiled)
+        yield path
+
+
+def with_keys(config, **keys):
+    return build(flat(config) | keys)
+
+
+def open_with(planned, **keys):
+    config = with_keys(planned.config, **keys)
+    return saved_step.open_saved(config, planned.model.section, planned.layout, planned.state)
+
+
+def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):
+    step_for = open_with(planned, compiled_trainstep_file=saved, run_name="another", steps=10)
+    loaded = step_for(planned.batch)
+    section = planned.config
+    optimizer = make_optimizer(
+        section.optimizer, learning_rate_schedule(section.schedule), planned.model.parameters
+    )
+    initialize = make_initialize(planned.model, optimizer, section.guard)
+    batch = planned.layout.place(jax.tree.map(np.asarray, random_batch(section, ROWS)), ROWS)
+    results = []
+    for step in (compiled, loaded):
+        state = planned.layout.draw_state(initialize, planned.state, 0)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        results.append((state.params, metrics))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert float(results[0][1]["loss"]) > 1
+
+
+def test_another_batch_is_left_to_the_compiler(planned, saved):
+    assert open_with(planned) is None
+    step_for = open_with(planned, compiled_trainstep_file=saved)
+    length = planned.length
+    assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
+    assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS, length, True))) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("learning_rate", 0.5), ("adam_b1", 0.8), ("skip_step_scaling_factor", 3.0)],
+)
+def test_the_step_of_another_configuration_is_refused(planned, saved, key, value, monkeypatch):
+    monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", None)
+    with pytest.raises(UserError, match=f"{key}: .*, {value} here"):
+        open_with(planned, compiled_trainstep_file=saved, **{key: value})
+
+
+def test_the_step_of_other_sources_is_refused(planned, saved, tmp_path, monkeypatch):
+    monkeypatch.setenv(executables.KEY_VARIABLE, f"{tmp_path}/key")
+    shutil.copy(f"{saved}.key", tmp_path / "key")
+    facts, content = executables.read(saved)
+    facts["run"]["sources of the step"]["hash"] = "another"
+    executables.write(str(tmp_path / "step"), facts, content)
+    with pytest.raises(UserError, match="sources of the step, hash: another there"):
+        open_with(planned, compiled_trainstep_file=str(tmp_path / "step"))
+
+
+def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
+    step_for = open_with(planned, compiled_trainstep_file=saved)
+
+    def fail(*arguments, **keys):
+        raise RuntimeError("INVALID_ARGUMENT: other version\nmore")
+
+    monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", fail)
+    with pytest.raises(UserError, match="INVALID_ARGUMENT: other version\n"):
+        step_for(planned.batch)
+
+
+def test_memory_adds_up(planned, compiled):
+    found = compiled_memory.memory_by_cause(planned, compiled)
+    assert found.parameters == 4 * planned.model.num_parameters == found.gradients
+    assert found.optimizer > 2 * found.parameters  # two moments, and counters
+    assert found.batch == 3 * 4 * ROWS * planned.length
+    assert found.temporaries > found.gradients
+    assert found.total == sum(size for _, size in found.rows())
+
+
+def test_the_report_names_all_costs(planned, compiled):
+    program = Program(compiled.as_text())
+    target = targets.find("v5e-1")
+    found = compiled_memory.memory_by_cause(planned, compiled)
+    text = "\n".join(
+        compiled_report.memory_lines(target, found, program)
+        + compiled_report.cost_lines(planned, compiled, program)
+    )
+    # Layers are scanned, and on one device nothing is sent.
+    for words in ("optimizer state", "16.0 GiB", "by formula", "counted once", "no estimate"):
+        assert words in text
+    assert "nothing" in text.partition("sent between devices")[2]
+
+
+def test_too_much_memory_is_a_message_with_remedies(planned, compiled):
+    program = Program(compiled.as_text())
+    found = compiled_memory.memory_by_cause(planned, compiled)
+    target = targets.find("v5e-1")._replace(memory=found.given + found.gradients + 4096)
+    with pytest.raises(UserError) as caught:
+        compiled_memory.check_fits(target, planned, found, program)
+    remedies = ("remat_policy=full", "per_device_batch_size=1 gradient_accumulation_steps=2")
+    for words in ("v5e-1", *remedies, "f32["):
+        assert words in str(caught.value)
+    target = target._replace(memory=found.given)
+    with pytest.raises(UserError, match="v5e-1") as caught:
+        compiled_memory.check_fits(target, planned, found, program)
+    assert not any(remedy in str(caught.value) for remedy in remedies)
+    compiled_memory.check_fits(targets.find("v5e-1"), planned, found, program)
+
+
+def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
+    error = RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (31.38G of 15.75G)")
+    assert compiled_memory.is_out_of_memory(error)
+    message = str(compiled_memory.out_of_memory(targets.find("v5e-1"), planned, error))
+    assert "Ran out of memory on HBM (31.38G of 15.75G)\n" in message
+    # All layers' gradients of the wide feed-forward, by name of what made them.
+    assert "float32" not in message
+    assert "f32[3,32,64]" in message
+    assert "transpose(jvp())" in message
+
+
+def test_gpus_are_not_given_whole(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    target = targets.find("h100-8")
+    assert compiled_memory.usable(target) == int(0.75 * target.memory)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
+    assert compiled_memory.usable(target) == int(0.9 * target.memory)

@@ -1,0 +1,295 @@
+"""Scores of a data set against sums taken token by token."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from MaxText.config.data_sections import Preparation
+from MaxText.config.loading import configure
+from MaxText.errors import UserError
+from MaxText.evaluation.data_set import score_data_set
+from MaxText.evaluation.data_set_score import SourceScore, table, total
+from MaxText.evaluation.text_bytes import TextBytes
+from MaxText.evaluation.validation import evaluate
+from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.loader import eval_loader
+from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.layers.entmax import entmax_loss
+from MaxText.layers.model import Model
+from MaxText.training.step import make_eval_step
+from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
+from tests.small_models import some_quick
+
+# One id per byte, and eos, bos and pad.
+VOCAB = 259
+LENGTH = 16
+TEXTS = ["Grüße aus Zürich, 漢字.", "x", "the quick brown fox jumps over the lazy dog", "a b", ""]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tiny_trained(vocab_size=VOCAB, max_target_length=LENGTH, base_num_decoder_layers=1)
+
+
+def data_set(folder, texts=TEXTS, **keys):
+    """Documents of bytes, all in the split `train`."""
+    source = folder.with_suffix(".jsonl")
+    source.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts), encoding="utf-8")
+    keys = {"tokenizer_path": "bytes", "validation_fraction": 0.0, "prepare_num_workers": 1} | keys
+    prepare(Preparation(prepare_source=str(source), **keys), str(folder), lambda line: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return data_set(tmp_path_factory.mktemp("data") / "plain")
+
+
+def configured(location, **keys):
+    if location:
+        keys = {"dataset_path": str(location), "eval_split": "train"} | keys
+    else:
+        keys["dataset_type"] = "synthetic"
+    return configure(**{"vocab_size": VOCAB, "max_target_length": LENGTH} | keys)
+
+
+def opened_at(config):
+    return sources.open_sources(
+        config.data, config.preparation, sources.eval_entries(config.data), "train",
+        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
+    )  # fmt: skip
+
+
+def score(trained, location, rows=4, **keys):
+    """Scores of what lies at a location, by source."""
+    config = configured(location, **{"per_device_batch_size": rows} | keys)
+    text_bytes = TextBytes("train", config.masking.mlm_training, UserError("no tokenizer"))
+    opened = opened_at(config) if location else []
+    return score_data_set(trained, opened, text_bytes, config, lambda line: None)
+
+
+def batches_of(folder, masking=None):
+    """As the evaluation of training reads them."""
+    return eval_loader(
+        configured(folder).data, eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB,
+        global_batch_size=4, masking=masking,
+    )  # fmt: skip
+
+
+def documents_of(folder):
+    (source,) = opened_at(configured(folder))
+    stream = source.data.store
+    ends = stream.document_offsets
+    ids = stream.read(ends[:1], ends[-1:])
+    return [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
+
+
+def begin_of_window(target, last, stride):
+    """First token that the window sees in which token `target` of a document counts.
+
+    Without stride documents begin a window each and are cut every LENGTH tokens.
+    """
+    if stride is None:
+        return (target - 1) // LENGTH * LENGTH
+    end = LENGTH
+    while end < target:
+        end += stride
+    return max(min(end, last) - LENGTH, 0)
+
+
+def by_hand(trained, documents, stride):
+    """Sum of nats over all targets, each from a forward pass of its own."""
+    nats = 0.0
+    for document in documents:
+        for target in range(1, len(document)):
+            begin = begin_of_window(target, len(document) - 1, stride)
+            nats -= full_log_probabilities(trained, document[begin:target])[-1, document[target]]
+    return nats
+
+
+@pytest.mark.parametrize(
+    ("stride", "joined"),
+    some_quick([(None, False), (5, False), (1, False), (5, True), (16, True), (1, True),
+                (16, False)], 2),
+)  # fmt: skip
+def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
+    documents = documents_of(folder)
+    if joined:
+        documents = [list(itertools.chain.from_iterable(documents))]
+    keys = {"eval_stride": stride, "attend_across_documents": joined} if stride else {}
+    (found,) = score(trained, folder, **keys or {"packing": False})
+    assert found.num_targets == sum(len(document) - 1 for document in documents)
+    np.testing.assert_allclose(found.nats, by_hand(trained, documents, stride), rtol=1e-6)
+
+
+def test_the_same_as_the_evaluation_of_training(trained, folder):
+    (found,) = score(trained, folder)
+    step = trained.layout.jit(make_eval_step(trained.model))
+    report = evaluate(step, trained.params, batches_of(folder), step=0)
+    assert (found.nats, found.num_targets) == (report.total_loss, report.total_weights)
+    assert found.num_batches == report.num_batches
+
+
+@pytest.mark.parametrize("stride", [-1, 4])
+def test_the_size_of_batches_changes_nothing(trained, folder, stride):
+    found = [score(trained, folder, rows, eval_stride=stride)[0] for rows in (1, 3, 64)]
+    assert len({(one.num_targets, one.num_bytes) for one in found}) == 1
+    np.testing.assert_allclose([one.nats for one in found], found[0].nats, rtol=1e-6)
+    assert found[0].num_batches > found[2].num_batches == 1
+
+
+def test_sources_add_up(trained, folder, tmp_path):
+    other = data_set(tmp_path / "other", ["another text altogether", "and one more"])
+    (one,), (two,) = score(trained, folder), score(trained, other)
+    for keys in (
+        {"grain_eval_files": f"{folder}; {other}"},
+        {"dataset_path": f"{folder},2;{other},0.5"},
+        {"dataset_path": "", "dataset_mix": [[str(folder), 0.9], [str(other), 0.1]]},
+    ):
+        both = score(trained, folder, **keys)
+        assert [source.name for source in both] == [str(folder), str(other)]
+        assert [source.nats for source in both] == [one.nats, two.nats]
+        whole = total(both)
+        assert whole.nats == one.nats + two.nats
+        assert whole.num_targets == one.num_targets + two.num_targets
+        assert whole.num_bytes == one.num_bytes + two.num_bytes
+        # Not the mean of the means: the sources differ in size.
+        assert whole.loss == pytest.approx((one.nats + two.nats) / whole.num_targets)
+        assert whole.perplexity == pytest.approx(math.exp(whole.loss))
+
+
+def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
+    (plain,) = score(trained, folder)
+    # The first byte of each text is no target, and the empty text has none.
+    assert plain.num_bytes == sum(max(len(text.encode()) - 1, 0) for text in TEXTS)
+    assert plain.bits_per_byte == pytest.approx(plain.nats / math.log(2) / plain.num_bytes)
+    with_bos = data_set(tmp_path / "bos", add_bos=True)
+    for stride in (-1, 4):
+        (found,) = score(trained, with_bos, eval_stride=stride)
+        assert found.num_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+def lowercase_tokenizer(folder):
+    """A tokenizer whose ids do not tell how long the text was; ids as those of bytes."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<s>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
+    path = lowercase_tokenizer(tmp_path / "tokenizer")
+    texts = ["İstanbul ve İzmir", "Ab"]  # shorter in lower case, or longer
+    with_bos = data_set(tmp_path / "bos", texts, tokenizer_path=path, add_bos=True)
+    (found,) = score(trained, with_bos)
+    assert found.num_bytes == sum(len(text.encode()) for text in texts)
+    (part,) = score(trained, with_bos, rows=1, eval_steps=1)
+    assert part.num_bytes is None
+    plain = data_set(tmp_path / "plain", texts, tokenizer_path=path)
+    (found,) = score(trained, plain)
+    assert (found.num_bytes, found.bits_per_byte) == (None, None)
+    assert "normalises text (Lowercase); and not every token" in found.why_no_bytes
+    assert f"bits/byte of {plain} is left out: its tokenizer.json normalises" in table([found])
+
+
+def test_a_part_of_the_split(trained, folder):
+    (whole,) = score(trained, folder, rows=1)
+    (part,) = score(trained, folder, rows=1, eval_steps=2)
+    assert part.num_batches == 2 < whole.num_batches
+    assert part.num_targets < whole.num_targets
+    (strided,) = score(trained, folder, rows=1, eval_steps=2, eval_stride=8)
+    assert strided.num_batches == 2
+
+
+def test_the_z_loss_is_no_part_of_it(trained, folder):
+    section = trained.model.section
+    objective = section.objective.model_copy(update={"z_loss_multiplier": 0.5})
+    model = Model(section.model_copy(update={"objective": objective}))
+    other = dataclasses.replace(trained, model=model)
+    assert score(other, folder)[0].nats == score(trained, folder)[0].nats
+
+
+def test_random_tokens(trained):
+    (found,) = score(trained, None, eval_steps=3)
+    assert found.num_targets == 3 * 4 * LENGTH
+    assert found.why_no_bytes == "random tokens are no text"
+    assert math.isfinite(found.loss)
+
+
+def test_masked_accuracy_against_a_count(folder):
+    # Half of the chosen tokens stay visible, and a tied head finds them again.
+    keys = {"mlm_training": True, "mlm_mask_id": VOCAB - 1, "mlm_mask_prob": 0.5,
+            "mlm_same_token_prob": 0.5, "mlm_random_token_prob": 0.0}  # fmt: skip
+    model_keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "logits_via_embedding": True}
+    masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
+    (found,) = score(masked, folder, **keys)
+    hits = 0
+    for batch in batches_of(folder, configure(**keys).masking):
+        likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
+        hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
+    assert 0 < hits < found.num_targets
+    assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
+    row = total([found, found]).to_json()
+    assert (row["correct"], row["masked_accuracy"]) == (2 * hits, found.masked_accuracy)
+    shown = table([found])
+    assert "masked accuracy" in shown
+    assert f"{found.masked_accuracy:.4f}" in shown
+
+
+def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
+    (plain,) = score(trained, folder)
+    assert "masked accuracy" not in table([plain])
+    assert "masked_accuracy" not in plain.to_json()
+    keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "base_num_decoder_layers": 1}
+    sparse = tiny_trained(loss_type="entmax", entmax_alpha=1.5, **keys)
+    (found,) = score(sparse, folder)
+    expected = 0.0
+    for batch in batches_of(folder):
+        losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
+        expected += float((losses_BT * batch.weights_BT).sum())
+    np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
+    row = total([found]).to_json()
+    assert row["loss_type"] == "entmax"
+    assert [row[name] for name in ("perplexity", "bits_per_byte", "nats")] == [None] * 3
+    assert "loss of entmax per token" in table([found])
+
+
+def test_labels_cannot_be_moved(trained, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {"input_ids": [[1, 2, 3, 4], [5, 6, 7, 8]]}
+    columns["labels"] = [[2, 3, 4, -100], [-100, 7, 8, -100]]
+    path = tmp_path / "rows_train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    keys = {"data_cache_dir": str(tmp_path / "cache"), "tokenizer_path": "bytes"}
+    (found,) = score(trained, path, **keys)
+    assert found.num_targets == 5
+    with pytest.raises(UserError, match=r"has labels.*Leave eval_stride=-1"):
+        score(trained, path, eval_stride=4, **keys)
+
+
+def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
+    folder = data_set(tmp_path / "data", ["a", "b", "c"], add_eos=False)
+    with pytest.raises(UserError, match=r"no document has two tokens.*attend_across_documents"):
+        score(trained, folder, eval_stride=4)
+    (found,) = score(trained, folder, eval_stride=4, attend_across_documents=True)
+    assert found.num_targets == 2
+
+
+def test_table_and_json(told):
+    one = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
+    two = SourceScore("b", 3e9, 2, None, "nobody knows", 1, 0.0)
+    told("\n".join([table([one, two]), *(str(score.to_json()) for score in (one, two))]))
+    assert math.isnan(SourceScore("c", 0.0, 0, 0, "", 1, 1.0).loss)

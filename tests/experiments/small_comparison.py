@@ -1,0 +1,105 @@
+"""Small configurations, and whole comparisons of them in process."""
+
+import csv
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from MaxText.config.problems import ConfigurationError
+from MaxText.experiments import comparing
+from MaxText.experiments.comparison_plan import Plan, Question, open_plan
+from MaxText.experiments.comparison_request import read
+from MaxText.experiments.variants import Variant, expand
+
+A = """
+dataset_type: synthetic
+decoder_block: gpt2
+steps: 4
+base_emb_dim: 32
+base_num_query_heads: 2
+base_num_kv_heads: 2
+head_dim: 16
+base_mlp_dim: 64
+base_num_decoder_layers: 2
+vocab_size: 64
+max_target_length: 16
+per_device_batch_size: 4
+learning_rate: 1.0e-2
+eval_steps: 2
+enable_checkpointing: false
+enable_tensorboard: false
+loss_curve: false
+log_config: false
+hardware: cpu
+"""
+B = """
+base_config: a.yml
+decoder_block: llama2
+"""
+# A chain of two stages, whose model changes in nothing.
+C = """
+base_config: a.yml
+stages:
+  - {steps: 3}
+  - {steps: 2, learning_rate: 2.0e-2}
+"""
+
+
+def write_configs(folder: Path) -> None:
+    """Writes a.yml, b.yml and c.yml, which has stages."""
+    for name, text in (("a", A), ("b", B), ("c", C)):
+        (folder / f"{name}.yml").write_text(text, encoding="utf-8")
+
+
+def variants(*arguments: str) -> list[Variant]:
+    """The configurations of a command line without mistakes in the program's own words."""
+    request, problems = read(arguments)
+    assert not problems
+    return expand(request)
+
+
+def compare(*arguments: str) -> list[str]:
+    """What compare.py shows; its folder is out/ unless it is named."""
+    lines: list[str] = []
+    request, problems = read(arguments)
+    request = request if request.output else dataclasses.replace(request, output=Path("out"))
+    comparing.compare(request, problems, ["compare.py", *arguments], lines.append)
+    return lines
+
+
+def plan_of(*arguments: str, seeds: tuple[int, ...] = (0,)) -> tuple[Plan, list[Variant], Question]:
+    """The plan in out/ of a comparison that solves for steps."""
+    request, _ = read(arguments)
+    found = expand(request)
+    free = {one.label: "steps" for one in found}
+    question = Question(request.match, request.budget, free, 0.02, 1)
+    Path("out").mkdir(exist_ok=True)
+    return open_plan(Path("out"), found, question, seeds), found, question
+
+
+def key_at_fault(text: str) -> str:
+    """The last key of a command line or of YAML, behind which a mistake was made."""
+    return re.findall(r"\w+(?=[:=](?!//))|^$|(?<=--)\w+|\w+\.yml$", text)[-1]
+
+
+def refusals(cases: Iterable[str], act: Callable[[str], object]) -> str:
+    """What is said of each command line or YAML text; the key at fault is named, or its list."""
+    said = []
+    for case in cases:
+        with pytest.raises(ConfigurationError) as caught:
+            act(case)
+        assert re.search(f"{key_at_fault(case)}|stages: |only one", str(caught.value)), case
+        said.append(f"{case}\n{caught.value}")
+    return "\n\n".join(said)
+
+
+def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """Rows of runs.csv by configuration."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    with (folder / "runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(row["config"], []).append(row)
+    return rows

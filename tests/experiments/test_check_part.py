@@ -1,0 +1,100 @@
+"""check_part.py: a right part passes, and each seeded fault is found by the check for it."""
+
+import importlib
+
+import optax
+import pytest
+
+from MaxText.config import registry
+from MaxText.config.loading import configure
+from MaxText.experiments.conformance import (
+    CHECKS,
+    OPTIMIZER_CHECKS,
+    SIZES,
+    TRAINED,
+    Subject,
+    result,
+)
+from tests.house.sources import REPOSITORY
+from tests.programs import run
+
+PART = "tests/experiments/running_mean.py"
+# Fault -> the check that finds it.
+FAULTS = {
+    "random initialization": "initialization",
+    "unknown axis": "logical axes",
+    "FLOPs": "FLOPs",
+    "future leak": "causality",
+    "document leak": "documents",
+    "padding leak": "padding",
+    "dropped gradient": "gradients",
+    "counts its calls": "scan and remat",
+    "stale position": "decode state",
+    "padding in the state": "decode state",
+    "float32 output": "formats",
+    "one device": "8 devices",
+    "softmax over slots": "growth",
+}
+QUICK = (
+    "random initialization",
+    "unknown axis",
+    "FLOPs",
+    "document leak",
+    "stale position",
+    "softmax over slots",
+)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Imports the part with a fault."""
+
+    def load(fault):
+        module = importlib.import_module("tests.experiments.running_mean")
+        registry.forget(module.__file__)
+        monkeypatch.setenv("FAULT", fault)
+        importlib.reload(module)
+        return Subject(
+            lambda **more: configure(**TRAINED | SIZES | {"mixer": "running_mean"} | more)
+        )
+
+    yield load
+    registry.forget(importlib.import_module("tests.experiments.running_mean").__file__)
+
+
+def tier(fault):
+    if fault in QUICK:
+        return fault
+    mark = pytest.mark.multi_device if fault == "one device" else pytest.mark.slow
+    return pytest.param(fault, marks=mark)
+
+
+@pytest.mark.parametrize("fault", [tier(fault) for fault in FAULTS])
+def test_the_check_for_it_finds(fault, faulty):
+    subject = faulty(fault)
+    check = next(check for check in CHECKS if check.name == FAULTS[fault])
+    assert result(check, subject)
+
+
+def test_an_optimizer_that_goes_up_is_found():
+    registry.register("optimizer", "up")(lambda keys, parameters: optax.sgd(1.0))
+    try:
+        subject = Subject(lambda **more: configure(**TRAINED | SIZES | {"opt_type": "up"} | more))
+        updates = next(check for check in OPTIMIZER_CHECKS if check.name == "updates")
+        assert "the loss goes from" in (result(updates, subject) or "")
+    finally:
+        registry.forget(__file__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part",
+    [PART, *(f"examples/{name}.py" for name in
+             ("gated_deltanet", "differential_attention", "moving_average", "my_optimizer")),
+     "examples/value_residual.py:ValueResidualAttention connection_type=value_residual"],
+)  # fmt: skip
+def test_the_program(part, users_environment):
+    found = run("check_part.py", part.split(), REPOSITORY, users_environment)
+    assert found.returncode == 0, found.stdout + found.stderr
+    checks = OPTIMIZER_CHECKS if "optimizer" in part else CHECKS
+    assert found.stdout.count(" ok\n") == len(checks)

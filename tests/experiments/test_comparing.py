@@ -1,0 +1,144 @@
+"""A whole comparison with a stand-in for train.py: order, resuming, measuring, printing."""
+
+import shlex
+
+import pytest
+
+from MaxText.config.loading import configure
+from MaxText.config.problems import ConfigurationError
+from MaxText.errors import UserError
+from MaxText.experiments import comparing, measuring
+from MaxText.experiments.comparing import free_by_label
+from MaxText.experiments.comparison_request import read
+from MaxText.experiments.variants import expand
+from tests.experiments.small_comparison import compare, plan_of, variants
+
+
+def test_runs_go_seed_by_seed_and_the_same_command_runs_nothing_twice(trained, configs):
+    lines = compare("a.yml", "b.yml", "match=tokens", "seeds=2")
+    assert trained == ["a/seed_0", "b/seed_0", "a/seed_1", "b/seed_1"]
+    assert "match=tokens: 256 tokens each, as a has; 1 device" in lines
+    text = "\n".join(lines)
+    assert "[1/4] a seed 0: validation loss 4.0000" in text
+    result = "b is lower than a by 0.5000 nats/token (95 % interval 0.5000 to 0.5000"
+    assert result in text
+    assert result in (configs / "out" / "report.html").read_text()
+    assert {path.name for path in (configs / "out").iterdir()} >= {
+        "comparison.json", "runs.csv", "summary.csv", "a", "b",
+    }  # fmt: skip
+    trained.clear()
+    again = compare("a.yml", "b.yml", "match=tokens", "seeds=2")
+    assert not trained
+    assert any("All 4 runs in out had finished before" in line for line in again)
+    assert [line for line in again if result in line]
+    compare("a.yml", "b.yml", "match=tokens", "seeds=3")
+    assert trained == ["a/seed_2", "b/seed_2"]
+
+
+def test_time_is_measured_in_turns_and_kept(trained, configs):
+    command = ("a.yml", "b.yml", "c.yml", "match=time", "budget=6s")
+    lines = compare(*command)
+    names = ("a", "b", "c stage 1", "c stage 2")
+    assert trained[:8] == [f"measuring/{name}_{turn}" for turn in (0, 1) for name in names]
+    assert "  a: steps 4 -> 60, learning_rate_schedule_steps 4 -> 60" in lines
+    assert "  b: steps 4 -> 30, learning_rate_schedule_steps 4 -> 30" in lines
+    assert any(line.startswith("c ") and "36+24" in line and "6.0" in line for line in lines)
+    assert not (configs / "out" / "measuring").exists()
+    trained.clear()
+    compare(*command, "seeds=2")
+    assert trained == ["a/seed_1", "b/seed_1", "seed_1/stage_1", "seed_1/stage_2"]
+
+
+def test_a_measured_run_only_trains(configs):
+    config = variants("a.yml", "b.yml", "eval_interval=2", "target_eval_loss=1")[0].config
+    short = measuring.short_config(config, configs / "m")
+    assert (short.evaluation.eval_interval, short.evaluation.target_eval_loss) == (-1, 0)
+    assert short.monitoring.step_log_period == 1
+    assert not short.checkpoint.enable_checkpointing
+
+
+def test_rounds_of_different_seconds_are_reported(configs):
+    plan, found, _ = plan_of("a.yml", "b.yml", "match=time", "budget=6s")
+    plan.measurements = {"a": [[0.1] * 3, [0.2] * 3], "b": [[0.1] * 3, [0.1] * 3]}
+    lines = []
+    measuring.measure(plan, found, 0, lines.append)
+    assert ["0.1 and 0.2" in line for line in lines] == [True, False]
+
+
+def test_printed_lines_are_a_script(trained, configs, monkeypatch):
+    monkeypatch.setenv("M_STEPS", "8")
+    (configs / "b.yml").write_text("base_config: a.yml\nwarmup_steps_fraction: 0.5\n")
+    arguments = ("a.yml", "b.yml", "c.yml", "match=flops", "free=steps", "launch=print")
+    lines = compare(*arguments, "num_devices=4")
+    assert not trained
+    *commands, chain, gather = [line for line in lines if not line.startswith("#")]
+    assert [shlex.split(line)[:3] for line in commands] == [["env", "-u", "M_STEPS"]] * 2
+    assert [shlex.split(line)[-1] for line in commands] == ["out/a/seed_0.yml", "out/b/seed_0.yml"]
+    # Stages are started one after another.
+    assert [line.split("/")[-1] for line in chain.split(" && ")] == ["stage_1.yml", "stage_2.yml"]
+    assert shlex.split(gather)[1:] == ["compare.py", *arguments, "num_devices=4"]
+    differences = [line for line in lines if line.startswith("# warning: ")]
+    assert any("warmup_steps_fraction: " in line and "0.5 (b)" in line for line in differences)
+    monkeypatch.delenv("M_STEPS")
+    config = configure("out/a/seed_0.yml")
+    assert (config.run.steps, config.run.run_name) == (8, "seed_0")
+
+
+def free(*arguments: str) -> list[str]:
+    """What is solved for of a.yml and b.yml."""
+    request, problems = read(["a.yml", "b.yml", *arguments])
+    assert not problems
+    return list(free_by_label(request, expand(request)).values())
+
+
+def test_what_is_solved_for(configs):
+    assert free() == ["width", "width"]
+    for match in ("flops", "tokens", "time"):
+        assert free(f"match={match}") == ["steps", "steps"]
+    assert free("free=[width,depth]") == ["width", "depth"]
+    by_file = free("sweep={qkv_bias: [true, false]}", "free=[width,depth]")
+    assert by_file == ["width", "width", "depth", "depth"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["free=[width,depth,width]"], "free: 3 names for 2 configurations"),
+        (["free=steps"], "free=steps"),
+        (["match=time", "free=width"], "free=width: match=time"),
+        (["match=tokens", "sweep={steps: [1, 2]}"], "match=tokens"),
+        (["sweep={base_emb_dim: [32, 64]}"], "width is swept"),
+    ],
+)
+def test_what_cannot_be_solved_for(configs, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        free(*arguments)
+
+
+def test_the_folder_is_named_after_what_is_compared(configs):
+    for arguments, folder in (
+        (["a.yml", "b.yml"], "maxtext_output/compare_a_b_params"),
+        (["a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o"],
+         "o/compare_a_qkv_bias_params"),
+    ):  # fmt: skip
+        request, _ = read(arguments)
+        assert str(comparing.default_folder(request, expand(request))) == folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tpu.yml"], "hardware: .*cpu and tpu"),
+        (["num_devices=8"], r"num_devices=8 .*\(1\)"),
+        (["output=file/x"], "folder file/x"),
+        (["dataset_type=grain", "grain_train_files=x/*.tfrecord"], "grain"),
+        (["match=time", "sequence_length_stages=[[0,8],[2,16]]"], "sequence_length_stages"),
+    ],
+    ids=["devices", "machine", "folder", "rules of train.py", "batches change"],
+)
+def test_refused_before_anything_runs(trained, configs, arguments, message):
+    (configs / "tpu.yml").write_text("base_config: a.yml\nhardware: tpu\n")
+    (configs / "file").touch()
+    with pytest.raises(UserError, match=message):
+        compare("a.yml", "b.yml", *arguments)
+    assert not trained

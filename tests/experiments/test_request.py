@@ -1,0 +1,90 @@
+"""The words of the command line that are compare.py's own."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from MaxText.config.catalogue import all_keys
+from MaxText.experiments.comparison_request import OWN_WORDS, SET_PER_RUN, Request, read
+from tests.experiments.small_comparison import key_at_fault
+
+
+def request(*arguments: str) -> Request:
+    asked, found = read(arguments)
+    assert not found
+    return asked
+
+
+def test_own_words_are_taken_out_and_the_rest_is_left():
+    asked = request(
+        "a.yml", "steps=3", "b.yaml", "match=flops", "budget=1.5B", "free=[steps, width]",
+        "seeds=2", "tolerance=0.1", "launch=print", "num_devices=8", "output=there",
+    )  # fmt: skip
+    assert asked == Request(
+        configs=("a.yml", "b.yaml"), keys=("steps=3",), match="flops", seeds=(0, 1), budget=1.5e9,
+        free=("steps", "width"), tolerance=0.1, launch="print", output=Path("there"),
+        num_devices=8,
+    )  # fmt: skip
+
+
+def test_own_words_hide_no_key():
+    assert not set(OWN_WORDS) & set(all_keys())
+    assert set(SET_PER_RUN) <= set(all_keys())
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("3", (0, 1, 2)), ("[3]", (3,)), ("4,7", (4, 7)), ("[0, 2]", (0, 2))]
+)
+def test_seeds_are_a_number_or_a_list(text, seeds):
+    assert request(f"seeds={text}").seeds == seeds
+
+
+@pytest.mark.parametrize(
+    ("match", "text", "amount"),
+    [
+        ("params", "10M", 1e7), ("params", "10m", 1e7), ("params", "1_000", 1000),
+        ("flops", "1e15", 1e15),
+        ("tokens", ".5k", 500), ("tokens", "2T", 2e12), ("time", "90", 90),
+        ("time", "10m", 600), ("time", "1.5h", 5400), ("time", "30s", 30),
+    ],
+)  # fmt: skip
+def test_budgets_have_suffixes(match, text, amount):
+    assert request(f"match={match}", f"budget={text}").budget == amount
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["a.yml"], None), (["run_name=x"], Path("maxtext_output/x")),
+        (["run_name=x", "base_output_directory=out"], Path("out/x")),
+        (["run_name=deep/x"], Path("deep/x")), (["run_name=x", "output=o"], Path("o")),
+    ],
+)  # fmt: skip
+def test_a_run_name_names_the_folder(words, folder):
+    assert request(*words).output == folder
+
+
+MISTAKES = [
+    "match=parms", "match=none", "launch=go", "seeds=0", "seeds=1,1", "seeds=-1", "budget=much",
+    "budget=0", "match=time budget=10B", "stages=[{}]", "free=widht",
+    "free=learning_rate", "tolerance=2%", "num_devices=0", "match=time num_devices=2",
+    "seeds=1 seeds=2", "init_weights_seed=3", "sweep={a", "sweep=", "output=gs://bucket/x",
+    "--seeds 3", "--match=flops", "seed=3", "macth=params",
+]  # fmt: skip
+
+
+def test_mistakes(snapshot):
+    said = {}
+    for line in MISTAKES:
+        _, (problem,) = read(shlex.split(line))
+        said[line] = "\n".join(problem.lines())
+        assert key_at_fault(line) in problem.what, line
+    assert said == snapshot
+
+
+def test_all_mistakes_are_found_at_once():
+    _, found = read(["match=x", "seeds=x", "free=x", "budget=x"])
+    assert len(found) == 4
+    # A misspelt key that is like no word of this program is left to the configuration.
+    assert request("steps=3", "stepz=3").keys == ("steps=3", "stepz=3")

@@ -1,0 +1,209 @@
+"""Budgets met by changing one key."""
+
+import pytest
+
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.experiments import solving
+from MaxText.experiments.costs import cost
+from MaxText.experiments.solving import amount_of, solve
+from MaxText.layers.model import Model
+from tests.small_models import tiny_config
+
+
+def solved_chain(stages, match, free, factor, *, tolerance=0.02, seconds=()):
+    """Solves for `factor` times what the stages have; gives the budget and the solution."""
+    amount = amount_of(match, 1, seconds)
+    budget = amount(stages) * factor
+    return budget, solve("it", stages, free, amount, budget, match=match, tolerance=tolerance)
+
+
+def solved(config, match, free, factor, **options):
+    """(budget, configuration, changes, amount) of one configuration."""
+    budget, found = solved_chain((config,), match, free, factor, **options)
+    return budget, found.stages[0], found.changes[0], found.amount
+
+
+def tokenformer(**keys) -> Config:
+    slotted = {"base_num_kv_heads": 4, "head_dim": -1, "slot_num": 48, "vocab_size": 256}
+    return tiny_config("tokenformer", **(slotted | keys))
+
+
+def test_costs_are_those_of_the_model_and_its_batches():
+    config = tiny_config(per_device_batch_size=2, gradient_accumulation_steps=3, steps=7)
+    of = cost(config, num_devices=4)
+    assert of.parameters == Model(config.model).num_parameters
+    assert (of.tokens, of.steps) == (7 * 2 * 3 * 4 * 16, 7)
+    # 6 operations for each weight of a product, and causal attention over 16 tokens.
+    weights = 64 * 32 + 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64)
+    attention = 12 * 3 * 4 * 8 * 16 / 2
+    assert of.flops_per_token == 6 * weights + attention
+    assert of.flops == of.tokens * of.flops_per_token
+    with pytest.raises(UserError, match=r"per_device_batch_size=0\.5 x 3 .*1\.5"):
+        cost(tiny_config(per_device_batch_size=0.5), num_devices=3)
+
+
+@pytest.mark.parametrize(
+    ("block", "match", "free", "factor"),
+    [
+        ("gpt2", "params", "width", 2.5), ("llama2", "flops", "width", 0.6),
+        ("gpt_neox", "flops", "steps", 3.3), ("llama2", "tokens", "steps", 70.0),
+        ("llama2", "params", "vocab_size", 1.3), ("tokenformer", "params", "slots", 2.7),
+        ("tokenformer", "flops", "slots", 2.7), ("tokenformer", "params", "width", 2.0),
+        ("muddformer", "params", "width", 1.7), ("muddformer_prepost", "flops", "depth", 1.7),
+    ],
+)  # fmt: skip
+def test_budgets_are_met(block, match, free, factor):
+    keys = {"per_device_batch_size": 1}
+    if block.startswith("muddformer"):  # layers differ: widths of the feed-forward in multiples
+        keys |= {"vocab_size": 4096, "scan_layers": False, "dense_conn": True}
+        keys |= {"dense_hidden_rounding": "none", "mlp_dim_multiple": 8}
+    config = tokenformer(**keys) if block == "tokenformer" else tiny_config(block, **keys)
+    tolerance = 0.2 if free == "depth" else 0.02  # layers are coarse
+    budget, new, changes, amount = solved(config, match, free, factor, tolerance=tolerance)
+    assert amount == getattr(cost(new, 1), "parameters" if match == "params" else match)
+    assert amount == pytest.approx(budget, rel=tolerance)
+    rest = "slot_num" if block == "tokenformer" else "base_mlp_dim"
+    changed = {"width": {"base_emb_dim", rest}, "vocab_size": {"vocab_size"}, "slots": {"slot_num"},
+               "steps": {"steps", "learning_rate_schedule_steps"},
+               "depth": {"base_num_decoder_layers"}}[free]  # fmt: skip
+    assert set(changes) <= changed
+    before, after = flat(config), flat(new)
+    assert changes == {
+        name: (before[name], after[name]) for name in before if before[name] != after[name]
+    }
+    if free == "steps":
+        assert after["learning_rate_schedule_steps"] == after["steps"]
+    if free == "width":  # the rest leaves its proportion by a fifth at most
+        assert after[rest] == pytest.approx(
+            before[rest] * (after["base_emb_dim"] / before["base_emb_dim"])
+            if rest == "base_mlp_dim" else before[rest], rel=0.2,
+        )  # fmt: skip
+    assert not solving.broken_rules(new)
+
+
+def test_width_keeps_to_multiples_and_to_the_feed_forward_s_proportion():
+    config = tiny_config(base_emb_dim=128, base_mlp_dim=384, vocab_size=4096)
+    shape = solved(config, "params", "width", 4.0)[1].model.shape
+    assert shape.base_emb_dim % 8 == 0
+    assert shape.base_mlp_dim / shape.base_emb_dim == pytest.approx(3, rel=0.2)
+    assert (shape.base_num_query_heads, shape.head_dim) == (4, 8)
+    # Where the size of a head follows the width, it stays even.
+    heads = {"base_num_query_heads": 6, "base_num_kv_heads": 6, "head_dim": -1}
+    config = tiny_config(base_emb_dim=192, base_mlp_dim=512, **heads)
+    for factor in (0.5, 1.5):
+        dimensions = solved(config, "params", "width", factor)[1].model.shape.dimensions
+        assert dimensions.emb_dim == dimensions.head_dim * 6
+        assert dimensions.head_dim % 2 == 0
+
+
+def test_depth_steps_over_small_budgets_and_says_so():
+    config = tiny_config()
+    layer = cost(tiny_config(base_num_decoder_layers=4), 1).parameters - cost(config, 1).parameters
+    share = layer / cost(config, 1).parameters
+    budget, _, changes, amount = solved(config, "params", "depth", 1 + 2 * share)
+    assert (changes, amount) == ({"base_num_decoder_layers": (3, 5)}, budget)
+    said = "base_num_decoder_layers=5.*base_num_decoder_layers=6.*free=width.*tolerance="
+    with pytest.raises(UserError, match=f"(?s){said}") as caught:
+        solved(config, "params", "depth", 1 + 2.5 * share)
+    tolerance = float(str(caught.value).partition("tolerance=")[2].rstrip("."))
+    _, _, changes, _ = solved(config, "params", "depth", 1 + 2.5 * share, tolerance=tolerance)
+    assert changes["base_num_decoder_layers"][1] in (5, 6)
+
+
+def test_values_that_a_rule_forbids_are_passed_over():
+    config = tiny_config("gpt2", base_num_query_heads=4, base_num_kv_heads=4, head_dim=8)
+    _, new, *_ = solved(config, "params", "base_num_query_heads", 1.1, tolerance=0.1)
+    assert new.model.shape.base_num_query_heads % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "match", "free", "factor", "message"),
+    [
+        (tiny_config, "tokens", "width", 2.0, "tokens .*width.*free=steps"),
+        (tiny_config, "params", "log_period", 2.0, "log_period"),
+        (tiny_config, "params", "trainable_position_size", 1.1, "trainable_position_size=-1"),
+        (tiny_config, "params", "slots", 2.0, "slots.*free=width or free=depth"),
+        (tokenformer, "params", "base_mlp_dim", 2.0, "base_mlp_dim.*or free=slots"),
+        (lambda: tokenformer(head_dim=8), "params", "width", 2.0, r"head_dim=-1, .*free=slots\."),
+        (tiny_config, "params", "base_mlp_dim", 1e-6, "smallest base_mlp_dim"),
+        (tiny_config, "params", "base_mlp_dim", 1e12, "largest base_mlp_dim"),
+        (tiny_config, "time", "steps", 0.06, "seconds cannot be met"),
+    ],
+)
+def test_what_cannot_be_solved(config, match, free, factor, message):
+    with pytest.raises(UserError, match=message):
+        solved(config(), match, free, factor, seconds=(0.25,))
+
+
+def test_what_meets_the_budget_stays_as_it_is():
+    config = tiny_config()
+    for factor in (1.0, 1.0001):
+        _, new, changes, _ = solved(config, "params", "width", factor)
+        assert (new, changes) == (config, {})
+    # So does a schedule of its own length.
+    config = tiny_config(learning_rate_schedule_steps=50)
+    assert solved(config, "tokens", "steps", 2.0)[2] == {"steps": (10, 20)}
+
+
+def test_growing_batches_are_counted():
+    config = tiny_config(
+        per_device_batch_size=4, enable_rampup_batch_size=True, per_device_batch_size_start=2,
+        per_device_batch_size_increment=1, global_rampup_samples=16, steps=20,
+    )  # fmt: skip
+    budget, new, _, amount = solved(config, "tokens", "steps", 3.0)
+    assert amount == pytest.approx(budget, rel=0.02)
+    assert new.run.steps < 60  # later steps see more than the first ones
+
+
+def test_slots_of_parts_keep_their_proportion():
+    config = tokenformer(slot_num=-1, ffn_slot_num=96)
+    _, new, changes, _ = solved(config, "params", "slots", 2.0)
+    slots = new.model.pattention
+    assert changes["slot_num"][0] == -1
+    assert slots.slot_num > 32
+    assert slots.ffn_slot_num == pytest.approx(96 / 32 * slots.slot_num, abs=2)
+    assert (slots.qkv_slot_num, slots.proj_slot_num) == (-1, -1)
+
+
+CHAIN = tuple(
+    tokenformer(slot_num=number, steps=count) for number, count in ((16, 15), (32, 10), (64, 10))
+)
+
+
+@pytest.mark.parametrize("match", ["flops", "tokens", "time"])
+def test_steps_of_all_stages_are_scaled_alike(match):
+    budget, found = solved_chain(CHAIN, match, "steps", 3.0, seconds=(0.1, 0.2, 0.4))
+    assert found.amount == budget
+    assert [stage.run.steps for stage in found.stages] == [45, 30, 30]
+    assert [stage.schedule.learning_rate_schedule_steps for stage in found.stages] == [45, 30, 30]
+    by_hand = {
+        "flops": sum(cost(stage, 1).flops for stage in found.stages),
+        "tokens": 105 * cost(CHAIN[0], 1).tokens / 15,
+        "time": 45 * 0.1 + 30 * 0.2 + 30 * 0.4,
+    }
+    assert found.amount == pytest.approx(by_hand[match])
+
+
+def test_every_stage_keeps_a_step():
+    _, found = solved_chain(CHAIN, "tokens", "steps", 3 / 35)
+    assert [stage.run.steps for stage in found.stages] == [1, 1, 1]
+    with pytest.raises(UserError, match="smallest steps"):
+        solved_chain(CHAIN, "tokens", "steps", 2 / 35)
+
+
+def test_slots_of_all_stages_are_scaled_alike_and_the_last_has_the_parameters():
+    budget, found = solved_chain(CHAIN, "params", "slots", 2.0)
+    slots = [stage.model.pattention.slot_num for stage in found.stages]
+    assert slots[0] * 4 == pytest.approx(slots[2], abs=3)
+    assert slots[1] * 2 == pytest.approx(slots[2], abs=1)
+    assert cost(found.stages[-1], 1).parameters == pytest.approx(budget, rel=0.02)
+    assert budget == 2 * cost(CHAIN[-1], 1).parameters
+
+
+def test_width_is_that_of_all_stages():
+    _, found = solved_chain(CHAIN, "params", "width", 1.5)
+    assert len({stage.model.shape.base_emb_dim for stage in found.stages}) == 1
+    slots = [stage.model.pattention.slot_num for stage in found.stages]
+    assert slots[1] / slots[2] == pytest.approx(0.5, abs=0.05)

@@ -1,0 +1,113 @@
+"""Sweeps, labels, and unintended differences."""
+
+import shlex
+
+import pytest
+
+from MaxText.config import values
+from MaxText.config.catalogue import flat
+from MaxText.experiments import variants as module
+from MaxText.experiments.variants import expand_sweep, other_differences
+from tests.experiments.small_comparison import refusals, variants
+
+
+def labels(*arguments: str) -> list[str]:
+    return [variant.label for variant in variants(*arguments)]
+
+
+def test_a_mapping_is_a_product_and_a_list_is_one_after_the_other():
+    assert expand_sweep({"a": ["1", "2"], "b": ["x", "y"], "c": "z"}) == [
+        {"a": "1", "b": "x", "c": "z"}, {"a": "1", "b": "y", "c": "z"},
+        {"a": "2", "b": "x", "c": "z"}, {"a": "2", "b": "y", "c": "z"},
+    ]  # fmt: skip
+    assert expand_sweep([{"a": ["1", "2"]}, {"b": "3"}]) == [{"a": "1"}, {"a": "2"}, {"b": "3"}]
+    for wrong in ([], {}, "word", ["word"], {"a": []}, [{}]):
+        with pytest.raises(values.WrongValue):
+            expand_sweep(wrong)
+
+
+def test_swept_values_have_the_types_of_their_keys(configs):
+    sweep = "sweep={learning_rate: [1e-3, 3e-3], mlp_activations: [[gelu], [silu, linear]]}"
+    found = variants("a.yml", sweep)
+    config = [flat(variant.config) for variant in found]
+    assert [one["learning_rate"] for one in config] == [1e-3, 1e-3, 3e-3, 3e-3]
+    assert [one["mlp_activations"] for one in config] == [("gelu",), ("silu", "linear")] * 2
+    assert found[1].label == "learning_rate=1e-3,silu+linear"
+    assert found[1].swept == ("learning_rate", "mlp_activations")
+
+
+def test_labels(configs, capsys):
+    """Words label themselves, numbers name their key, and files of one name their folder."""
+    assert labels("a.yml", "b.yml") == ["a", "b"]
+    assert labels("a.yml", "sweep={position_embedding: [rotary, learned]}") == ["rotary", "learned"]
+    assert labels("a.yml", "b.yml", "sweep={qkv_bias: [true, false]}") == [
+        "a,qkv_bias=true", "a,qkv_bias=false", "b,qkv_bias=true", "b,qkv_bias=false",
+    ]  # fmt: skip
+    (configs / "other").mkdir()
+    (configs / "other" / "a.yml").write_text("base_config: ../b.yml\n")
+    here = f"{configs.name}-a"
+    capsys.readouterr()
+    assert labels("a.yml", "a.yml", "other/a.yml") == [here, f"{here}_2", "other-a"]
+    (note,) = capsys.readouterr().err.splitlines()  # the same configuration twice
+    assert here in note
+    assert f"{here}_2" in note
+
+
+def test_a_file_may_hold_its_sweep_and_the_command_line_another(configs):
+    text = "base_config: a.yml\nsweep:\n  learning_rate: [1.0e-3, 2.0e-3]\n"
+    (configs / "swept.yml").write_text(text)
+    (configs / "on.yml").write_text("base_config: swept.yml\nsteps: 7\n")
+    assert labels("on.yml") == ["learning_rate=1.0e-3", "learning_rate=2.0e-3"]
+    assert labels("swept.yml", "sweep={steps: [1, 2, 3]}") == ["steps=1", "steps=2", "steps=3"]
+    assert labels("a.yml", "swept.yml") == [
+        "a", "swept,learning_rate=1.0e-3", "swept,learning_rate=2.0e-3",
+    ]  # fmt: skip
+
+
+def test_the_environment_ranks_below_a_sweep(configs, monkeypatch, capsys):
+    monkeypatch.setenv("M_LEARNING_RATE", "5e-3")
+    monkeypatch.setenv("M_STEPS", "9")
+    monkeypatch.setenv("M_LERNING_RATE", "5e-3")
+    found = variants("a.yml", "sweep={learning_rate: [1e-3, 2e-3]}")
+    assert [one.config.schedule.learning_rate for one in found] == [1e-3, 2e-3]
+    assert [one.config.run.steps for one in found] == [9, 9]
+    # Notices of many configurations are shown once.
+    assert capsys.readouterr().err.count("M_LERNING_RATE") == 1
+
+
+MISTAKES = [
+    "", "a.yml", "a.yml b.yml stepz=1", "a.yml 'sweep={stepz: [1, 2]}'",
+    "a.yml 'sweep={steps: [x, 2]}'", "a.yml steps=3 'sweep={steps: [1, 2]}'",
+    "a.yml 'sweep={data_shuffle_seed: [1, 2]}'", "a.yml 'sweep={run_name: [x, y]}'",
+    "a.yml 'sweep=[{steps: 1}, steps]'", "a.yml b.yml dataset_type=grain", "swept.yml",
+]  # fmt: skip
+
+
+def test_mistakes(configs, told):
+    (configs / "swept.yml").write_text("base_config: a.yml\nsweep: {steps: [x, 3]}\n")
+    told(refusals(MISTAKES, lambda line: variants(*shlex.split(line))))
+
+
+def test_unintended_differences(configs):
+    text = "base_config: a.yml\nlearning_rate: 2.0e-2\nvocab_size: 128\nbase_emb_dim: 48\n"
+    (configs / "c.yml").write_text(text + "run_name: own\nlog_period: 7\nsteps: 5\n")
+    found = variants("a.yml", "c.yml")
+    lines = dict(line.split(": ", 1) for line in other_differences(found, {}))
+    assert list(lines) == [
+        "steps", "vocab_size", "learning_rate", "learning_rate_schedule_steps",
+    ]  # fmt: skip
+    assert lines["learning_rate"] == "0.01 (a); 0.02 (c)"
+    # Losses over other vocabularies are not of the same thing.
+    assert lines["vocab_size"].startswith("64 (a); 128 (c): ")
+    solved = {"c": {"steps", "learning_rate_schedule_steps"}}
+    left = [line.partition(":")[0] for line in other_differences(found, solved)]
+    assert left == ["vocab_size", "learning_rate"]
+    # Swept keys differ on purpose.
+    assert not other_differences(variants("a.yml", "sweep={learning_rate: [1, 2]}"), {})
+    (line,) = other_differences(variants("a.yml", "sweep={vocab_size: [64, 128]}"), {})
+    assert line.startswith("vocab_size: ")
+
+
+def test_the_lists_of_keys_name_keys():
+    known = set(flat(module.Config()))
+    assert known >= module._UNLIKE_LOSSES | module._WITHOUT_EFFECT | set(module._PLACE)

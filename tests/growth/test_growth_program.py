@@ -1,0 +1,70 @@
+"""train.py: a run that grows, resumes, and outlives its source."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from MaxText.checkpointing.description import metadata_if_any
+from MaxText.config.loading import configure
+from MaxText.growth.record import latest
+from MaxText.growth.source import open_source
+from tests import programs
+from tests.growth.growing import SMALL, save, stored_in, trained
+from tests.small_models import TINY
+
+KEYS = {"decoder_block": "tokenformer", "per_device_batch_size": 4, "log_config": False}
+
+
+def values_of(step):
+    """Value slots of the feed-forward, [layers, slots, width]."""
+    return open_source(str(step), {}).read("layers/mlp/values/kernel")
+
+
+@pytest.mark.slow
+def test_a_run_grows_and_goes_on(tmp_path, users_environment):
+    keys = {name: value for name, value in (TINY | SMALL | KEYS).items() if "mlp" not in name}
+    keys["jax_cache_dir"] = f"{tmp_path}/cache"
+    (tmp_path / "small.yml").write_text(json.dumps(keys))
+
+    def train(*arguments, code=0):
+        keys = ["run_name=large", "base_output_directory=out", *arguments]
+        result = programs.run("train.py", ["small.yml", *keys], tmp_path, users_environment)
+        output = result.stdout + result.stderr
+        assert result.returncode == code, output
+        assert "Traceback" not in output
+        return output
+
+    config = configure(tmp_path / "small.yml", slot_num=24, steps=2)
+    small = save(tmp_path / "out" / "small", config, trained(config))
+    source = "load_parameters_path=out/small/checkpoints/1/items"
+    # Refused before anything is compiled.
+    output = train("slot_num=24", source, "base_num_decoder_layers=3", "steps=2", code=2)
+    assert "growth_mode=function_preserving" in output
+    assert "Compiled" not in output
+
+    # The command line of TokenFormer's README, whose number of stored slots is compared.
+    growing = ["slot_num=40", source, "load_parameters_path_slot_number=24"]
+    growing += ["growth_moments=reused", "growth_old_slots_learning_rate=0"]
+    output = train(*growing, "steps=2")
+    slots = "24 -> 40 (attention), 96 -> 160 (feed-forward)"
+    assert slots in output
+    assert "zoom_dim=24" in output
+    large = tmp_path / "out" / "large"
+    rows = [json.loads(row) for row in (large / "events.jsonl").read_text().splitlines()]
+    (row,) = (row for row in rows if row["event"] == "growth")
+    assert (row["slots"], row["zoom_dim"], row["moments"]) == (slots, 24, "reused")
+    record = latest(metadata_if_any(stored_in(large)))
+    assert record["slots"]["layers/mlp/keys/kernel"] == [96, 160]
+
+    # The run knows its zoom and that its old slots are frozen, also when the source is gone.
+    shutil.rmtree(small)
+    output = train("slot_num=40", "steps=3")
+    assert "zoom_dim=24, growth_old_slots_learning_rate=0" in output
+    last = stored_in(large)
+    assert last.step == 2
+    assert latest(metadata_if_any(last)) == record
+    before, after = values_of(large / "checkpoints" / "0"), values_of(last.folder)
+    np.testing.assert_array_equal(after[:, :96], before[:, :96])
+    assert np.all(np.any(after[:, 96:] != before[:, 96:], axis=-1))

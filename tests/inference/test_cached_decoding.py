@@ -1,0 +1,95 @@
+"""Decode state that grows. That cached decoding equals the full forward pass is tested for every
+architecture in tests/layers/test_conformance.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText.inference.engine import Engine
+from MaxText.inference.token_choice import Choice
+from MaxText.layers.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import make_layout
+from tests.small_models import tiny_config
+
+
+def whole_logits(model, params, tokens_BT):
+    """Float32 [B, T, V] of the forward pass that training uses."""
+
+    @jax.jit
+    def run(params, tokens_BT):
+        decoder = model.merge(params)
+        return decoder(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape, jnp.float32)))
+
+    return np.asarray(run(params, jnp.asarray(tokens_BT, jnp.int32)))
+
+
+def test_several_new_tokens_at_once():
+    model = Model(tiny_config(base_num_decoder_layers=1).model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 12))
+
+    @jax.jit
+    def run(params, tokens_BT):
+        decoder = model.merge(params)
+        _, states = decoder.read_prompt(tokens_BT[:, :8], jnp.array([8, 8]), 16)
+        places_BT = jnp.tile(jnp.arange(8, 12), (2, 1))
+        return decoder.logits(decoder.read_next(tokens_BT[:, 8:], places_BT, states)[0])
+
+    expected = whole_logits(model, params, tokens)[:, 8:]
+    np.testing.assert_allclose(run(params, tokens), expected, atol=1e-4)
+
+
+ALL_KINDS = {
+    "attention_types": [[["none", "global", "local", "linear"], 1]], "base_num_decoder_layers": 4,
+    "scan_layers": False, "sliding_window_size": 6, "num_mem_kv": 2, "static_sgu": True,
+    "static_sgu_kernel": 5, "head_qk": True, "head_qk_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "grows"),
+    [
+        ({"base_num_decoder_layers": 1}, True),
+        pytest.param(ALL_KINDS, True, marks=pytest.mark.slow),
+        pytest.param({"attention_types": [[["linear"], 3]]}, False, marks=pytest.mark.slow),
+    ],
+    ids=["global", "all kinds", "linear"],
+)
+def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, grows):
+    monkeypatch.setattr("MaxText.inference.engine.SMALLEST_CAPACITY", 8)
+    monkeypatch.setattr("MaxText.inference.engine.SMALLEST_PROMPT", 4)
+    config = tiny_config("llama2", max_target_length=64, **keys)
+    model = Model(config.model)
+    generator = np.random.default_rng(0)
+    # So that parts that start at 0 do something.
+    params = jax.tree.map(
+        lambda x: x + 0.05 * generator.normal(size=x.shape).astype(np.float32),
+        jax.jit(model.initialize)(jax.random.key(0)),
+    )
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    engine = Engine(model, params, layout, Choice(temperature=0))
+
+    def capacities_of(sequences):
+        capacities = {getattr(state, "capacity", None) for state in sequences.states}
+        return capacities - {None}
+
+    def run(room):
+        sequences, drawn = engine.start(
+            [[1, 2, 3], [4]], [(0, 0), (1, 0)], [0, 0], seed=0, room=room
+        )
+        tokens = [drawn.on_host().tokens_B]
+        capacities = capacities_of(sequences)
+        for length in range(4, 40):
+            sequences = engine.with_room(sequences, length)
+            sequences, drawn = engine.step(sequences)
+            capacities |= capacities_of(sequences)
+            tokens.append(drawn.on_host().tokens_B)
+        return np.array(tokens), capacities
+
+    grown, capacities = run(room=4)
+    at_once, one = run(room=64)
+    assert (capacities, one) == ({8, 32, 64} if grows else set(), {64} if grows else set())
+    np.testing.assert_array_equal(grown, at_once)
+    assert len(np.unique(grown)) > 3

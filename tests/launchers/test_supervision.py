@@ -1,0 +1,126 @@
+"""Processes that fail are ended together, and started again where that may help."""
+
+import signal
+import time
+
+import pytest
+
+from MaxText import exit_codes
+from MaxText.launchers import supervision
+from MaxText.launchers.local_processes import environment_of
+from MaxText.launchers.supervision import Job, Policy, is_worth_a_restart, outcome
+from tests.runtime.child_programs import ended, started, wait_for
+
+# Counts its starts in a file, and ends as its arguments say: code or signal of each attempt.
+WORKER = """
+    folder=$0 rank=${JAX_PROCESS_ID:-0}
+    printf x >> "$folder/starts.$rank"
+    attempt=$(($(wc -c < "$folder/starts.$rank") - 1))
+    echo "attempt $attempt port $JAX_COORDINATOR_ADDRESS"
+    mine=()
+    for end in "$@"; do
+        case $end in $rank:*) mine+=("${end#*:}") ;; *:*) ;; *) mine+=("$end") ;; esac
+    done
+    last=$((${#mine[@]} - 1))
+    end=${mine[$((attempt < last ? attempt : last))]}
+    # Without the arrays a checkpoint is not complete.
+    case $end in
+        hang) trap "" TERM; sleep 1000 & wait; wait; sleep 1000 ;;
+        wait) exec sleep 1000 ;;
+        saved*) mkdir -p "$folder/run/checkpoints/$attempt/items" ;;
+        begun*) mkdir -p "$folder/run/checkpoints/$attempt/metadata" ;;
+        -*) kill $end $$ ;;
+    esac
+    end=${end#saved}
+    exit "${end#begun}"
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    lines = []
+
+    def run(*ends, number=2, max_restarts=3, grace=0.3):
+        command = ["bash", "-c", WORKER, str(tmp_path), *ends]
+        job = Job(command, number, None, tmp_path / "logs", str(tmp_path / "run"))
+        return supervision.run(job, Policy(max_restarts, 0.01, grace), lines.append)
+
+    run.starts = lambda rank: len((tmp_path / f"starts.{rank}").read_text())
+    run.log = lambda rank: (tmp_path / "logs" / f"{rank}.log").read_text()
+    run.lines = lines
+    return run
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, 0], 0), ([0, 1], 1), ([76, 2, 1], 2), ([76, 1], 1), ([76, -9], -9), ([76, -6], 76),
+        ([75, -6], -6), ([75, 76], 76), ([75, 75], 75), ([3, 76], 3), ([None, -9], -9),
+        ([None, None], exit_codes.STUCK),
+    ],
+)  # fmt: skip
+def test_the_code_of_all(codes, expected):
+    assert outcome(codes) == expected
+
+
+def test_what_is_started_again():
+    assert [code for code in (-9, -15, 0, 1, 2, 3, 75, 76, 130) if is_worth_a_restart(code)] == [
+        -9, -15, 75, 76,
+    ]  # fmt: skip
+
+
+def test_all_are_started_again_on_another_port(run, capsys):
+    assert run("0:0", "1:-9", "1:75", "1:0") == 0
+    assert (run.starts(0), run.starts(1)) == (3, 3)
+    assert len({line.split()[-1] for line in run.log(1).splitlines()}) > 1
+    assert "SIGKILL" in run.lines[0]
+    assert "75" in run.lines[1]
+    shown = capsys.readouterr().out
+    assert "[0] attempt 0" in shown
+    assert "[1] attempt 0" in shown
+    assert run.log(0).startswith("attempt 0")
+
+
+@pytest.mark.parametrize(
+    ("ends", "number", "max_restarts", "code", "starts"),
+    [
+        (["0:76", "1:2"], 2, 3, 2, 1),  # another start does not mend a mistake
+        (["0:hang", "1:-9"], 2, 0, 128 + signal.SIGKILL, 1),
+        (["76"], 1, 2, exit_codes.STUCK, 3),
+        (["76", "saved76", "76", "0"], 1, 2, 0, 4),  # a checkpoint begins the count anew
+        (["76", "begun76", "76", "0"], 1, 2, exit_codes.STUCK, 3),
+        (["75"], 1, 0, exit_codes.PREEMPTED, 1),
+    ],
+)
+def test_restarts(run, ends, number, max_restarts, code, starts):
+    assert run(*ends, number=number, max_restarts=max_restarts) == code
+    assert run.starts(0) == starts
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
+    program = f"""
+        import sys
+        from pathlib import Path
+        from MaxText.launchers import supervision
+        job = supervision.Job(
+            ["bash", "-c", {WORKER!r}, sys.argv[1], "wait"],
+            2, None, Path(sys.argv[1]) / "logs", None)
+        sys.exit(supervision.run(job, supervision.Policy(5, 0.01, 5.0), print))
+    """
+    with started(program, str(tmp_path)) as process:
+        wait_for(process, "[0] attempt")
+        while not (tmp_path / "starts.1").exists():
+            time.sleep(0.01)
+        process.send_signal(number)
+        code, output = ended(process)
+    assert code == 128 + number, output
+    assert "starting all" not in output
+
+
+def test_the_environment_of_a_process():
+    assert environment_of({"A": "b"}, 1, 0, 5, None) == {"A": "b"}
+    assert environment_of({}, 2, 1, 5, 4) == {
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:5", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1",
+        "JAX_NUM_CPU_DEVICES": "4", "JAX_LOCAL_DEVICE_IDS": "4,5,6,7", "MAXTEXT_NUM_DEVICES": "8",
+    }  # fmt: skip

@@ -1,0 +1,192 @@
+"""The records of a run: nothing twice, nothing missing, whatever happened before."""
+
+import json
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+from MaxText.config.loading import configure
+from MaxText.config.saved import flat
+from MaxText.config.training_sections import Monitoring
+from MaxText.metrics.event_stream import open_stream
+from MaxText.metrics.events import PHASES, REPEATED
+from MaxText.metrics.json_lines import read_rows
+from MaxText.metrics.sinks.hyperparameters import hyperparameter_summaries
+from MaxText.metrics.sinks.terminal import Terminal
+from MaxText.metrics.step_line import EvaluationReport, StepReport
+
+
+def emit_step(stream, step, loss=2.0):
+    metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0, "grad_norm": jnp.float32(1.5)}
+    report = StepReport(step, 0.5, metrics, tokens_per_device=64, tflops_per_device=0.25)
+    stream.emit("step", step=step, seconds=0.5, report=report, updates=1, **report.row())
+
+
+def opened(folder, first_step=0, run_name="tiny", config=None, show=lambda line: None, **keys):
+    monitoring, terminal = Monitoring(**{"enable_tensorboard": False} | keys), Terminal(10, show)
+    return open_stream(
+        folder, monitoring, run_name, config or {}, first_step=first_step, terminal=terminal
+    )
+
+
+def record(folder, steps, first_step=0, **keys):
+    """An attempt of a run that reports these steps."""
+    stream = opened(folder, first_step, **keys)
+    stream.emit("resume" if first_step else "start", step=first_step, num_parameters=1234)
+    for step in steps:
+        emit_step(stream, step)
+    return stream
+
+
+def events(folder, kind=None):
+    return [row for row in read_rows(folder / "events.jsonl") if kind in (None, row["event"])]
+
+
+def steps_of(path):
+    return [row["step"] for row in read_rows(path) if row.get("event", "step") == "step"]
+
+
+def tensorboard_events(folder):
+    (path,) = (folder / "tensorboard").iterdir()
+    data, found = path.read_bytes(), []
+    while data:  # TFRecord: length, its checksum, bytes, their checksum
+        length = int.from_bytes(data[:8], "little")
+        found.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return found
+
+
+def test_each_event_reaches_every_place(tmp_path):
+    lines = []
+    keys = {"config": {"learning_rate": 0.001}, "log_period": 1, "enable_tensorboard": True}
+    stream = opened(tmp_path, show=lines.append, **keys)
+    stream.emit("start", step=0, num_parameters=1234)
+    assert not (tmp_path / "tensorboard").exists()  # nothing before the first step
+    emit_step(stream, 0, loss=1.25)
+    with stream.timed("checkpoint", step=0) as facts:
+        facts["bytes"] = np.int64(7)
+    with pytest.raises(ValueError), stream.timed("checkpoint", step=0):  # noqa: PT011
+        raise ValueError
+    shown = EvaluationReport(0, 200.0, 100.0, 2, 0.1)
+    stream.emit("evaluation", step=0, seconds=0.1, report=shown, **shown.row())
+    stream.close()
+    stream.close()
+
+    start, step, checkpoint, evaluation = rows = events(tmp_path)
+    assert [row["phase"] for row in rows] == ["start_up", "train", "checkpoint", "evaluation"]
+    assert start["time"] > 1.7e9
+    assert {row["attempt"] for row in rows} == {0}
+    assert (step["step"], step["seconds"], step["learning/loss"]) == (0, 0.5, 1.25)
+    assert checkpoint["bytes"] == 7
+    assert checkpoint["seconds"] >= 0
+    assert evaluation["eval/avg_loss"] == 2.0
+    assert set(REPEATED) < set(PHASES)
+
+    assert lines[0].startswith("completed step: 0, seconds: 0.500, ")
+    (metrics,) = read_rows(tmp_path / "metrics.jsonl")
+    assert (metrics["run_name"], metrics["learning/grad_norm"]) == ("tiny", 1.5)
+    speeds = [metrics[f"perf/per_device_{what}_per_sec"] for what in ("tflops", "tokens")]
+    assert speeds == [0.5, 128]
+    tags = {name for name in step if "/" in name}
+    assert {name: metrics[name] for name in tags} == {name: step[name] for name in tags}
+    found = [event.summary.value for event in tensorboard_events(tmp_path)]
+    board = {value.tag: value.simple_value for values in found for value in values}
+    assert (board["learning/loss"], board["eval/avg_loss"]) == (1.25, 2.0)
+    for beginning in ("num_model_parameters", "learning_rate", "_hparams_/"):
+        assert any(tag.startswith(beginning) for tag in board)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_resuming_drops_later_rows_and_a_cut_line(tmp_path, name):
+    stream = record(tmp_path, range(6), log_period=100)
+    assert steps_of(tmp_path / name) == list(range(6))  # before any flush
+    stream.close()
+    with open(tmp_path / name, "a") as file:
+        file.write('{"step": 6, "run_na')
+    record(tmp_path, range(4, 8), first_step=4).close()
+    assert steps_of(tmp_path / name) == list(range(8))
+    assert all(json.loads(line) for line in (tmp_path / name).read_text().splitlines())
+    record(tmp_path, range(2)).close()  # again from scratch
+    assert steps_of(tmp_path / name) == [0, 1]
+
+
+def test_what_is_done_again_is_recorded_as_lost(tmp_path):
+    first = record(tmp_path, range(6))
+    first.emit("checkpoint", step=3, seconds=0.25)
+    first.emit("evaluation", step=5, seconds=2.0)
+    first.close()
+    second = record(tmp_path, range(4, 6), first_step=4)
+    assert second.lost == {"steps": 2, "seconds": {"train": 1.0, "evaluation": 2.0}}
+    second.close()
+    assert [row["event"] for row in events(tmp_path)] == [
+        "start", "step", "step", "step", "step", "checkpoint", "resume", "step", "step",
+    ]  # fmt: skip
+    assert [row["attempt"] for row in events(tmp_path, "step")] == [0, 0, 0, 0, 1, 1]
+    third = record(tmp_path, [], first_step=6)
+    assert third.lost == {"steps": 0, "seconds": {}}
+    third.close()
+    assert events(tmp_path)[-1]["attempt"] == 2
+    assert not (tmp_path / "tensorboard").exists()  # switched off
+
+
+def test_tensorboard_hides_step_0_of_a_run_that_was_killed(tmp_path):
+    record(tmp_path, range(1), enable_tensorboard=True).close()
+    starts = [event for event in tensorboard_events(tmp_path) if event.session_log.status == 1]
+    assert [event.step for event in starts] == [0]
+
+
+def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
+    shared = str(tmp_path / "shared.jsonl")
+    first = record(tmp_path / "a", range(2), metrics_file=shared)
+    first.flush()
+    with open(shared, "a") as file:
+        file.write('{"step": 6, "run_na')  # of a run that was killed
+    record(tmp_path / "b", [0], metrics_file=shared, run_name="other").close()
+    record(tmp_path / "b", [0], metrics_file=shared, run_name="other").close()  # a restart
+    emit_step(first, 2)  # goes on
+    first.close()
+    assert [(row["run_name"], row["step"]) for row in read_rows(shared)] == [
+        ("tiny", 0), ("tiny", 1), ("other", 0), ("other", 0), ("tiny", 2),
+    ]  # fmt: skip
+
+
+def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
+    stream = opened(tmp_path)
+    emit_step(stream, 0)
+    stream.emit("evaluation", step=0, seconds=1.0, **{"eval/avg_loss": 4.5, "progress/tokens": 3})
+    emit_step(stream, 1, loss=1000.0)
+    stream.close()
+    again = record(tmp_path, [], first_step=2)
+    again.emit("evaluation", step=1, seconds=1.0, **{"eval/avg_loss": 4.4})  # that was due
+    emit_step(again, 2, loss=float("nan"))
+    again.close()
+    first, second, third = read_rows(tmp_path / "metrics.jsonl")
+    assert abs(first["time"] - time.time()) < 60
+    assert (first["learning/loss"], first["eval/avg_loss"]) == (2.0, 4.5)
+    assert second["eval/avg_loss"] == 4.4
+    assert "progress/tokens" not in first
+    # Numbers that JSON does not have.
+    assert second["learning/perplexity"] is None
+    assert third["learning/loss"] is None
+
+
+def test_every_key_is_a_column_of_hyperparameters():
+    config = flat(configure("quickstart.yml"))
+    found = {
+        value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for summary in hyperparameter_summaries(config, ("eval/avg_loss", "learning/loss"))
+        for value in summary.value
+    }
+    experiment = found["_hparams_/experiment"].experiment
+    assert {info.name for info in experiment.hparam_infos} == set(config)
+    assert [info.name.tag for info in experiment.metric_infos] == ["eval/avg_loss", "learning/loss"]
+    values = found["_hparams_/session_start_info"].session_start_info.hparams
+    kinds = {name: values[name].WhichOneof("kind") for name in config}
+    assert all(kinds.values())
+    assert values["steps"].number_value == config["steps"]
+    for name, value in config.items():
+        assert (kinds[name] == "bool_value") == isinstance(value, bool)

@@ -1,0 +1,146 @@
+"""What people see of a run: lines, the bar, the picture, the trace."""
+
+import dataclasses
+import io
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from MaxText.config.training_sections import Monitoring
+from MaxText.metrics.events import Event
+from MaxText.metrics.profiler import StepProfiler
+from MaxText.metrics.sinks.terminal import Terminal
+from MaxText.metrics.step_line import EvaluationReport, StepReport
+from MaxText.reports.loss_curve import draw_loss_curve
+
+METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
+
+
+def report(step, loss):
+    metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0}
+    return StepReport(step, 0.5, metrics, 64, 0.25, seconds_left=65)
+
+
+def test_the_line_of_maxtext_is_a_prefix_of_ours():
+    """Scripts parse it."""
+    short = StepReport(7, 0.5, METRICS, tokens_per_device=2048, tflops_per_device=1.25)
+    maxtext = (
+        "completed step: 7, seconds: 0.500, TFLOP/s/device: 2.500, Tokens/s/device: 4096.000, "
+        "total_weights: 4096, loss: 2.500, lm_loss: 2.250, perplexity: 9.488"
+    )
+    assert short.line() == maxtext
+    more = {"grad_norm": 1.0, "learning_rate": 3e-4}
+    full = dataclasses.replace(short, metrics=METRICS | more, peak_tflops=5.0, seconds_left=3725)
+    assert full.line() == maxtext + ", mfu: 50.0%, grad_norm: 1.000, lr: 3.000e-04, eta: 1:02:05"
+    assert full.row()["learning/current_learning_rate"] == 3e-4
+    assert full.row()["perf/mfu"] == 0.5
+
+
+def test_lines_and_rows_of_other_reports(told):
+    """A loss too high for a perplexity, evaluations, and entmax, which has no perplexity."""
+    high = StepReport(7, 0.5, METRICS | {"lm_loss": 143.0}, 2048, 1.25)
+    entmax = {"loss": 2.5, "entmax_loss": 2.25, "total_weights": 4096.0}
+    shown = [
+        high, StepReport(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
+        EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0),
+        EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False),
+        EvaluationReport(10, 0.0, 0.0, 0, 1.0),
+    ]  # fmt: skip
+    rows = [{name: f"{value:.6g}" for name, value in one.row().items()} for one in shown]
+    told("\n\n".join(f"{one.line()}\n{row}" for one, row in zip(shown, rows, strict=True)))
+
+
+class Tty(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal_of(num_steps, lines, first_step=0, **keys):
+    terminal = Terminal(num_steps, lines.append, **keys)
+    terminal.write(Event("start", 0.0, step=first_step))
+    return terminal
+
+
+def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    lines = []
+    terminal = terminal_of(10, lines)
+    terminal.write(Event("step", 0.0, step=0, report=report(0, 2.0)))
+    terminal.write(Event("compile", 0.0, facts={"rows": 4, "length": 16, "compile_seconds": 1.26}))
+    terminal.close()
+    step, compiled = lines
+    assert step == report(0, 2.0).line()
+    assert "4 x 16" in compiled
+    assert "1.3 s" in compiled
+    assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("step_line", "is_terminal", "compact"),
+    [
+        ("auto", False, False), ("auto", True, True), ("full", True, False),
+        ("compact", False, True),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, step_line, is_terminal, compact):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", Tty() if is_terminal else io.StringIO())
+    lines = []
+    terminal = terminal_of(400, lines, step_line=step_line)
+    shown = report(289, 4.1324)
+    more = {"grad_norm": 0.767, "learning_rate": 1.751e-3}
+    shown = dataclasses.replace(shown, metrics={**shown.metrics, **more})
+    terminal.write(Event("step", 0.0, step=289, report=shown))
+    short = (
+        "step 290/400 (72%)  loss 4.1324  grad_norm 0.767  lr 1.75e-03  128 tokens/s/device  "
+        "0:01:05 left"
+    )
+    assert lines == [short if compact else shown.line()]
+
+
+@pytest.mark.parametrize("stdout_is_terminal", [False, True])
+def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout_is_terminal):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", Tty())
+    monkeypatch.setattr(sys, "stdout", Tty() if stdout_is_terminal else io.StringIO())
+    lines = []
+    text = "completed step: 0, [not markup], " + "x" * 120
+    terminal = terminal_of(10, lines, first_step=4)
+    terminal.line(text)
+    terminal.write(Event("step", 0.0, step=5, report=report(5, 2.0)))
+    terminal._bar.refresh()
+    terminal.close()
+    terminal.close()
+    drawn = sys.stderr.getvalue()
+    for part in ("loss 2.000", "0:01:05 left", "step 6/10"):
+        assert part in drawn
+    if stdout_is_terminal:
+        assert text in drawn
+    else:
+        assert lines == [text, report(5, 2.0).line()]
+
+
+def test_loss_curve_is_drawn_from_the_records(run):
+    assert draw_loss_curve(run.write()) is None
+    run.steps(0, 300, every=50, nan_at=20)
+    path = draw_loss_curve(run.write())
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().length > 20_000
+
+
+def test_the_configured_steps_are_traced(tmp_path):
+    monitoring = Monitoring(profiler="xplane", skip_first_n_steps_for_profiler=1, profiler_steps=2)
+    for section, expected in ((Monitoring(), []), (monitoring, [12])):
+        profiler = StepProfiler(section, tmp_path, first_step=10)
+        written = []
+        for step in range(10, 15):
+            with profiler.step(step):
+                result = jnp.ones(4) + step
+            if profiler.finished(step, result):
+                written.append(step)
+        profiler.close()
+        assert written == expected
+        assert bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == bool(expected)

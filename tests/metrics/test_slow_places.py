@@ -1,0 +1,215 @@
+"""Trackers and buckets that are slow, hang or fail: the run goes on, and its rows stay in order."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from etils import epath
+
+from MaxText.metrics import event_stream, json_lines
+from MaxText.metrics.event_stream import EventStream
+from MaxText.metrics.json_lines import read_rows
+from MaxText.metrics.sinks.background import Background
+from MaxText.metrics.sinks.event_file import EventFile
+from MaxText.metrics.sinks.metrics_file import MetricsFile
+from MaxText.runtime import processes
+from tests.house.sources import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def left_behind(monkeypatch):
+    """Calls of what lets the process end without its threads."""
+    calls = []
+    monkeypatch.setattr(processes, "leave_behind", lambda: calls.append(None))
+    return calls
+
+
+class Tracker:
+    """Takes each event when it is let."""
+
+    def __init__(self):
+        self.free, self.begun = threading.Event(), threading.Event()
+        self.calls = []
+
+    def write(self, event):
+        self.begun.set()
+        self.free.wait()
+        self.calls.append(event.step)
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def emit_steps(stream, steps):
+    for step in steps:
+        stream.emit("step", step=step, seconds=0.5, **{"learning/loss": 2.0})
+
+
+def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
+    tracker = Tracker()
+    stream = EventStream([Background(tracker, "tracker")], flush_every=100)
+    emit_steps(stream, range(1000))  # would not come back from the first one
+    stream.emit("checkpoint", step=999)
+    stream.flush()
+    tracker.begun.wait()
+    assert tracker.calls == []
+    tracker.free.set()
+    stream.close()
+    stream.close()
+    assert [call for call in tracker.calls if call != "flush"] == [*range(1000), 999, "close"]
+    # One that was asked for after each 100 steps, or several in one.
+    assert tracker.calls.count("flush") > 5
+    assert tracker.calls[-2:] == ["flush", "close"]
+
+
+def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
+    tracker = Tracker()
+    stream = EventStream([Background(tracker, "tracker", most_waiting=10)])
+    emit_steps(stream, [0])
+    tracker.begun.wait()
+    emit_steps(stream, range(1, 50))
+    stream.emit("rewind", step=20)
+    tracker.free.set()
+    stream.close()
+    assert [call for call in tracker.calls if call != "flush"] == [*range(11), 20, "close"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: tracker is slower")
+
+
+def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
+    tracker, failure = Tracker(), mock.Mock(side_effect=RuntimeError("503\nand more"))
+    monkeypatch.setattr(tracker, "write", failure)
+    stream = EventStream([Background(tracker, "tracker", remedy="wandb sync")])
+    emit_steps(stream, range(20))
+    stream.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: tracker ")
+    assert ": 503." in line
+    assert line.endswith("; wandb sync.")
+
+
+@pytest.mark.parametrize(("reason", "seconds"), [("preempted", 10), ("completed", 60)])
+def test_the_end_waits_for_so_long_only(monkeypatch, left_behind, capsys, reason, seconds):
+    trackers = [Tracker(), Tracker()]
+    stream = EventStream([Background(tracker, "tracker") for tracker in trackers])
+    emit_steps(stream, range(3))
+    stream.emit("stop", step=2, reason=reason)
+    # The end began so many seconds ago.
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() - seconds + 0.05)
+    monkeypatch.setattr(event_stream, "time", clock)
+    began = time.monotonic()
+    stream.close()
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().err.count("busy") == len(left_behind) == 2
+    for tracker in trackers:
+        tracker.free.set()
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process():
+    program = """
+        import atexit, threading
+        from MaxText.metrics.events import Event
+        from MaxText.metrics.sinks.background import Background
+        from MaxText.runtime import processes
+
+        class Hangs:
+            def write(self, event):
+                threading.Event().wait()
+        atexit.register(threading.Event().wait)  # as libraries do
+
+        def main():
+            sink = Background(Hangs(), "tracker")
+            sink.write(Event("step", 0.0))
+            sink.end()
+            sink.wait(0.0)
+            return 75
+        processes.run(main)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("warning")) == (75, 1), done.stderr
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """Files are objects: written whole, as slowly or badly as the test wants."""
+    bucket = SimpleNamespace(free=threading.Event(), begun=threading.Event(), failures=0, writes=0)
+    bucket.free.set()
+    path_type = type(epath.Path(tmp_path))
+    write_bytes = path_type.write_bytes
+
+    def write(path, content):
+        bucket.begun.set()
+        bucket.free.wait()
+        bucket.writes += 1
+        if bucket.failures:
+            bucket.failures -= 1
+            raise RuntimeError("503 from the bucket")
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(path_type, "write_bytes", write)
+    monkeypatch.setattr(json_lines, "is_bucket", lambda path: True)
+    return bucket
+
+
+def opened(folder, first_step=0):
+    events = EventFile(epath.Path(folder), first_step)
+    return EventStream([events, MetricsFile(epath.Path(folder), "", "tiny", first_step)])
+
+
+def steps_in(folder, name):
+    return [row["step"] for row in read_rows(folder / name)]
+
+
+def test_steps_are_done_while_a_bucket_sleeps(tmp_path, bucket):
+    stream = opened(tmp_path)
+    bucket.free.clear()
+    emit_steps(stream, range(1000))
+    bucket.begun.wait()
+    assert steps_in(tmp_path, "events.jsonl") == []
+    bucket.free.set()
+    stream.flush()  # as before a checkpoint, beside which no row may be missing
+    assert steps_in(tmp_path, "events.jsonl") == list(range(1000))
+    assert steps_in(tmp_path, "metrics.jsonl") == list(range(1000))
+    # Texts that were out of date when their turn came are not written.
+    assert bucket.writes < 10
+    stream.emit("rewind", step=500, to=500)
+    emit_steps(stream, range(500, 600))
+    stream.close()
+    assert steps_in(tmp_path, "metrics.jsonl") == list(range(600))
+    resumed = opened(tmp_path, first_step=580)
+    emit_steps(resumed, [580])
+    resumed.close()
+    assert steps_in(tmp_path, "metrics.jsonl") == list(range(581))
+
+
+def test_a_bucket_that_fails_is_reported_once_and_gets_all_later(tmp_path, bucket, capsys):
+    stream = opened(tmp_path)
+    bucket.failures = 4
+    for step in range(3):
+        emit_steps(stream, [step])
+        stream.flush()
+    stream.close()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        assert steps_in(tmp_path, name) == [0, 1, 2]
+    lines = capsys.readouterr().err.splitlines()
+    assert ["503 from the bucket" in line for line in lines] == [True, True]  # one for each file
+
+
+def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    stream = EventStream([EventFile(epath.Path(tmp_path), 0)])
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", mock.Mock(side_effect=OSError(28, "no room")))
+        with pytest.raises(OSError, match="no room"):
+            stream.emit("checkpoint", step=0)
+    stream.close()

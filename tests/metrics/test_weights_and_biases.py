@@ -1,0 +1,286 @@
+"""Reporting to W&B: no step twice and none missing, and no run that suffers from it."""
+
+import dataclasses
+import importlib.machinery
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from MaxText.config.training_sections import Monitoring
+from MaxText.errors import UserError
+from MaxText.metrics.event_stream import open_stream
+from MaxText.metrics.events import Event
+from MaxText.metrics.sinks.background import Background
+from MaxText.metrics.sinks.event_file import EventFile
+from MaxText.metrics.sinks.offline_history import records
+from MaxText.metrics.sinks.terminal import Terminal
+from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases
+from tests.house.sources import REPOSITORY
+
+
+def offline_files(folder):
+    return [*Path(folder).glob("wandb/offline-run-*/*.wandb")]
+
+
+def attempt(folder, first, end, blocks):
+    """Steps of a run offline, in a process of its own.
+
+    It is killed after so many blocks of W&B's file (32 KiB, some 7 steps); 0 lets it end.
+    """
+    folder = epath.Path(folder)
+
+    def size():
+        return sum(file.stat().st_size for file in offline_files(folder))
+
+    before = size()
+    monitoring = Monitoring(enable_wandb=True, wandb_mode="offline")
+    config = {"steps": end, "mlp_activations": ("silu", "linear")}
+    wandb = WeightsAndBiases(monitoring, folder, "tiny", config, first)
+    sinks = [Background(wandb, "Weights & Biases"), EventFile(folder, first)]
+
+    def emit(kind, step, **facts):
+        for sink in sinks:
+            sink.write(Event(kind, 1.8e9 + step, step=step, seconds=0.5, facts=facts))
+
+    emit("resume" if first else "start", first, num_parameters=1234, lineage=[])
+    padding = {f"perf/number_{i}": i / 7 for i in range(60)}
+    for step in range(first, end):
+        emit("step", step, **{"learning/loss": 1 / (step + 1), "updates": 1, **padding})
+        if step % 10 == 9:
+            emit("evaluation", step, **{"eval/avg_loss": 2 / (step + 1)})
+    while blocks:
+        time.sleep(0.01)
+        if size() >= before + blocks * 2**15:
+            os.kill(os.getpid(), signal.SIGKILL)
+    emit("stop", end - 1, reason="completed")
+    for sink in sinks:
+        sink.close()
+
+
+def values_of(items):
+    return {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+
+
+def offline_records(folder):
+    """The records of every attempt's file, oldest attempt first."""
+    files = sorted(offline_files(folder), key=lambda file: file.stat().st_ctime)
+    return [list(records(file)) for file in files]
+
+
+def rows_of(attempts):
+    """(step, numbers by tag) of the history of attempts."""
+    return [
+        (record.history.step.num, values_of(record.history.item))
+        for attempt in attempts
+        for record in attempt
+        if record.HasField("history")
+    ]
+
+
+@pytest.mark.slow
+def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_environment):
+    environment = users_environment | {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
+
+    def done(first, end, blocks):
+        """Exit code of an attempt, what it printed, and the steps that W&B has then."""
+        arguments = (str(tmp_path), first, end, blocks)
+        program = f"from {__name__} import attempt\nattempt{arguments}"
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        steps = [step for step, _ in rows_of(offline_records(tmp_path))]
+        return ended.returncode, ended.stdout + ended.stderr, steps
+
+    code, printed, had = done(0, 60, blocks=1)
+    assert (code, printed) == (-signal.SIGKILL, "")
+    assert 0 < len(had) < 60  # so the next attempt has to send some of them again
+    code, _, had = done(60, 250, blocks=12)
+    assert code == -signal.SIGKILL
+    assert 62 < max(had) < 249  # so the next attempt does some of them again
+    assert done(62, 260, blocks=0) == (0, "", list(range(260)))
+
+    attempts = offline_records(tmp_path)
+    rows = rows_of(attempts)
+    assert [numbers["step"] for _, numbers in rows] == list(range(260))
+    assert [numbers["learning/loss"] for _, numbers in rows] == [1 / (s + 1) for s in range(260)]
+    evaluated = {step: n["eval/avg_loss"] for step, n in rows if "eval/avg_loss" in n}
+    assert evaluated == {step: 2 / (step + 1) for step in range(9, 260, 10)}
+    runs = [record.run for part in attempts for record in part if record.HasField("run")]
+    assert len({run.run_id for run in runs}) == 1
+    config = values_of(runs[-1].config.update)
+    assert (config["steps"], config["mlp_activations"]) == (260, ["silu", "linear"])
+    endings = [record.exit.exit_code for record in attempts[-1] if record.HasField("exit")]
+    assert endings == [0]
+    for file in (path for path in (tmp_path / "wandb").rglob("*") if path.is_file()):
+        assert b"do-not-tell" not in file.read_bytes()
+        assert b"kkkkkkkk" not in file.read_bytes()
+
+
+class Server:
+    """Stands for the module wandb and what its server keeps of one run."""
+
+    def __init__(self):
+        self.steps, self.rows, self.numbers = [], [], []  # numbers: as handed over
+        self.axes, self.summary, self.arguments, self.exit_code = {}, {}, {}, None
+
+    @property
+    def starting_step(self):
+        return max(self.steps, default=-1) + 1
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, numbers, step):
+        self.numbers.append(numbers)
+        assert numbers["_timestamp"] > 0
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.rows.append((numbers["step"], numbers.get("learning/loss")))
+
+    def define_metric(self, name, step_metric=None):
+        self.axes[name] = step_metric
+
+    @property
+    def charted(self):
+        """The value that a chart ends with at each step."""
+        return dict(self.rows)
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    module = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
+    module.__dict__.update(init=server.init, setup=dict, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return server
+
+
+def write(sink, events):
+    for event in events:
+        sink.write(event)
+    sink.close()
+
+
+def send(folder, first_step, *events, **keys):
+    """An attempt that W&B is told these events of."""
+    monitoring = Monitoring(enable_wandb=True, **keys)
+    wandb = WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
+    write(Background(wandb, "Weights & Biases", remedy=wandb.remedy), events)
+
+
+def record(folder, first_step, *events):
+    """An attempt that is only in events.jsonl."""
+    write(EventFile(epath.Path(folder), first_step), events)
+
+
+def step(number, loss=9.0):
+    return Event("step", 1.8e9, step=number, facts={"learning/loss": loss})
+
+
+def after(number):
+    """A step done after a rollback."""
+    return dataclasses.replace(step(number, loss=1.0), time=1.8e9 + 9)
+
+
+def rewind(to, number, **facts):
+    return Event("rewind", 1.8e9, step=to, facts={"to": to, "number": number, **facts})
+
+
+def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
+    record(tmp_path, 0, *map(step, range(8)))
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "step", "st')
+    server.steps = [0, 1, 2]
+    send(tmp_path, 6, *map(step, range(6, 9)), wandb_entity="us")
+    assert server.steps == list(range(9))
+    assert (server.arguments["resume"], server.arguments["entity"]) == ("allow", "us")
+    assert server.exit_code == 1  # nobody said that the run was completed
+    # What the server has is not sent again.
+    server.numbers.clear()
+    send(tmp_path, 6, *map(step, range(6, 10)), Event("stop", 1.8e9, facts={"reason": "completed"}))
+    assert [numbers["step"] for numbers in server.numbers] == [9]
+    assert server.exit_code == 0
+
+
+def recorded(folder, server, first_step, *events):
+    """An attempt in both places; what W&B's charts show then."""
+    send(folder, first_step, *events)
+    record(folder, first_step, *events)
+    return server.charted
+
+
+def charted(*ends):
+    """9 up to the first end, 1 from there to the second."""
+    return {**dict.fromkeys(range(ends[0]), 9.0), **dict.fromkeys(range(*ends), 1.0)}
+
+
+def test_where_the_run_rolls_back_the_later_value_is_charted(tmp_path, server):
+    again = [after(number) for number in range(5, 10)]
+    found = recorded(tmp_path, server, 0, *map(step, range(8)), rewind(5, 1), *again)
+    assert found == charted(5, 10)
+    assert server.axes == {"step": None, "*": "step"}
+    assert server.steps == list(range(13))
+    # A restart from before it repeats what is there, and what W&B has lost of it is sent.
+    server.steps, server.rows = server.steps[:-2], server.rows[:-2]
+    found = recorded(tmp_path, server, 4, *[rewind(5, 1, again=True), step(4)], *again, after(10))
+    assert [number for number, _ in server.rows] == [*range(8), *range(5, 11)]
+    assert found[10] == 1.0
+
+
+@pytest.mark.parametrize("first_step", [5, 7])
+def test_a_rollback_of_which_wandb_never_heard(tmp_path, server, first_step):
+    recorded(tmp_path, server, 0, *map(step, range(8)))
+    late = [after(number) for number in (5, 6)]
+    # W&B is still connecting, and then all is killed.
+    record(tmp_path, 8, rewind(5, 1), *late)
+    known = [rewind(5, 1, again=True), *late] if first_step == 5 else []
+    assert recorded(tmp_path, server, first_step, *known, step(7, loss=1.0)) == charted(5, 8)
+
+
+def test_another_configuration_is_charted_where_it_began(tmp_path, server):
+    recorded(tmp_path, server, 0, *map(step, range(8)))
+    change = Event("config_change", 1.8e9, step=6, facts={"changes": {}})
+    found = recorded(tmp_path, server, 6, change, *[step(n, loss=1.0) for n in range(6, 9)])
+    assert found == charted(6, 9)
+
+
+def test_only_a_start_from_scratch_after_steps_is_a_new_run(tmp_path, server):
+    ids = []
+    for first, events in ((0, []), (0, [step(0)]), (2, [step(2)]), (0, [])):
+        send(tmp_path, first, *events)
+        ids.append(server.arguments["id"])
+        server.steps.clear()
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
+def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    # A folder of that name, such as W&B leaves behind, is not the package.
+    (tmp_path / "wandb").mkdir()
+    for path in ([], [str(tmp_path)]):
+        monkeypatch.setattr(sys, "path", path)
+        with pytest.raises(UserError, match=r"enable_wandb=true .*\.\[wandb\]"):
+            send(tmp_path, 0)
+
+
+def test_disabled_does_nothing(tmp_path, server):
+    monitoring = Monitoring(enable_wandb=True, wandb_mode="disabled", enable_tensorboard=False)
+    stream = open_stream(tmp_path, monitoring, "tiny", {}, first_step=0, terminal=Terminal(1))
+    stream.emit("stop", reason="completed")
+    stream.close()
+    assert not server.arguments
+    assert not list(tmp_path.glob("wandb*"))

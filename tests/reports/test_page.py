@@ -1,0 +1,157 @@
+"""The page: what others wrote stays text, nothing is loaded, and a browser shows all of it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.metrics.run_record import read_run
+from MaxText.reports.content import Section, Table, Verbatim
+from MaxText.reports.writing import write_report
+from tests.reports.run_files import RunFiles, completed
+
+EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
+
+
+def page_of(output, *folders, **keys):
+    return write_report([read_run(folder) for folder in folders], output, **keys)
+
+
+def without_programs(page):
+    """The page without plotly's program and ours, which hold addresses of their own."""
+    return re.sub(r"<script>.*?</script>", "", page.read_text("utf-8"), flags=re.DOTALL)
+
+
+def pictures_beside(page):
+    return sorted(path.stem for path in page.parent.glob("*.png"))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, completed_run):
+    return page_of(tmp_path_factory.mktemp("one"), completed_run)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, completed_run, eventful_run):
+    return page_of(tmp_path_factory.mktemp("two"), completed_run, eventful_run)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Of groups of seeds beside a run with hostile texts."""
+    folder = tmp_path_factory.mktemp("many")
+    seeds = [completed(folder / f"a_rather_long_name_of_a_run_seed{n}", seed=n) for n in range(2)]
+    evil = RunFiles(folder / "evil")
+    data = {"train": EVIL, "identity": EVIL, "tokenizer": "other"}
+    evil.start(run_name=EVIL, device_kind=EVIL, data=data)
+    evil.steps(0, 30, every=10)
+    evil.add("sample", 0.1, 29, text=EVIL + "x" * 500)
+    evil.add("skip", 0.0, 29, reason=EVIL)
+    evil.add("stop", 0.1, 29, reason=EVIL)
+    wide = Section("Wide", ["x" * 300], Table(["a" * 90] * 9, [["1"] * 9]))
+    others = Section(EVIL, [EVIL], Table([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
+    return page_of(
+        folder / "page", *seeds, evil.write(config={EVIL: EVIL}), title=EVIL, warnings=[EVIL],
+        groups={EVIL: [str(seed) for seed in seeds]}, sections=[wide, others],
+    )  # fmt: skip
+
+
+def test_all_files_of_a_run(one):
+    assert pictures_beside(one) == [
+        "goodput", "gradient_norm", "learning_rate", "loss_flops", "loss_time", "loss_tokens",
+        "mfu", "tokens_per_second",
+    ]  # fmt: skip
+    assert len(list(one.parent.iterdir())) == 9
+
+
+def test_text_of_others_is_never_markup(many):
+    text = without_programs(many)
+    assert "<img" not in text
+    assert text.count("<script") == 1  # the data
+    assert json.loads(re.search(r'id="data">(.*?)</script>', text)[1])["charts"]
+
+
+def test_nothing_is_loaded_from_anywhere(one):
+    text = without_programs(one)
+    assert not re.search(r"https?:|\bsrc=|\bhref=|@import|url\(", text)
+    assert "default-src 'none'" in text
+    assert 'http-equiv="refresh"' not in text
+
+
+def test_another_report_takes_the_place_of_the_first(tmp_path, run):
+    """Also of its pictures, one of which may have nothing to show any more."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mfu.png").touch()
+    page = page_of(tmp_path / "out", run.write(), refresh=30)
+    assert pictures_beside(page) == ["goodput"]
+    assert "No update is on record yet." in page.read_text()
+    assert '<meta http-equiv="refresh" content="30">' in page.read_text()
+    with pytest.raises(UserError, match=r"output=.*report\.html"):
+        page_of(page, run.folder)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    return program or pytest.skip("needs chromium (Debian: apt-get install chromium)")
+
+
+def opened(program, page, folder, width):
+    """The page after its programs ran, and what they said."""
+    done = subprocess.run(
+        [
+            *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+            *("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking"),
+            *("--hide-scrollbars", "--enable-logging=stderr", f"--window-size={width},900"),
+            *(f"--user-data-dir={folder}", "--dump-dom", page.resolve().as_uri()),
+        ],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.parametrize("name", ["one", "two", "many"])
+def test_a_browser_draws_every_chart(chromium, name, tmp_path, request):
+    document, console = opened(chromium, request.getfixturevalue(name), tmp_path, 1280)
+    assert console == []
+    assert "<title>taken" not in document
+    _, *charts = re.split(r'class="[^"]*\bchart\b', document)
+    assert len(charts) == 5 + (name == "many")  # losses of two tokenizers have a chart each
+    assert all("js-line" in chart for chart in charts)
+
+
+PRESSES = """
+const plot = document.querySelector(".wide .plot");
+const count = (test) => plot.data.filter(test).length;
+const said = [];
+for (const text of ["tokens", "time", "raw (unsmoothed)", "log loss", "b", "|checkpoint"]) {
+  const buttons = [...document.querySelectorAll("#controls button")];
+  buttons.find((button) => button.textContent === text).click();
+  const marks = count((trace) => trace.mode === "markers" && trace.x.length);
+  said.push([plot.layout.xaxis.title.text, plot.layout.yaxis.type,
+             count((trace) => trace.mode === "lines"), marks]);
+}
+const page = document.documentElement;
+said.push([page.scrollWidth, page.clientWidth, plot.clientWidth]);
+document.body.append("said: " + JSON.stringify(said) + ";");
+"""
+
+
+def test_the_buttons_change_what_is_shown(chromium, two, tmp_path):
+    """On a narrow screen, which it does not leave; the page itself lets no other program run."""
+    text = re.sub(r"<meta http-equiv=.Content-Security-Policy.*?>", "", two.read_text())
+    copy = tmp_path / "copy.html"
+    copy.write_text(f"{text}<script>{PRESSES}</script>")
+    document, console = opened(chromium, copy, tmp_path / "browser", 500)
+    assert console == []
+    *states, widths = json.loads(re.search(r"said: (\[.*\]);", document)[1])
+    start, by_time, smooth, logarithmic, one_run, no_checkpoints = states
+    assert (start[0], by_time[0]) == ("tokens", "time running (minutes)")
+    assert smooth[2] == by_time[2] - 2
+    assert (smooth[1], logarithmic[1]) == ("linear", "log")
+    assert (one_run[2:], no_checkpoints[2:]) == ([1, 1], [1, 0])
+    assert widths[0] == widths[1] == 500
+    assert widths[2] > 200

@@ -1,0 +1,46 @@
+"""What a finished run leaves: nothing optional makes it fail."""
+
+import types
+
+import pytest
+from etils import epath
+
+from MaxText.config.model_sections import Objective
+from MaxText.errors import Diverged
+from MaxText.inference import final_sample
+from MaxText.reports import loss_curve
+from MaxText.run.finish import leave_results
+
+
+@pytest.mark.parametrize("error", [ValueError("vocab_size is too small"), OSError("no space")])
+def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(final_sample, "write_sample", fails)
+    monkeypatch.setattr(loss_curve, "draw_loss_curve", fails)
+    lines = []
+    space = types.SimpleNamespace
+    trend = space(diverged="")
+    records = space(
+        terminal=space(line=lines.append), events=space(flush=lambda: None), trend=trend
+    )
+    config = space(
+        decoding=space(sample_tokens=8), monitoring=space(loss_curve=True),
+        run=space(import_modules=["my parts.py"]),
+    )  # fmt: skip
+    batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
+    section = space(objective=Objective(), attention=space(causal=True), mixers=("attention",))
+    built, state = space(model=space(section=section)), space(params={})
+    run = epath.Path(tmp_path / "a run")
+    (run / "checkpoints/12/items").mkdir(parents=True)
+    leave_results(run, config, records, batches, built, state, None, 2.5)
+    sample, curve, checkpoint, decode, report = lines
+    for what, line in (("sample", sample), ("loss curve", curve)):
+        assert all(word in line for word in ("WARNING", what, str(error)))
+    assert checkpoint.endswith("checkpoints/12")
+    assert f"decode load_parameters_path='{run}' import_modules=['my parts.py']" in decode
+    assert f"report '{run}'" in report
+    trend.diverged = "the loss ended at 9.1, above its first value 8.3"
+    with pytest.raises(Diverged, match=r"ended at 9\.1"):
+        leave_results(run, config, records, batches, built, state, None, 2.5)

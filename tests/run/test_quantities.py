@@ -1,0 +1,144 @@
+"""Tokens and operations of steps, what a run and its ancestors have spent, peaks of devices."""
+
+import pytest
+
+from MaxText.cost import peak_flops as peaks
+from MaxText.cost.flops import count_flops
+from MaxText.cost.peak_flops import PeakFlops, from_data_sheet, peak_flops
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
+from MaxText.layers.model import Model
+from MaxText.run.lineage import Lineage
+from MaxText.run.quantities import Quantities
+from MaxText.run.starting_point import Start
+from tests.small_models import tiny_config
+
+WINDOW = 16
+# Short sequences first, then whole windows, then more of them.
+STAGES = BatchPlan((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
+
+
+def quantities(plan, num_devices=2, num_updates=8, **keys):
+    config = tiny_config(**keys)
+    peak = PeakFlops(1.0, "a data sheet")
+    return Quantities(Model(config.model), config.batch, plan, num_devices, num_updates, peak)
+
+
+def test_sums_over_steps():
+    ours = quantities(STAGES)
+    flops = 0.0
+    for step in range(8):
+        assert ours.flops_before(step) == flops
+        per_token = count_flops(ours.model, STAGES.at(step).length).per_token
+        assert ours.tflops_per_device(step) == per_token * ours.tokens_per_device(step) / 1e12
+        flops += ours.tokens(step) * per_token
+    assert ours.flops_of_run == ours.flops_before(8) == flops
+    assert [ours.tokens_before(step) for step in (0, 1, 3, 5, 6)] == [0, 64, 192, 320, 416]
+    assert ours.tokens_of_run == ours.tokens_before(8) == 416 + 2 * 96
+    assert ours.tokens_per_device(6) == 48
+    # Sequences of half the length have half the attention.
+    short, whole = ours.flops(0), ours.flops(3)
+    assert (whole.weights, whole.attention) == (short.weights, 2 * short.attention)
+
+
+@pytest.mark.parametrize("mlm_training", [False, True])
+def test_the_printed_formula_gives_the_printed_number(mlm_training):
+    ours = quantities(BatchPlan.constant(4, WINDOW), mlm_training=mlm_training)
+    count = ours.flops(0)
+    # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
+    assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
+    scores = 12 if mlm_training else 6
+    numbers = f"6 x {count.matmul_parameters} + {scores} x 3 x 4 x 8 x 16"
+    assert 6 * count.matmul_parameters + scores * 3 * 4 * 8 * 16 == count.per_token
+    assert f" = {numbers} = {count.per_token:,.0f}" in " ".join(ours.describe().split())
+
+
+def test_data_sheets():
+    """Of names that begin alike, too."""
+    for kind, tflops in [
+        ("TPU v5 lite", 197), ("TPU v5e", 197), ("TPU v5", 459), ("TPU v5p", 459),
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
+    ]:  # fmt: skip
+        peak = from_data_sheet(kind)
+        assert peak is not None
+        assert (kind, peak.tflops) == (kind, tflops)
+        assert kind in peak.source
+
+
+def test_a_cpu_is_measured():
+    assert from_data_sheet("cpu") is None
+    peak = peak_flops()
+    assert 1e-3 < peak.tflops < 100
+    assert "measured" in peak.source
+
+
+@pytest.mark.parametrize("damage", [None, "{", '{"a": 3}', "[]"])
+def test_a_processor_is_measured_once(tmp_path, monkeypatch, damage):
+    measured = []
+
+    def measure(device):
+        measured.append(PeakFlops(1.0 + len(measured), "measured"))
+        return measured[-1]
+
+    monkeypatch.setattr(peaks, "measured", measure)
+    first = peak_flops(cache_folder=str(tmp_path))
+    if damage is not None:
+        (tmp_path / "peak_flops.json").write_text(damage)
+    again = peak_flops(cache_folder=str(tmp_path))
+    assert (first, again) == (measured[0], measured[0] if damage is None else measured[1])
+
+
+TOKENS = 4 * 16  # of an update
+
+
+@pytest.fixture(scope="module")
+def spending():
+    return quantities(BatchPlan.constant(4, WINDOW), num_devices=1, num_updates=100)
+
+
+def begun(how, first_step, metadata, stored_step=9):
+    return Start(None, first_step, None, "", how, metadata, f"/runs/old/{stored_step}", stored_step)
+
+
+def saved(lineage, step, run_name):
+    """The metadata of a checkpoint, as far as it is read here."""
+    return {"config": {"run_name": run_name}, **lineage.metadata(step)}
+
+
+def test_what_a_run_has_spent(spending):
+    new = Lineage.of(begun("scratch", 0, {}), spending)
+    assert new.spent_before(0) == (0, 0.0)
+    assert new.progress(9)["progress/tokens"] == 10 * TOKENS
+    assert new.progress(9)["progress/flops"] == pytest.approx(10 * spending.flops_before(1))
+    # The batch may have changed since a checkpoint; what was spent is what was spent.
+    kept = saved(Lineage(spending), 9, "first") | {"spent": {"tokens": 5, "flops": 7.0}}
+    resumed = Lineage.of(begun("resume", 10, kept), spending)
+    assert resumed.spent_before(10) == (5, 7.0)
+    assert resumed.spent_before(12).tokens == 5 + 2 * TOKENS
+    assert new.facts() == resumed.facts() == []
+    # A checkpoint that does not say is counted by the plan.
+    silent = Lineage.of(begun("resume", 10, {}), spending)
+    assert silent.spent_before(10) == (10 * TOKENS, spending.flops_before(10))
+
+
+@pytest.mark.parametrize(("how", "first_step"), [("parameters", 0), ("full_state", 10)])
+def test_totals_are_cumulative_over_generations(spending, how, first_step):
+    grandparent = saved(Lineage(spending), 9, "grandparent")
+    parent = Lineage.of(begun(how, first_step, grandparent), spending)
+    assert parent.spent_before(first_step) == (0, 0.0)
+    child = Lineage.of(begun(how, 0, saved(parent, first_step + 4, "parent"), 4), spending)
+    old, young = child.facts()
+    assert (old["run_name"], old["how"], old["tokens"]) == ("grandparent", how, 10 * TOKENS)
+    assert (young["run_name"], young["step"], young["tokens"]) == ("parent", 4, 15 * TOKENS)
+    assert young["flops"] == pytest.approx(spending.flops_before(15))
+    # A restart of the child keeps them.
+    again = Lineage.of(begun("resume", 3, saved(child, 2, "child")), spending)
+    assert again.facts() == child.facts()
+
+
+def test_weights_that_say_nothing_have_unknown_totals(spending):
+    lineage = Lineage.of(begun("parameters", 0, {}, None), spending)
+    (parent,) = lineage.facts()
+    assert (parent["run_name"], parent["step"], parent["tokens"]) == (None, None, None)
+    (_, parent) = Lineage.of(begun("parameters", 0, saved(lineage, 3, "x")), spending).facts()
+    assert parent["tokens"] is None

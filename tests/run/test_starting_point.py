@@ -1,0 +1,132 @@
+"""What a run starts from, and what it says when that is not possible."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.matching import checkpoint_metadata
+from MaxText.config.training_sections import Checkpoint
+from MaxText.errors import UserError
+from MaxText.training.state import TrainState
+from tests.checkpointing.small_state import (
+    CONFIG,
+    assert_bit_equal,
+    fresh_state,
+    on_host,
+    optimizer,
+    start,
+    update,
+)
+
+
+def with_sgd():
+    params = fresh_state().params
+    return TrainState(jnp.int32(0), params, optax.sgd(0.1, momentum=0.9).init(params))
+
+
+def test_scratch(tmp_path, saved_run):
+    state = fresh_state()
+    result, lines = start(tmp_path / "new", state=state)
+    assert result.state is state
+    assert (result.first_step, result.position, result.how) == (0, None, "scratch")
+    assert not result.metadata
+    assert any("scratch" in line for line in lines if "taken" in line)
+    # A run without checkpointing ignores its own ones.
+    result, lines = start(saved_run[0], Checkpoint(enable_checkpointing=False))
+    assert result.source == "scratch"
+    assert any("enable_checkpointing" in line for line in lines)
+
+
+def test_own_newest_checkpoint_comes_first(saved_run):
+    run, kept = saved_run
+    section = Checkpoint(load_parameters_path=str(run))
+    result, lines = start(run, section, initialize=pytest.fail, config={**CONFIG, "steps": 20})
+    assert_bit_equal(result.state, kept[4])
+    assert (result.first_step, result.position) == (5, {"step": 5, "seed": 5})
+    assert result.metadata["config"]["steps"] == 10
+    assert (result.how, result.stored_step) == ("resume", 4)
+    # mlp_activations is a tuple here and a list on disk: no difference.
+    assert result.changes == {"steps": ("10", "20")}
+    assert "  steps: 10 -> 20" in lines
+    assert any("load_parameters_path" in line and "ignored" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [("", 4), ("checkpoints", 4), ("checkpoints/2", 2), ("checkpoints/2/items", 2)],
+)
+def test_given_paths(tmp_path, saved_run, place, step):
+    run, kept = saved_run
+    section = Checkpoint(load_full_state_path=str(run / place))
+    result, _ = start(tmp_path / "new", section, initialize=pytest.fail)
+    assert_bit_equal(result.state, kept[step])
+    assert (result.first_step, result.position["step"]) == (step + 1, step + 1)
+    # Of the parameters alone, whatever the optimizer is.
+    section = Checkpoint(load_parameters_path=str(run / place))
+    state = with_sgd()
+    expected = TrainState(state.step, kept[step].params, on_host(state).opt_state)
+    result, _ = start(tmp_path / "new", section, state)
+    assert_bit_equal(result.state, expected)
+    assert (result.first_step, result.position) == (0, None)
+
+
+def test_refused_paths(tmp_path, saved_run):
+    section = Checkpoint(load_parameters_path=str(saved_run[0] / "checkpoints" / "3"))
+    with pytest.raises(UserError, match=r"(?s)^load_parameters_path.* 0, 2, 4"):
+        start(tmp_path / "new", section)
+    section = Checkpoint(load_parameters_path="a", load_full_state_path="b")
+    with pytest.raises(UserError, match="load_full_state_path and load_parameters_path"):
+        start(tmp_path, section)
+    checkpoints = Checkpoints(tmp_path / "newer" / "checkpoints", Checkpoint())
+    checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
+    checkpoints.close()
+    with pytest.raises(UserError, match="schema 10000"):
+        start(tmp_path / "newer")
+
+
+@pytest.mark.parametrize("key", ["", "load_full_state_path", "load_parameters_path"])
+def test_another_shape(tmp_path, run, key, told):
+    section = Checkpoint(**{key: str(run)}) if key else Checkpoint()
+    folder = tmp_path / "new" if key else run
+    before = sorted(path.stat().st_mtime_ns for path in run.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        start(folder, section, fresh_state(width=4), config={**CONFIG, "base_emb_dim": 4})
+    # Another run_name is no way out where the new run is told to begin with the same weights.
+    told(caught.value)
+    assert sorted(path.stat().st_mtime_ns for path in run.rglob("*")) == before
+
+
+def test_another_optimizer(saved_run):
+    with pytest.raises(UserError, match=r"opt_type: .*adamw.* -> .*sgd") as caught:
+        start(saved_run[0], state=with_sgd(), config={**CONFIG, "opt_type": "sgd"})
+    assert "missing     opt_state/0/trace/token_embedder" in str(caught.value)
+    assert "extra       opt_state/1/0/mu/decoder/wi" in str(caught.value)
+
+
+def test_floating_formats_are_cast(saved_run):
+    run, kept = saved_run
+    state = fresh_state()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    result, lines = start(run, state=TrainState(state.step, params, state.opt_state))
+    assert any("float32 -> bfloat16" in line for line in lines)
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), kept[4].params)
+    jax.tree.map(np.testing.assert_array_equal, result.state.params, expected)
+
+
+def test_masked_and_empty_optimizer_states_come_back(tmp_path):
+    params = fresh_state().params
+    labels = {"decoder": {"wi": "a", "scale": "b"}, "token_embedder": "a"}
+    transform = optax.chain(
+        optax.identity(),
+        optax.partition({"a": optimizer, "b": optax.set_to_zero()}, labels),
+        optax.scale_by_schedule(lambda count: 1.0),
+    )
+    state = TrainState(jnp.int32(1), params, transform.init(params))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", Checkpoint())
+    checkpoints.save(0, state, None, checkpoint_metadata(CONFIG, params))
+    checkpoints.close()
+    result, _ = start(tmp_path, state=state, initialize=pytest.fail)
+    assert_bit_equal(result.state, on_host(state))

@@ -1,0 +1,236 @@
+"""When steps are reported, what their seconds count, and which runs end as diverged."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText.config.training_sections import Guard
+from MaxText.cost.peak_flops import PeakFlops
+from MaxText.errors import Diverged
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.layers.model import Model
+from MaxText.metrics.event_stream import EventStream
+from MaxText.metrics.loss_trend import LossTrend
+from MaxText.run import step_log
+from MaxText.run.lineage import Lineage
+from MaxText.run.quantities import Quantities
+from MaxText.run.step_log import StepLog
+from tests.small_models import tiny_config
+
+
+class Clock:
+    """Seconds that pass where a test lets them, and a nanosecond with each look at it."""
+
+    now = 0.0
+    time = staticmethod(time.time)
+
+    def perf_counter(self):
+        self.pass_(1e-9)
+        return self.now
+
+    def pass_(self, seconds):
+        self.now += max(0.0, seconds)
+
+
+class SlowScalar:
+    """A device scalar that becomes ready after some time, as a step's do."""
+
+    def __init__(self, clock, value, seconds):
+        self.clock, self.value, self.ready_at = clock, value, clock.now + seconds
+
+    def block_until_ready(self):
+        self.clock.pass_(self.ready_at - self.clock.now)
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        self.block_until_ready()
+        return np.asarray(self.value, dtype)
+
+    def is_ready(self):
+        return self.clock.now >= self.ready_at
+
+    def __float__(self):
+        return float(self.__array__())
+
+
+@pytest.fixture(name="clock")
+def own_clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(step_log, "time", clock)
+    # Slow scalars are none of jax.
+    no_means = SimpleNamespace(add=lambda metrics: None, take=dict)
+    monkeypatch.setattr(step_log, "MeanLoss", lambda: no_means)
+    return clock
+
+
+@pytest.fixture
+def metrics(clock):
+    def metrics(loss, seconds=0.0):
+        slow = SlowScalar(clock, loss, seconds)
+        return {"loss": slow, "lm_loss": jnp.float32(loss), "total_weights": 1.0}
+
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def quantities():
+    config = tiny_config()
+    plan = BatchPlan.constant(4, config.model.shape.max_target_length)
+    return Quantities(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
+
+
+@pytest.fixture
+def start(quantities):
+    def start(period, last_step, guard=None):
+        events = []
+        sink = SimpleNamespace(write=events.append, flush=list, close=list)
+        log = StepLog(
+            EventStream([sink]), guard or Guard(), period=period, last_step=last_step,
+            quantities=quantities, lineage=Lineage(quantities), trend=LossTrend(),
+        )  # fmt: skip
+        log.start(0)
+        return log, events
+
+    return start
+
+
+def test_a_step_is_reported_when_the_next_is_handed_over(start, metrics):
+    log, events = start(period=1, last_step=3)
+    log.add(0, metrics(3.0))
+    assert not events
+    log.add(1, metrics(2.0))
+    assert [event.step for event in events] == [0]
+    log.flush()
+    assert [event.report.metrics["loss"] for event in events] == [3.0, 2.0]
+    # Tokens and operations count from the first step of the run.
+    assert [event.facts["progress/tokens"] for event in events] == [64, 128]
+    flops = [event.facts["progress/flops"] for event in events]
+    assert flops[1] == 2 * flops[0] > 0
+
+
+def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics, clock):
+    log, events = start(period=2, last_step=2)
+    log.add(0, metrics(1.0))
+    log.add(1, metrics(1.0, seconds=0.4))
+    with log.paused():
+        clock.pass_(0.3)
+    log.add(2, metrics(1.0))
+    log.flush()
+    # The 0.4 seconds of step 1 are counted, though they passed when the pause began.
+    assert (events[-1].facts["updates"], events[-1].seconds) == (2, pytest.approx(0.4))
+    assert events[-1].report.seconds == pytest.approx(0.2)
+
+
+def test_waiting_counts_where_the_devices_have_nothing_to_do(start, metrics, clock):
+    log, events = start(period=1, last_step=3)
+    log.add(0, metrics(1.0))
+    with log.waiting_for_data():
+        clock.pass_(0.2)
+    log.add(1, metrics(1.0, seconds=0.3))
+    with log.waiting_for_data():
+        clock.pass_(0.05)  # hidden behind the step that is still running
+    log.add(2, metrics(1.0))
+    log.flush()
+    assert [event.facts["data_seconds"] for event in events] == pytest.approx([0.2, 0, 0], abs=1e-6)
+    assert [event.seconds for event in events] == pytest.approx([0.2, 0.3, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_stops_also_between_reports(start, metrics, loss):
+    log, events = start(period=10, last_step=20)
+    log.add(1, metrics(loss))
+    with pytest.raises(Diverged):
+        log.complete()
+    # Why it stopped is on record.
+    assert [event.step for event in events] == [1]
+    allowed, _ = start(10, 20, Guard(abort_on_nan_loss=False, abort_on_inf_loss=False))
+    allowed.add(1, metrics(loss))
+    allowed.complete()
+
+
+def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(start, metrics):
+    log, events = start(period=4, last_step=20)
+    assert log.newest_step is None
+    log.complete()
+    for step in range(11):
+        log.add(step, metrics(1.0))
+        if step == 6:
+            log.complete()
+    log.complete()
+    log.complete()
+    updates = [(event.step, event.facts["updates"]) for event in events]
+    assert updates == [(0, 1), (4, 4), (6, 2), (8, 2), (10, 2)]
+
+
+def run_of(start, period, losses, skipped=()):
+    log, events = start(period=period, last_step=len(losses) - 1)
+    for step, loss in enumerate(losses):
+        numbers = {"loss": loss, "lm_loss": loss, "total_weights": 8.0}
+        metrics = {name: jnp.float32(number) for name, number in numbers.items()}
+        log.add(step, {**metrics, "skipped": jnp.int32(step in skipped)})
+    log.flush()
+    return {event.step: event.report for event in events}
+
+
+def test_the_loss_of_a_report_is_the_mean_since_the_last_one(start):
+    losses = np.random.default_rng(0).normal(3.0, 1.0, 11).astype(np.float32)
+    each, every_fifth = (run_of(start, period, losses) for period in (1, 5))
+    assert [each[step].metrics["loss"] for step in range(11)] == losses.tolist()
+    assert every_fifth[0].lm_loss == losses[0]
+    assert every_fifth[5].lm_loss == pytest.approx(losses[1:6].mean(), rel=1e-6)
+    assert every_fifth[10].row()["learning/loss"] == pytest.approx(losses[6:].mean(), rel=1e-6)
+    assert every_fifth[10].updates == 5
+
+
+def test_a_skipped_update_is_not_part_of_the_mean(start):
+    reports = run_of(start, 4, [5.0, 4.0, np.nan, 3.0, 2.0], skipped={2})
+    assert reports[4].lm_loss == pytest.approx(3.0)
+    reports = run_of(start, 2, [5.0, 90.0, 80.0], skipped={1, 2})
+    assert reports[2].lm_loss == 80.0
+
+
+def falling(start, end, count, noise=0.1):
+    mean = end + (start - end) * np.exp(-np.arange(count) / (count / 5))
+    return list(mean + noise * np.random.default_rng(0).normal(size=count))
+
+
+@pytest.mark.parametrize(
+    ("losses", "baseline", "diverged"),
+    [
+        (falling(10.8, 3.0, 60), 6.4, False),
+        (falling(8.3, 5.0, 3), 6.4, False),
+        ([8.3, 8.1], 6.4, False),  # short: it has not come below the baseline yet
+        ([8.3], 6.4, False),
+        ([5.56, 5.61, 5.58, 5.63], None, False),  # random tokens
+        ([*falling(8.0, 3.0, 60), 70.0, 3.0], 6.4, False),  # a spike
+        ([*falling(8.0, 3.0, 60), 70.0], 6.4, False),
+        ([8.3, 1290.0, 400.0, 200.0, 100.0, 90.0, 80.0, 74.5], 6.4, True),
+        ([*falling(8.0, 3.0, 60), *[7.2] * 9], 6.4, True),  # back above the baseline
+        ([8.3, *[30.0] * 8, *[7.4] * 9], 6.4, True),
+        ([8.3, *[30.0] * 8, *[6.0] * 9], 6.4, False),  # recovered
+        ([8.3, *[30.0] * 8, *[7.4] * 9], None, False),
+        ([8.0, None, None, None], None, True),
+        ([8.0, float("nan"), float("inf")], None, True),
+    ],
+)
+def test_the_end_of_a_run_that_blew_up(losses, baseline, diverged):
+    trend = LossTrend(baseline)
+    for loss in losses:
+        # As each checkpoint saves it and each restart reads it.
+        trend = LossTrend(baseline, json.loads(json.dumps(trend.state, allow_nan=False)))
+        trend.add(loss)
+    assert bool(trend.diverged) == diverged, trend.diverged
+
+
+def test_what_a_run_went_back_behind_is_forgotten():
+    trend = LossTrend(6.4)
+    for loss in [8.0, 5.0, 5.0, 40.0, 40.0, 40.0, 40.0]:
+        trend.add(loss)
+    trend.go_back()
+    for loss in [5.0, 4.9]:
+        trend.add(loss)
+    assert not trend.diverged

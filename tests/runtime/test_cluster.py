@@ -1,0 +1,108 @@
+"""Which processes a run has, by the variables of those who start them."""
+
+import pytest
+
+from MaxText.runtime.cluster import Cluster, find
+from tests.refusals import refused
+
+SLURM = {
+    "SLURM_JOB_ID": "4242", "SLURM_STEP_NODELIST": "gpu[007-010,12],cpu3", "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+JAX = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "host:99"}
+SLURM_PORT = 61440 + 146
+FIRST_NODE = f"gpu007:{SLURM_PORT}"
+BY_SLURM = "SLURM_NTASKS and SLURM_PROCID"
+BY_NODES = "NNODES and NODE_RANK"
+BY_MPI = "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK"
+
+pytestmark = pytest.mark.usefixtures("chips")
+
+
+def test_nothing_said_is_one_process():
+    assert find({}, "auto") is None
+    assert find({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "auto") is None
+    # Schedulers set it for purposes of their own.
+    assert find({"NNODES": "4"}, "auto") is None
+    # A batch script itself, without srun.
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
+    assert find(batch, "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (JAX | ADDRESS, Cluster("JAX_NUM_PROCESSES and JAX_PROCESS_ID", "host:99", 4, 3)),
+        ({"NNODES": "2", "NODE_RANK": "0", **ADDRESS}, Cluster(BY_NODES, "host:99", 2, 0)),
+        (OPEN_MPI | ADDRESS, Cluster(BY_MPI, "host:99", 4, 2, (0,))),
+        (SLURM, Cluster(BY_SLURM, FIRST_NODE, 8, 5, (1,))),
+        # All GPUs of its node, and where the scheduler has given each its own.
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, Cluster(BY_SLURM, FIRST_NODE, 8, 5)),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, Cluster(BY_SLURM, FIRST_NODE, 8, 5)),
+    ],
+)
+def test_launchers(environment, expected):
+    assert find(environment, "gpu") == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "host"}, "host:1234"),
+        (JAX | {"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "77"}, "10.0.0.1:77"),
+        (JAX | {"JAX_COORDINATOR_IP": "fe80::1"}, "[fe80::1]:1234"),
+        # The first node.
+        (SLURM | {"SLURM_STEP_NODELIST": "n1,n2"}, f"n1:{SLURM_PORT}"),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[01-16]"}, f"n01:{SLURM_PORT}"),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[3,7]x,m1"}, f"n3x:{SLURM_PORT}"),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-b[2]", "JAX_COORDINATOR_PORT": "5"}, "a-b2:5"),
+    ],
+)
+def test_addresses(environment, address):
+    found = find(environment, "auto")
+    assert found is not None
+    assert found.address == address
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
+     {"MEGASCALE_NUM_SLICES": "2"}],
+)  # fmt: skip
+def test_tpus_that_name_others(environment):
+    (name,) = environment
+    assert find(environment, "auto") == Cluster(name)
+    assert find(environment, "cpu") is None
+    assert find({**environment, "JAX_PLATFORMS": "cpu"}, "auto") is None
+
+
+def test_tpu_chips_ask_the_metadata(chips):
+    chips.append("/dev/accel0")
+    found = find({"TPU_WORKER_HOSTNAMES": "localhost"}, "tpu")
+    assert found is not None
+    assert not found.is_sure
+    assert find({"TPU_SKIP_MDS_QUERY": "1"}, "tpu") is None
+    assert find({}, "gpu") is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID"),
+        ({"JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES"),
+        ({"NODE_RANK": "1"}, "NNODES"),
+        ({"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES=two"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 .* NNODES=2"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+    ],
+)
+def test_mistakes_name_the_variable(environment, named):
+    refused(named, find, environment, "auto")

@@ -1,0 +1,257 @@
+"""Connecting processes, devices that are not there, and how one process of several ends."""
+
+import contextlib
+import os
+import platform
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from MaxText.errors import UserError
+from MaxText.runtime import processes, start_up
+from MaxText.runtime.start_up import check_alike, connect, find_devices
+from tests.runtime.child_programs import ended, started
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no backend\nmore")])
+def test_hardware_that_is_not_there(error, monkeypatch):
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match="hardware=gpu: ") as caught:
+        find_devices("gpu")
+    assert ("(no backend)" in str(caught.value)) == (str(error) != "")
+
+
+HEAP = {"glibc.malloc.arena_max=1", "glibc.malloc.trim_threshold=70368744177664"}
+LARGE = HEAP | {"glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=1073741824"}
+
+
+@pytest.mark.parametrize(
+    ("library", "present", "expected"),
+    [
+        (("glibc", "2.36"), "", LARGE),
+        (("glibc", "2.31"), "", HEAP | {"glibc.malloc.mmap_max=0"}),
+        (("glibc", "2.36"), "glibc.rtld.nns=8", LARGE | {"glibc.rtld.nns=8"}),
+        (("glibc", "2.36"), "glibc.malloc.hugetlb=2", None),
+        (("", ""), "", None),  # musl, macOS
+    ],
+)
+def test_allocator_setting(library, present, expected, monkeypatch):
+    """Old libraries have no large pages; what the user set stays."""
+    monkeypatch.setattr(platform, "libc_ver", lambda: library)
+    monkeypatch.setattr(os, "execve", execve := mock.Mock())
+    monkeypatch.setenv("GLIBC_TUNABLES", present)
+    start_up.restart_with_allocator_setting()
+    assert execve.called == (expected is not None)
+    if expected:
+        program, _, environment = execve.call_args.args
+        assert program == sys.executable
+        assert sorted(environment["GLIBC_TUNABLES"].split(":")) == sorted(expected)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's")
+def test_large_blocks_are_given_back():
+    """Of the process that the program becomes: what was touched of 1 GiB goes with it."""
+    program = """
+        import ctypes, resource, sys
+        from MaxText.runtime import start_up
+        start_up.restart_with_allocator_setting()
+        library = ctypes.CDLL(None)
+        library.malloc.restype = ctypes.c_void_p
+        library.free.argtypes = [ctypes.c_void_p]
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+        def used_and_left(size, touched=60 << 20):
+            before = resident()
+            block = library.malloc(ctypes.c_size_t(size))
+            small = library.malloc(ctypes.c_size_t(10_000))  # would keep a heap from shrinking
+            ctypes.memset(ctypes.c_void_p(block), 1, touched)
+            used = resident() - before
+            library.free(block)
+            return used / touched, (resident() - before) / touched
+        print(*used_and_left(60 << 20), *used_and_left(1025 << 20))
+    """
+    with started(program, environment={"GLIBC_TUNABLES": ""}, options=["-u"]) as process:
+        _, output = ended(process)
+    *stays, left = map(float, output.split())
+    assert min(stays) > 0.9
+    version = tuple(map(int, platform.libc_ver()[1].split(".")[:2]))
+    assert (left < 0.1) == (version >= (2, 35))
+
+
+@pytest.fixture
+def initialize(monkeypatch):
+    """Takes the place of jax.distributed.initialize, which is told of no others by variables."""
+    fake = mock.Mock()
+    monkeypatch.setattr(jax.distributed, "initialize", fake)
+    for name in list(os.environ):
+        words = ("JAX_", "SLURM_", "OMPI_", "PMI_", "TPU_", "MEGASCALE_", "NNODES", "NODE_RANK")
+        if name.startswith(words):
+            monkeypatch.delenv(name)
+    yield fake
+    processes.begin(1)
+
+
+@pytest.fixture
+def others(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:99")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+
+
+@pytest.fixture
+def two_processes():
+    processes.begin(2)
+    yield
+    processes.begin(1)
+
+
+def test_nothing_waits_longer_than_the_heartbeat_allows(initialize, others):
+    (line,) = connect("cpu", 600)
+    assert line.startswith("process 0 of 2 (by JAX_NUM_PROCESSES and JAX_PROCESS_ID)")
+    assert "127.0.0.1:99" in line
+    initialize.assert_called_once_with(
+        coordinator_address="127.0.0.1:99",
+        coordinator_bind_address="127.0.0.1:99",
+        num_processes=2,
+        process_id=1,
+        cluster_detection_method="deactivate",
+        initialization_timeout=3600,
+        # Later than the watchdog, which can say more.
+        heartbeat_timeout_seconds=660,
+        shutdown_timeout_seconds=600,
+    )
+    assert processes.count() == 2
+
+
+def test_others_that_do_not_come(initialize, others, told):
+    initialize.side_effect = RuntimeError("DEADLINE_EXCEEDED: Barrier timed out\nmore")
+    with pytest.raises(UserError) as error:
+        connect("cpu", 10)
+    told(error.value)
+    assert processes.count() == 1
+
+
+def test_a_tpu_without_others_is_one_process(initialize, chips):
+    assert connect("tpu", 600) == []
+    initialize.assert_not_called()
+    chips.append("/dev/accel0")
+    initialize.side_effect = ValueError("coordinator_address should be defined.")
+    (line,) = connect("tpu", 600)
+    assert line.startswith("one process: ")
+    assert "coordinator_address" not in initialize.call_args.kwargs
+    assert processes.count() == 1
+
+
+def refused(message):
+    return contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message)
+
+
+@pytest.mark.parametrize(
+    ("of_processes", "asked", "message"),
+    [
+        ([0, 0, 1], "", "process 0 has 2, process 1 has 1"),
+        ([0, 0], "", "process 0 has 2, process 1 has 0"),
+        ([0, 0, 1, 1], "8", r"MAXTEXT_NUM_DEVICES=8.* 4 devices \(chip\)"),
+        ([0, 0, 1, 1], "4", None),
+    ],
+)
+def test_fewer_devices_than_meant(of_processes, asked, message, monkeypatch, two_processes):
+    devices = [SimpleNamespace(process_index=n, device_kind="chip") for n in of_processes]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setenv(start_up.NUM_DEVICES_VARIABLE, asked)
+    with refused(message):
+        assert find_devices("auto") == devices
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"run_name": "a", "steps": 3, "jax_cache_dir": "there"}, None),
+        ({"run_name": "b", "steps": 4, "jax_cache_dir": ""}, "process 1 .* run_name, steps"),
+        ({"run_name": "a", "no_such": 3, "jax_cache_dir": ""}, "process 1 .* keys"),
+    ],
+)
+def test_processes_of_one_run_have_one_configuration(other, message, monkeypatch, two_processes):
+    mine = {"run_name": "a", "steps": 3, "jax_cache_dir": "here"}
+    digests = []
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda x: digests.append(x) or np.stack([x, x])
+    )
+    check_alike(other)
+    answers = iter(digests)
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda x: np.stack([x, next(answers)])
+    )
+    with refused(message):
+        check_alike(mine)
+    processes.begin(1)
+    check_alike(other)  # nothing is asked
+
+
+FAIL = """
+    import sys, threading, time
+    from MaxText.errors import UserError
+    from MaxText.runtime import processes
+    from MaxText.runtime.watchdog import Watchdog
+
+    processes.begin(2)
+    # What an interpreter that ends would wait for.
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    time.sleep = lambda seconds: print("waited", flush=True)
+    print("printed")
+    try:
+        with_file = Watchdog(sys.argv[2], 1.0, 0, 2).start()
+        exec(sys.argv[1])
+    except BaseException as error:
+        processes.fail(error, with_file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [
+        ("raise UserError('mend it')", 2, "error: mend it\n"),
+        ("raise KeyError('ours')", 1, "Traceback"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("sys.exit(5)", 5, ""),
+        ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  has left no file"),
+    ],
+    ids=["mistake", "bug", "Ctrl-C", "exit", "peer"],
+)
+def test_codes_and_what_is_said(statement, code, said, tmp_path):
+    with started(FAIL, statement, str(tmp_path)) as process:
+        ended_with, output = ended(process)
+    assert ended_with == code, output
+    assert output.startswith("printed\n")
+    assert said in output
+    assert ("waited" in output) == (code == 76)  # for the silence of the dead one
+
+
+def caused_by(error):
+    outer = UserError("the checkpoint could not be written")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect"), True),
+        (jax.errors.JaxRuntimeError("ABORTED: the coordination service says so"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (caused_by(RuntimeError("Barrier timed out")), True),
+        (caused_by(RuntimeError("no space left on device")), False),
+        (UserError("the barrier of sizes"), False),
+        (OSError("Connection reset by peer"), False),  # of storage
+        (ValueError("UNAVAILABLE: storage.example"), False),
+        (TypeError("gloo"), False),
+    ],
+)
+def test_a_lost_process_is_told_from_an_error(error, lost):
+    assert processes.is_peer_lost(error) is lost

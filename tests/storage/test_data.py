@@ -1,0 +1,135 @@
+"""Every kind of data set read from a bucket, also one that fails for a while, and written there."""
+
+import fsspec
+import pytest
+
+from MaxText.config.data_sections import Preparation
+from MaxText.errors import UserError
+from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.token_store.manifest import read_manifest
+from MaxText.storage.unreadable import BadRecord
+from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
+from tests.input_pipeline.small_data import assert_same, contents, quiet, take
+from tests.refusals import refused
+from tests.storage.emulator import Fault
+
+pytestmark = pytest.mark.usefixtures("clients", "no_waits")
+
+KINDS = ("prepared_array_record", "prepared_bin", "megatron", "parquet", "tfrecord", "tar")
+
+
+@pytest.fixture(params=KINDS)
+def kept(request, tmp_path, bucket, emulator):
+    """(kind, local folder, its copy in a bucket, keys)."""
+    write(request.param, tmp_path / "set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
+    keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path / "cache")}
+    return request.param, tmp_path / "set", f"{bucket}/set", keys
+
+
+def upload(emulator, folder, url):
+    for name, content in contents(folder).items():
+        emulator.write(f"{url}/{name}", content)
+
+
+def test_the_same_batches_as_from_a_disk(kept, emulator):
+    kind, folder, url, keys = kept
+    expected = undisturbed(folder, keys)
+    lines = []
+    assert_same(take(opened(url, keys, lines.append), 20), expected)
+    in_place = kind in IN_PLACE
+    assert any("Importing" in line for line in lines) != in_place
+    # A second start imports nothing, and resumes anywhere.
+    lines.clear()
+    iterator = opened(url, keys, lines.append)
+    iterator.seek(7)
+    assert_same(take(iterator, 5), expected[7:12])
+    assert not any("Importing" in line for line in lines)
+
+
+def test_a_bucket_that_fails_for_a_while(kept, emulator):
+    kind, folder, url, keys = kept
+    expected = undisturbed(folder, keys)
+    # gcsfs tries 6 times; so the first tries of the run itself fail, too.
+    lines = []
+    with emulator.failing(Fault(503, times=20)):
+        iterator = opened(url, keys, lines.append)
+    assert any("could not be opened" in line for line in lines)
+    if kind not in IN_PLACE:
+        return
+    lines.clear()
+    first = [next(iterator)]
+    faults = Fault(503, "GET /download", times=15), Fault(0, "GET /download", times=10)
+    with emulator.failing(*faults):
+        assert_same(first + take(iterator, 19), expected)
+
+
+def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
+    write("megatron", tmp_path / "set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
+    keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
+    iterator = opened(f"{bucket}/set", keys)
+    with emulator.failing(Fault(503)):
+        refused(r"after 3 tries .*set", take, iterator, 20)
+        refused("after 3 tries", opened, f"{bucket}/set", keys)
+    refused("no such file", opened, f"{bucket}/nothing", keys)
+    refused("no such file", opened, "gs://no-such-bucket/set", keys)
+
+
+def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket, emulator):
+    write("array_record", tmp_path / "set")
+    keys = {"data_cache_dir": str(tmp_path / "cache")}
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
+    take(opened(f"{bucket}/set", keys), 1)
+    for file in (tmp_path / "set").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
+    with pytest.raises(BadRecord, match="ids0"):
+        opened(f"{bucket}/set", keys | {"data_read_retries": 0})
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "text" / f"{name}.txt").write_text(f"some words of {name}. " * 200)
+    return Preparation(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
+
+
+@pytest.mark.parametrize("form", ["bin", "parquet", "text_tfrecord"])
+def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
+    asked = text.model_copy(update={"prepare_output_format": form})
+    prepare(asked, str(tmp_path / "here"), quiet)
+    lines, cache = [], str(tmp_path / "cache")
+    with emulator.failing(Fault(503, "POST /upload", times=4)):
+        prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
+    system, path = fsspec.core.url_to_fs(f"{bucket}/there")
+    system.get(path, str(tmp_path / "fetched"), recursive=True)
+    assert contents(tmp_path / "fetched") == contents(tmp_path / "here")
+    assert not [*(tmp_path / "cache" / "prepared").glob("*/*")]
+    # The same again is kept, something else refused.
+    prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
+    assert lines[-1].startswith(f"Kept {bucket}/there")
+    other = asked.model_copy(update={"prepare_seed": 1})
+    with pytest.raises(UserError, match=f"dataset_path={bucket}/there .*prepare_seed"):
+        prepare(other, f"{bucket}/there", quiet, cache_dir=cache)
+
+
+def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
+    cache = str(tmp_path / "cache")
+    with emulator.failing(Fault(503, "POST /upload.*", skip=3)), pytest.raises(UserError):
+        prepare(text, f"{bucket}/there", quiet, cache_dir=cache)
+    names = emulator.names(bucket)
+    assert names
+    assert "there/manifest.json" not in names
+    lines = []
+    prepare(text, f"{bucket}/there", lines.append, cache_dir=cache)
+    assert any(line.startswith("Kept") for line in lines)
+    (tmp_path / "manifest.json").write_text(emulator.read(f"{bucket}/there/manifest.json"))
+    assert read_manifest(str(tmp_path)).splits["train"].num_tokens > 0
+
+
+def test_what_cannot_be_prepared_there(text, tmp_path, bucket, emulator):
+    emulator.write(f"{bucket}/there/holiday.jpg", b"x")
+    with pytest.raises(UserError, match=r"holiday\.jpg"):
+        prepare(text, f"{bucket}/there", quiet, cache_dir=str(tmp_path / "cache"))

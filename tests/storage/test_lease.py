@@ -1,0 +1,98 @@
+"""The lock of a run folder in a bucket."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from MaxText import exit_codes
+from MaxText.storage.lease import Lease
+from tests import programs
+from tests.refusals import refused
+from tests.runtime.child_programs import ended, wait_for
+from tests.small_models import some_quick
+
+pytestmark = pytest.mark.usefixtures("clients", "no_waits")
+
+QUICK = {"renewed_every": 0.2, "expires_after": 1.0, "settling": 0.1}
+HOLDER = f"""
+import os, socket, sys, time
+from MaxText.storage.paths import prepare_clients
+from MaxText.storage.lease import Lease
+
+prepare_clients("a test")
+facts = dict(host=socket.gethostname(), process=os.getpid(), started="now")
+Lease(sys.argv[1], facts, **{QUICK}).acquire()
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def lock(bucket):
+    return f"{bucket}/runs/a/.lock"
+
+
+@pytest.fixture
+def hold(lock):
+    facts = {"host": socket.gethostname(), "process": os.getpid(), "started": "now"}
+    lease = Lease(lock, facts, **QUICK)
+    yield lease.acquire
+    lease.release()
+
+
+@pytest.fixture
+def start(lock, tmp_path):
+    (tmp_path / "holder.py").write_text(HOLDER)
+    started = []
+
+    def start(seconds):
+        process = programs.popen(
+            [sys.executable, str(tmp_path / "holder.py"), lock, seconds],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        wait_for(process, "held")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        with process:
+            pass
+
+
+def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, lock, emulator):
+    holder = start("60")
+    refused(f"process {holder.pid} on ", hold)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    hold()  # at once: its process is not there any more
+    assert json.loads(emulator.read(lock))["process"] == os.getpid()
+
+
+def test_the_end_of_a_program_releases_it(start, bucket, emulator):
+    assert ended(start("0"))[0] == 0
+    assert emulator.names(f"{bucket}/runs/a/") == []
+
+
+@pytest.mark.parametrize(
+    "left", some_quick(['{"host": "gone", "process": 7, "token": "x"}', "{"], 2)
+)
+def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left):
+    emulator.write(lock, left.encode())
+    hold()
+    assert json.loads(emulator.read(lock))["host"] == socket.gethostname()
+
+
+def test_a_process_whose_lease_was_taken_over_stops(start, lock, emulator):
+    holder = start("60")
+    other = {"host": "other", "process": 7, "started": "now", "token": "x"}
+    emulator.write(lock, json.dumps(other).encode())
+    code, output = ended(holder)
+    assert code == exit_codes.USER_MISTAKE
+    assert "process 7 on other" in output

@@ -1,0 +1,62 @@
+"""Several processes of one run, with everything in a bucket."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.several_processes.group import Launcher, as_users_do, ended, wait_until
+from tests.storage.emulator import Fault
+from tests.storage.test_programs import Workplace
+
+pytestmark = pytest.mark.slow
+
+
+class Launched(Workplace):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.launcher = Launcher(self.folder, as_users_do() | self.environment)
+
+    def arguments(self, place, *keys):
+        # Enough for the rows of an evaluation on four devices.
+        return [*super().arguments(place, *keys), "run_name=a", "validation_fraction=0.3"]
+
+    def launch(self, number, place, *keys):
+        return self.launcher.run(number, *self.arguments(place, *keys))
+
+    def assert_like_one_process(self):
+        """The losses of the run in the bucket are those of one process with a disk."""
+        self.launch(1, self.folder)
+        # Only the order in which four numbers are added may differ.
+        assert self.losses("a") == pytest.approx(self.local_losses("a"), rel=1e-5)
+
+
+@pytest.fixture
+def place(tmp_path, bucket, emulator, users_environment):
+    place = Launched(tmp_path, bucket, emulator, users_environment)
+    yield place
+    place.launcher.end()
+
+
+def test_two_and_four_processes_train_and_resume(place):
+    place.launch(2, place.bucket, "learning_rate_schedule_steps=12", "steps=7")
+    assert place.steps("a") == ({3, 6}, {3, 6})
+    assert "checkpoint of step 6" in place.launch(4, place.bucket)
+    assert place.steps("a") == ({9, 11}, {9, 11})
+    place.assert_like_one_process()
+
+
+def test_a_process_is_killed_while_all_save(place):
+    late = Fault(200, "POST /upload.*runs.*checkpoints.*6.*(items|commit)", seconds=1, after=True)
+    with place.emulator.failing(late):
+        process, path = place.launcher.start(
+            2, *place.arguments(place.bucket), options=["--supervise"]
+        )
+        wait_until(lambda: place.has_begun_to_save("a", 6), process, path)
+        status = place.emulator.read(f"{place.bucket}/runs/a/processes/1.json")
+        os.kill(json.loads(status)["pid"], signal.SIGKILL)
+        assert 6 not in place.steps("a")[0]
+    assert "starting all 2 again" in ended(process, path)
+    assert place.steps("a") == ({9, 11}, {9, 11})
+    place.assert_like_one_process()
