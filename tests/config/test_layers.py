@@ -42,22 +42,6 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert loaded.origins["base_emb_dim"].layer is Layer.COMMAND_LINE
 
 
-@pytest.mark.parametrize("layer", ["file", "environment", "command line"])
-def test_presets_and_bundles_may_be_chosen_in_any_layer(layer, write, monkeypatch):
-    for name, value in (("model_name", "pythia-70m"), ("decoder_block", "gpt_neox")):
-        arguments = []
-        if layer == "environment":
-            monkeypatch.setenv(f"M_{name.upper()}", value)
-        elif layer == "file":
-            arguments = [write(f"{name}: {value}\n")]
-        else:
-            arguments = [f"{name}={value}"]
-        model = load(arguments).config.model
-        assert model.block.block_arrangement == "parallel"
-        assert (model.shape.base_emb_dim == 512) == (name == "model_name")
-        monkeypatch.delenv(f"M_{name.upper()}", raising=False)
-
-
 def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     for name, value in {
         "M_MLP_ACTIVATIONS": "[gelu]", "M_LERNING_RATE": "1", "M_GCS_METRICS": "1", "M_XQZ": "1",

@@ -396,10 +396,3 @@ def test_a_folder_may_be_known_by_its_class_alone():
         assert family_of(config | {"model_type": name}, "here") is FAMILIES["muddpythia"]
     both = random("llama")[0] | {"architectures": tokenformer()[0]["architectures"]}
     assert family_of(both, "here") is FAMILIES["llama"]
-
-
-def test_sizes_are_those_after_scaling():
-    config = configure(global_parameter_scale=8, vocab_size=64)
-    written = to_config_json(FAMILIES["llama"], config)
-    assert written["hidden_size"] == 2 * config.model.shape.base_emb_dim
-    assert written["num_hidden_layers"] == 2 * config.model.shape.base_num_decoder_layers

@@ -167,39 +167,6 @@ def scorer_of(trained):
     return MaskedScorer(trained, MaskIds(MASK, CLS))
 
 
-def slow_word(trained, ids, count):
-    """(log p of the last `count` ids one after the other, whether they are right at once)."""
-    places = range(len(ids) - count, len(ids))
-    hidden = [slow_log_p(trained, ids, list(places[number:])) for number in range(count)]
-    total = sum(log_p[0, ids[place]] for log_p, place in zip(hidden, places, strict=True))
-    return total, hidden[0].argmax(axis=-1).tolist() == ids[-count:]
-
-
-def test_lambada_by_a_plain_loop(trained):
-    # Words of one to three tokens; the last passage is longer than the window. Few lengths: each is
-    # a program of its own in the loop.
-    shapes = [(5, 1, True), (4, 2, True), (4, 2, False), (3, 3, True), (20, 2, False)]
-    passages, wanted = [], []
-    for seed, (length, count, right) in enumerate(shapes):
-        context = random_ids(length, seed)
-        whole = [BOS, *context.tolist(), *[0] * count][-(WINDOW - 1) :]
-        word = slow_log_p(trained, whole, list(range(len(whole) - count, len(whole))))
-        word = word[:, :NUM_LETTERS].argmax(axis=-1)
-        if not right:
-            word[-1] = (word[-1] + 1) % NUM_LETTERS
-        whole[-count:] = word.tolist()
-        wanted.append(slow_word(trained, whole, count))
-        passages.append(Passage(letters(context), " " + letters(word)))
-    found = lambada.score_masked(passages, "file", scorer_of(trained), tokenizer_of(CLS, BOS))
-    log_p, right = zip(*wanted, strict=True)
-    share = sum(right) / len(right)
-    assert 0 < share < 1
-    expected = {"accuracy": share, "accuracy_standard_error": math.sqrt(share * (1 - share) / 4)}
-    expected["pseudo_perplexity"] = math.exp(-np.mean(log_p))
-    assert found.metrics == pytest.approx(expected, rel=1e-4)
-    assert found.counts == {"passages": 5, "tokens": 1 + 2 + 2 + 3 + 2}
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [

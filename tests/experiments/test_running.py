@@ -124,20 +124,6 @@ def test_time_left_is_work_left_at_the_speed_so_far(progress):
     ]  # fmt: skip
 
 
-def test_earlier_work_does_not_count_as_speed(progress):
-    clock, (first, second), lines, start = progress
-    with start([first]) as shown:
-        shown.begin(second, 5)
-        shown.steps(6)
-        clock.now += 8
-        shown.steps(8)
-        assert shown.left() == ", about 0:00:08 left"
-        clock.now += 60
-        shown.steps(8)
-    assert lines[0] == "[2/2] r1 seed 0: goes on"
-    assert [line.partition(",")[0] for line in lines[1:]] == ["[2/2] r1 seed 0: 8/10 steps"]
-
-
 def test_lines_go_above_the_bar_of_a_terminal(progress, monkeypatch, capsys):
     _, (first, second), lines, start = progress
     for stream in ("stderr", "stdout"):

@@ -200,10 +200,3 @@ def test_slots_of_all_stages_are_scaled_alike_and_the_last_has_the_parameters():
     assert slots[1] * 2 == pytest.approx(slots[2], abs=1)
     assert cost(found.stages[-1], 1).parameters == pytest.approx(budget, rel=0.02)
     assert budget == 2 * cost(CHAIN[-1], 1).parameters
-
-
-def test_width_is_that_of_all_stages():
-    _, found = solved_chain(CHAIN, "params", "width", 1.5)
-    assert len({stage.model.shape.base_emb_dim for stage in found.stages}) == 1
-    slots = [stage.model.pattention.slot_num for stage in found.stages]
-    assert slots[1] / slots[2] == pytest.approx(0.5, abs=0.05)

@@ -70,15 +70,6 @@ def test_texts(name, tmp_path):
     assert DAMAGES // 10 < sum(map(bool, messages)) < DAMAGES
 
 
-def test_one_list_of_texts(tmp_path):
-    path = tmp_path / "rows.json"
-    whole = json.dumps([{"text": text} for text in TEXTS]).encode()
-    for content, _ in damaged("list", whole, DAMAGES, _PIECES):
-        path.write_bytes(content)
-        texts, message = _texts(READERS["prepare_source"], path)
-        assert message or "".join(texts).encode()
-
-
 def test_the_records_of_a_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for content, at in damaged("records", CONTENT, DAMAGES, _PIECES):

@@ -48,16 +48,6 @@ def numbered(tmp_path):
     return tmp_path / "n"
 
 
-def test_types_and_shapes(folder):
-    (batch,) = take(open_train(data_keys(folder)), 1)
-    for name, value in fields(batch).items():
-        assert isinstance(value, np.ndarray)
-        assert value.shape == (8, LENGTH)
-        assert value.dtype == (np.float32 if name == "weights_BT" else np.int32)
-    (batch,) = take(open_train(data_keys(folder, attend_across_documents=True)), 1)
-    assert fields(batch).keys() == {"tokens_BT", "targets_BT", "weights_BT"}
-
-
 def test_groups_of_files_are_read_in_order_and_shuffled_inside(tmp_path):
     for number in range(4):
         documents = [np.full(17, 10 * number + record) for record in range(6)]

@@ -151,12 +151,6 @@ def test_stages_and_divided_sequences(keys, backend, where, refused):
     assert (found is not None) == refused
 
 
-@pytest.mark.parametrize(("length", "rows"), [(128, 128), (1280, 256), (1152, 384), (2048, 512)])
-def test_blocks_divide_the_length(length, rows, monkeypatch):
-    monkeypatch.undo()
-    assert flash_attention.block_of(length) == rows
-
-
 def test_other_lengths_are_served_by_the_plain_form():
     """Evaluation, prompts and stages of training may be of any length."""
     q = given(2, 2, 8, False)[0]

@@ -142,22 +142,6 @@ def test_head(keys, formula):
     np.testing.assert_allclose(decoder.logits(h_BTD), formula(h_BTD, weights), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "names"),
-    [
-        ({"use_qk_norm": True}, {"layers/self_attention/query_norm/scale"}),
-        ({"position_embedding": "learned"}, {"position_embedder/embedding"}),
-        ({"qkv_bias": True}, {f"layers/self_attention/{n}/bias" for n in ("query", "key")}),
-        ({"proj_bias": True}, {"layers/self_attention/out/bias"}),
-        ({"ffn_bias": True}, {f"layers/mlp/{n}/bias" for n in ("wi_0", "wi_1", "wo")}),
-        ({"mlp_activations": ["relu2"]}, {"layers/mlp/wi/kernel"}),
-    ],
-)
-def test_options_add_the_parameters_they_name(keys, names):
-    assert names <= set(Model(tiny_config(**keys).model).parameters)
-    assert not names & set(Model(tiny_config().model).parameters)
-
-
 WIDE = {
     "base_emb_dim": 128,
     "base_num_kv_heads": 4,

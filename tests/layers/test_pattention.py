@@ -97,50 +97,6 @@ def test_numbers_of_slots_and_zooms_that_are_derived():
     assert fixed.model_copy(update={"ffn_zoom_dim": 0.0}).zoom("ffn", 32) == 40
 
 
-def test_names_and_shapes_of_the_parameters():
-    config = tiny_config("tokenformer", base_num_kv_heads=2, slot_num=12, ffn_slot_num=20)
-    shapes = {name: info.shape for name, info in Model(config.model).parameters.items()}
-    attention = {
-        f"layers/self_attention/{part}/{side}/kernel": shape
-        for part, keys, values in (
-            ("query", (3, 32, 12), (3, 12, 32)),
-            ("key", (3, 32, 12), (3, 12, 16)),
-            ("value", (3, 32, 12), (3, 12, 16)),
-            ("out", (3, 32, 12), (3, 12, 32)),
-        )
-        for side, shape in (("keys", keys), ("values", values))
-    }
-    assert shapes == attention | {
-        "layers/mlp/keys/kernel": (3, 32, 20),
-        "layers/mlp/values/kernel": (3, 20, 32),
-        "decoder_norm/scale": (32,),
-        "decoder_norm/bias": (32,),
-        "token_embedder/embedding": (64, 32),
-        "logits_dense/kernel": (32, 64),
-    }
-    biased = tiny_config("tokenformer", qkv_bias=True, proj_bias=True, ffn_bias=True, **SIZES)
-    added = Model(biased.model).parameters.keys() - shapes.keys()
-    assert len(added) == 10
-    assert all(name.endswith(("keys/bias", "values/bias")) for name in added)
-
-
-@pytest.mark.parametrize("kind", L2_KINDS)
-def test_slots_with_zero_keys_change_nothing_where_the_zoom_is_fixed(kind):
-    generator = np.random.default_rng(0)
-
-    def feed_forward(slots, keys, values):
-        section = Pattention(normalize_type=kind, slot_num=slots, zoom_dim=12)
-        return Theta(section, "qkv", 8)(x @ keys) @ values
-
-    x, keys, values = (
-        generator.normal(size=s).astype(np.float32) for s in ((5, 8), (8, 20), (20, 8))
-    )
-    small = feed_forward(12, keys[:, :12], values[:12])
-    zeros = np.where(np.arange(20) < 12, keys, 0)
-    np.testing.assert_allclose(feed_forward(20, zeros, values), small, atol=1e-4)
-    assert not np.allclose(feed_forward(20, keys, values), small, atol=1e-2)
-
-
 def test_drop_path_takes_or_leaves_whole_sequences():
     x_BTD = jnp.ones((1000, 2, 3))
     dropped = np.asarray(drop_path(x_BTD, 0.25, jax.random.key(0)))

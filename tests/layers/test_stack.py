@@ -12,7 +12,6 @@ from MaxText.config.layer_plan import plan_layers
 from MaxText.layers import stack
 from MaxText.layers.model import Model
 from MaxText.layers.weights import weight
-from MaxText.parallelism import constraints
 from tests.small_models import random_batch, tiny_config
 
 NUM_LAYERS, D = 3, 4
@@ -99,38 +98,6 @@ def test_layers_that_are_not_asked_to_wait_do_not(monkeypatch):
     weights, loss = loss_of(True, False, reads_all=False, in_turn=False)
     traced = jax.make_jaxpr(jax.grad(loss))(weights, jnp.ones((2, D)))
     assert not any(e.primitive.name == "optimization_barrier" for e in traced.jaxpr.eqns)
-
-
-def test_on_tpu_a_scan_hands_states_on_token_by_token(monkeypatch):
-    plan, x = plan_layers([0] * NUM_LAYERS), jnp.linspace(-1, 1, 6 * D).reshape(1, 6, D)
-    layers, blueprint = stack.stack(lambda index, rngs: Layer(rngs), plan, nnx.Rngs(0))
-    graphdef, weights = nnx.split(layers)
-
-    def loss(weights, x):
-        y, _ = stack.apply_scanned(
-            nnx.merge(graphdef, weights),
-            blueprint,
-            x,
-            lambda layer, x, index: (layer(x), {}),
-            "full",
-        )
-        return jnp.sum(y**2)
-
-    def results(weights, x):
-        return jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
-
-    expected = jax.jit(results)(weights, x)
-    assert "layout_constraint" not in str(jax.make_jaxpr(results)(weights, x))
-    monkeypatch.setattr(constraints, "platform", lambda: "tpu")
-    # Without a mesh, as where a program is exported for other machines, it is left as it is.
-    without_mesh = str(jax.make_jaxpr(lambda *given: results(*given))(weights, x))
-    assert "layout_constraint" not in without_mesh
-    with constraints.axis_rules(jax.sharding.Mesh(jax.devices()[:1], ("data",)), ()):
-        traced = jax.jit(lambda *given: results(*given)).trace(weights, x)
-    # Forward, again in the backward pass, and of the gradient.
-    assert str(traced.jaxpr).count("layout_constraint[") >= 2
-    found = traced.lower().compile()(weights, x)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("stacked", [True, False])

@@ -19,7 +19,6 @@ from MaxText.input_pipeline.inspection.inspection_report import (
 from MaxText.input_pipeline.inspection.statistics import (
     document_lengths,
     find_duplicates,
-    measure_sequences,
     measure_tokens,
     spread,
 )
@@ -96,32 +95,6 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     assert found.documents.num_documents == 6
     # Less than a block is asked for: one is read.
     assert measure_tokens(data, 1, quiet).num_read == 100
-
-
-@pytest.mark.parametrize(
-    "keys", [{}, {"packing": False}, {"attend_across_documents": True, "zero_loss": False}]
-)
-@pytest.mark.parametrize("block", [32, 10**6])
-def test_rows_are_those_of_an_epoch(tmp_path, documents, monkeypatch, keys, block):
-    write_data_set(tmp_path / "set", {"train": documents})
-    monkeypatch.setattr(statistics, "BLOCK_TOKENS", block)
-    source = rows_of(tmp_path / "set", 16, **keys)
-    found = measure_sequences(source, ALL, quiet)
-    count = len(source.windows)
-    epoch = source.read(np.arange(count))
-    assert (found.num_sequences, found.num_read) == (count, count)
-    assert found.num_counted == epoch["weights"].sum()
-    assert found.largest_target == epoch["targets"][epoch["weights"] > 0].max()
-
-
-@pytest.mark.parametrize("count", [500, 2**20 + 500])  # also of several blocks
-def test_lengths_are_those_of_numpy(count):
-    sizes = np.random.default_rng(0).integers(0, 40, count)
-    found = document_lengths(np.append(0, np.cumsum(sizes)))
-    np.testing.assert_array_equal(np.repeat(found.tokens_L, found.documents_L), np.sort(sizes))
-    assert (found.num_documents, found.num_tokens) == (count, sizes.sum())
-    for share in (0.01, 0.5, 0.99, 1):
-        assert found.quantile(share) == np.quantile(sizes, share, method="inverted_cdf")
 
 
 def test_rows_are_shown_from_both_ends_and_visibly():

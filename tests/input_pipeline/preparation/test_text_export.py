@@ -90,25 +90,6 @@ def test_records_are_examples_with_the_text(tmp_path):
     assert written == [tf_example.encode({"text": text.encode()}) for text in texts]
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.999999])
-def test_neither_split_is_empty(tmp_path, fraction):
-    for count in (1, 2):
-        source, out = tmp_path / f"{count}.jsonl", tmp_path / f"{count}"
-        source.write_bytes(rows(TEXTS[:count]))
-        export(source, out, validation_fraction=fraction)
-        assert len(list(out.glob("*.tfrecord"))) == count
-
-
-def test_splits_of_the_source_are_kept(tmp_path):
-    write_shards(tmp_path / "owt" / "train", TEXTS[:175])
-    write_shards(tmp_path / "owt" / "val", TEXTS[175:])
-    export(tmp_path / "owt", tmp_path / "out", prepare_num_shards=8)
-    assert read_texts(f"{tmp_path}/out/train*") == TEXTS[:175]
-    assert read_texts(f"{tmp_path}/out/validation*") == TEXTS[175:]
-    share = len("".join(TEXTS[:175]).encode()) / len("".join(TEXTS).encode())
-    assert len(list((tmp_path / "out").glob("train*"))) == round(8 * share)
-
-
 def test_finished_exports_are_kept_and_others_refused(tmp_path):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     path.write_bytes(rows(TEXTS))
@@ -134,16 +115,6 @@ def test_damaged_exports_are_noticed(tmp_path):
     damaged.write_bytes(b"short")
     refused("train_data_00002.tfrecord is missing or cut short", export, source, tmp_path / "out",
             prepare_num_shards=8)  # fmt: skip
-
-
-def test_no_text(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(rows(["", " "]))
-    refused(r"a\.jsonl .*\(1 files: 2 empty\)", export, path, tmp_path / "out")
-    path.write_bytes(rows(["", "now"]))
-    lines = []
-    export(path, tmp_path / "out", lines)
-    assert any(line.endswith("left out: 1 empty") for line in lines)
 
 
 def test_array_record_on_a_full_disk(tmp_path):

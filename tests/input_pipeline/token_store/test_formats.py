@@ -3,14 +3,13 @@
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.storage.unreadable import BadRecord, UnreadableFile
+from MaxText.storage.unreadable import BadRecord
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused
@@ -61,19 +60,6 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
     assert store.document_name(last) in (name, f"ids.bin, document {last}")
 
 
-@pytest.mark.parametrize("kind", ["prepared_bin", "megatron"])
-def test_a_file_that_is_cut_later_is_named(tmp_path, kind):
-    documents, files = write(kind, tmp_path / "d", [[400] * 8, [300] * 8])
-    store = open_data(tmp_path / "d", tmp_path / "cache").store
-    os.truncate(files[-1], 60)
-    for _ in range(2):  # it stays unreadable
-        with pytest.raises(UnreadableFile, match=files[-1].name):
-            store.read(np.array([len(store) - 5]), np.array([len(store)]))
-    if len(files) > 1:  # other files are read as before
-        read = store.read(np.array([0]), np.array([5]))
-        np.testing.assert_array_equal(read, documents[0][:5])
-
-
 def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     path, documents = tmp_path / "x.tfrecord", token_files.documents(0, [40] * 3 + [50])
     token_files.write_tfrecord(path, documents)
@@ -99,16 +85,6 @@ def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
     data = open_data(tmp_path / "d", tmp_path / "c", on_bad_record="skip")
     assert np.diff(data.store.document_offsets).tolist() == [40, 40] + [30] * 4
     assert "what follows" in data.skipped[0]
-
-
-def test_more_files_than_are_kept_open(tmp_path):
-    documents, files = write("prepared_bin", tmp_path / "d", [[320]] * 150)
-    assert len(files) == 150
-    assert tokens_of(open_data(tmp_path / "d", tmp_path)) == np.concatenate(documents).tolist()
-    descriptors = Path("/proc/self/fd")
-    if descriptors.exists():
-        links = [os.readlink(link) for link in descriptors.iterdir() if os.path.islink(link)]
-        assert 0 < sum(link in map(str, files) for link in links) < 150
 
 
 def test_an_import_is_used_until_a_file_changes(tmp_path):

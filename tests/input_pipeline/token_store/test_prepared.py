@@ -16,7 +16,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.store import TokenStore
 from tests.input_pipeline.small_data import random_documents, write_data_set
-from tests.input_pipeline.token_store.token_files import open_data, tokens_of
+from tests.input_pipeline.token_store.token_files import open_data
 from tests.refusals import refused
 
 
@@ -31,23 +31,6 @@ def store_of(manifest, split: Path) -> TokenStore:
     """The split as the manifest, which may differ from the one on disk, says."""
     (split.parent / MANIFEST_NAME).write_text(manifest.to_json())
     return open_data(split.parent, split.parent.parent / "cache").store
-
-
-@pytest.mark.parametrize("file_format", ["array_record", "bin"])
-def test_facts_are_those_of_the_manifest(tmp_path, file_format):
-    ids = random_documents(0, count=20, longest=30)
-    splits = {"train": ids, "validation": ids[:3]}
-    manifest = write_data_set(tmp_path / "d", splits, file_format=file_format)
-    data = open_data(tmp_path / "d", tmp_path)
-    assert tokens_of(data) == np.concatenate(ids).tolist()
-    assert (data.eos_id, data.filler_id, data.vocab_size) == (0, 0, 50_000)
-    assert data.largest_id == max(tokens_of(data))
-    assert data.unigram_entropy == manifest.splits["train"].unigram_entropy
-    assert data.tokenizer_folder == tmp_path / "d"
-    assert manifest.fingerprint in data.description
-    validation = open_data(tmp_path / "d", tmp_path, split="validation", for_training=False)
-    assert tokens_of(validation) == np.concatenate(ids[:3]).tolist()
-    assert validation.fingerprint != data.fingerprint
 
 
 def test_sets_of_version_1_are_read(prepared):
