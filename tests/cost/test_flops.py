@@ -138,6 +138,23 @@ def test_parts_by_hand():
     }  # fmt: skip
 
 
+def test_kinds_of_attention_by_hand():
+    T, D, N, K, H, W, M = 16, 32, 4, 2, 8, 4, 3
+    parts = parts_of(
+        attention_types=[[["global", "local", "linear"], 1]],
+        sliding_window_size=W, linear_attention_chunk=8,
+    )  # fmt: skip
+    keys = T / 2 + W - W**2 / (2 * T)
+    assert parts["attention scores"].flops == 2 * N * H * keys + 2 * K * H * H
+    assert parts["attention values"].flops == 2 * N * H * keys + 2 * N * H * H
+    parts = parts_of(attention_types=[[["none", "global", "none"], 1]])
+    assert parts["attention scores"].flops == 2 * N * H * T / 2
+    assert parts["attention output"].flops == 2 * N * H * D
+    parts = parts_of(num_mem_kv=M)
+    assert parts["attention scores"].flops == 3 * 2 * N * H * (T / 2 + M)
+    assert parts["memories"] == Part("memories", 3 * 2 * M * K * H, 0, 0)
+
+
 def test_experts_by_hand():
     L, D, F, E, k = 3, 32, 64, 8, 2
     keys = {"num_experts": E, "num_experts_per_tok": k}
@@ -147,6 +164,28 @@ def test_experts_by_hand():
     one = 2 * L * 3 * D * F
     assert parts["feed-forward"] == Part("feed-forward", one * E // 2, k * one, 24 / 16 * one)
     assert parts_of(**keys)["feed-forward"].executed == k * one
+
+
+def test_shared_weights_are_held_once_and_macarons_twice():
+    alone, shared = parts_of(), parts_of(share_parameters=True)
+    assert 3 * shared["feed-forward"].parameters == alone["feed-forward"].parameters
+    assert shared["feed-forward"].flops == alone["feed-forward"].flops
+    assert parts_of(use_macaron=True)["feed-forward"].flops == 2 * alone["feed-forward"].flops
+
+
+def test_static_sgu_and_head_qk_by_hand():
+    L, T, D, V = 3, 16, 32, 64
+    config = tiny_config(static_sgu=True, static_sgu_kernel=3, head_qk=True, head_qk_dim=24)
+    count = count_flops(Model(config.model), T)
+    parts = {part.name: part for part in count.parts}
+    sums = L * D * (4 - 4**2 / (2 * T))  # half the channels, 2 operations
+    assert parts["static SGU"] == Part("static SGU", 0, sums, L * D * (16 + 3), 0, True)
+    assert parts["Head-QK"] == Part("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
+    pointing = Part("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T, 2, True)
+    assert parts["Head-QK scores"] == pointing
+    assert count.per_token == 3 * (count.forward - sums) + sums
+    assert count.per_token == count.weights + count.attention
+    assert parts["head"].flops == 2 * D * V
 
 
 def test_a_part_of_ones_own_has_rows(monkeypatch):
