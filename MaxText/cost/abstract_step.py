@@ -156,7 +156,7 @@ def make_program(
     # Only sizes matter: where a device lies in a slice is not planned.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
-    # Absent devices have no memories to choose from: memory.py knows what lies in the host.
+    # Absent devices have no memories to choose from: step_memory.py knows the host's.
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve(config.model, platform, layout)
     config = config.model_copy(update={"model": section})
