@@ -7,7 +7,7 @@ starting point, loop, what is left in the run folder.
 import dataclasses
 import pathlib
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
@@ -18,7 +18,7 @@ early_signals.install(__name__, also_sigterm=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line
-from MaxText.errors import Diverged, StopWaiting, UserError
+from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.runtime import processes, start_up
 from MaxText.runtime.preemption import StopSignal
@@ -142,7 +142,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
     from MaxText.run.run_files import write_run_files
-    from MaxText.run.starting_data import begin_data, complete, last_update
+    from MaxText.run.starting_data import begin_data, complete
     from MaxText.run.starting_point import restore_or_initialize
 
     start = restore_or_initialize(
@@ -155,7 +155,6 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
         config_flat,
         settled=settled,
     )
-    state = start.state
     last_step = begin_data(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
         print(complete(start, run.steps, last_step, config.data.num_epoch))
@@ -164,7 +163,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
-    from MaxText.evaluation.validation import evaluate
+    from MaxText.run import loop
     from MaxText.run.finish import leave_results
     from MaxText.run.records import open_records
     from MaxText.run.recovery import Recovery
@@ -173,123 +172,47 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
         callbacks,
     )  # fmt: skip
-    events, lineage = records.events, records.lineage
     checkpoints.show = records.terminal.line
+    events = records.events
     recovery = Recovery(guard, checkpoints, events.emit, train_batches, abstract_state, start)
     log = records.step_log(config, last_step, recovery.observe)
 
-    def save(step: int, **facts) -> None:
-        watchdog.enter("checkpoint", step)
-        with log.paused(complete=True):
-            events.flush()
-            kept = metadata | lineage.metadata(step) | facts
-            kept |= {"rewinds": recovery.rewinds, "loss_trend": records.trend.state}
-            with events.timed("checkpoint", step=step):
-                checkpoints.save(step, state, train_batches.position, kept)
-
-    def run_evaluation(step: int) -> float | None:
-        watched = watchdog.each(eval_batches or (), "evaluation", step)
-        with (
-            suppress(StopWaiting),
-            log.paused(),
-            events.timed("evaluation", step=step) as facts,
-        ):
-            placed = (layout.place(batch, eval_rows) for batch in watched)
-            report = evaluate(eval_step, state.params, placed, step=step)
-            facts.update(report=report, **report.row(), **lineage.progress(step))
-            records.tell_of_data(eval_batches, step)
-            return report.loss
-
     # --- Loop -------------------------------------------------------------------------------------
-    eval_loss, reason, failure, step = None, "error", None, start.first_step
-    try:
-        watchdog.enter("compile", step)
-        with events.timed("compile", step=step) as facts:
+    training = loop.Loop(
+        config, layout, plan, eval_rows, train_batches, eval_batches, train_step, eval_step,
+        checkpoints, metadata, records, recovery, watchdog, stop, log,
+        start.state, start.first_step, last_step,
+    )  # fmt: skip
+    with ExitStack() as closing:
+        # Whichever of these fails, all are called, the last one first: a save in the background is
+        # whole or nothing.
+        for resource in (watchdog, train_batches, records):
+            closing.callback(resource.close)
+        closing.callback(processes.leave)
+        closing.callback(checkpoints.close)
+        end = closing.enter_context(loop.recorded_end(records, log, watchdog))
+        watchdog.enter("compile", training.step)
+        with events.timed("compile", step=training.step) as facts:
             facts |= dataclasses.asdict(compiling.result())
-        if start.metadata.get("evaluation_is_due") and eval_batches is not None:
-            eval_loss = run_evaluation(step - 1)
-            reason = "preempted" if eval_loss is None else reason
-        log.start(step)
-        while step <= last_step and reason != "preempted":
-            watchdog.enter("data", step)
-            batch = None
-            with suppress(StopWaiting), log.waiting_for_data():
-                batch = layout.place(next(train_batches), plan.rows(plan.at(step)))
-            records.tell_of_data(train_batches, step)
-            if batch is None:
-                reason = "preempted"
-                if log.newest_step is not None:
-                    save(step - 1)
-                break
-            if not train_step.fits(batch):
-                watchdog.enter("compile", step)
-                with log.paused(), events.timed("compile", step=step) as facts:
-                    facts |= dataclasses.asdict(train_step.prepare(batch))
-            watchdog.enter("step", step)
-            with records.profiler.step(step):
-                state, metrics = train_step(state, batch)
-            log.add(step, metrics)
-            records.profiler.finished(step, metrics)
-
-            stopping = stop.requested(step) and step < last_step
-            saving = checkpoints.should_save(step, last_step) or stopping
-            if saving or step == last_step:
-                # No row of a step may be missing beside its checkpoint.
-                log.complete()
-            if recovery.trouble:
-                del state  # its memory is needed for the good one
-                state = recovery.go_back()
-                step = int(state.step)
-                last_step = last_update(train_batches, run.steps)
-                log.start(step)
-                continue
-            recovery.snapshot(step, state, train_batches.position)
-            interval = evaluation.eval_interval
-            is_due = interval > 0 and ((step + 1) % interval == 0 or step == last_step)
-            # Before the checkpoint, so that what resumes there has nothing to make up for.
-            if is_due and not stopping:
-                eval_loss = run_evaluation(step)
-                stopping = eval_loss is None
-            is_reached = eval_loss is not None and eval_loss < evaluation.target_eval_loss
-            if saving or stopping or is_reached:
-                save(step, evaluation_is_due=is_due and stopping)
-            if stopping or is_reached:
-                reason = "preempted" if stopping else "target_eval_loss is reached"
-                records.terminal.line(f"Stopping after step {step}: {reason}")
-                break
-            step += 1
+        reason = training.run(bool(start.metadata.get("evaluation_is_due")))
         is_sound = recovery.is_healthy and not records.trend.diverged
-        if is_sound and log.newest_step is not None and reason != "preempted":
-            # Nothing comes after it that could show it to be good.
+        if is_sound and log.newest_step is not None and reason != loop.PREEMPTED:
+            # No later step can show that it was healthy.
             checkpoints.mark_good(log.newest_step)
         checkpoints.close()
-        if reason == "preempted":
+        if reason == loop.PREEMPTED:
             print(stop.summary(checkpoints.latest_step(), run.run_name))
-            return stop.exit_code
-        watchdog.enter("finish")
-        leave_results(run_folder, config, records, train_batches, built, state, layout, eval_loss)
-        reason = "completed"
-        return exit_codes.DONE
-    except Diverged as error:
-        reason = "diverged"
-        print(f"error: {error}", file=sys.stderr)
-        return exit_codes.DIVERGED
-    except BaseException as error:
-        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
-        failure = error
-        raise
-    finally:
-        finish = log.idle_seconds if reason == "completed" else 0.0
-        with ExitStack() as closing:
-            # Whatever ended the run, and whichever of these fails, the last one first: a save in
-            # the background is whole or nothing.
-            for resource in (watchdog, train_batches, records):
-                closing.callback(resource.close)
-            closing.callback(processes.leave)
-            closing.callback(checkpoints.close)
-            events.emit("stop", step=log.newest_step, seconds=finish, reason=reason)
-            if failure is not None:
-                processes.fail(failure, watchdog)
+            end.reason, end.exit_code = reason, stop.exit_code
+        else:
+            watchdog.enter("finish")
+            leave_results(
+                run_folder, config, records, train_batches, built, training.state, layout,
+                training.eval_loss,
+            )  # fmt: skip
+            end.reason = loop.COMPLETED
+    if end.message:
+        print(end.message, file=sys.stderr)
+    return end.exit_code
 
 
 # `MaxText.train(config)` is a call: the package's attribute of that name is this module.

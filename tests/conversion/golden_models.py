@@ -28,26 +28,16 @@ Arrays = dict[str, np.ndarray]
 
 
 class Golden(NamedTuple):
-    """A golden model.
+    """A golden model."""
 
-    Attributes:
-      facts: its JSON file.
-      arrays: its NPZ file.
-      batch: what it was run on.
-      parameters: by their names in its program.
-      gradients: of the loss, by the same names; NaN where none were recorded.
-      source: what convert.py calls such a checkpoint: hf, maxtext or fattorib.
-      config_json: of a folder of Hugging Face.
-      arguments: the configuration as it is typed, for checkpoints that hold none.
-    """
-
-    facts: dict[str, Any]
-    arrays: Arrays
+    facts: dict[str, Any]  # its JSON file
+    arrays: Arrays  # its NPZ file
     batch: Batch
-    parameters: Arrays
-    gradients: Arrays
-    source: str = "hf"
+    parameters: Arrays  # by their names in its program
+    gradients: Arrays  # of the loss, by the same names; NaN where none were recorded
+    source: str = "hf"  # the checkpoint's kind in convert.py: hf, maxtext or fattorib
     config_json: Mapping[str, Any] = {}
+    # The configuration as it is typed, for checkpoints that hold none.
     arguments: tuple[str, ...] = ()
 
     @property

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from MaxText.errors import UserError
 from MaxText.inference.token_choice import Choice, next_token, probabilities
-from MaxText.layers.entmax import entmax
 
 distribution = jax.jit(probabilities, static_argnames=("choice", "num_ids"))
 draw = jax.jit(next_token, static_argnames=("choice", "num_ids"))
-jitted_entmax = jax.jit(entmax, static_argnames="alpha")
 
 # What is left of four ids.
 ONE, SECOND, TWO = [1, 0, 0, 0], [0, 1, 0, 0], [0.625, 0.375, 0, 0]
@@ -134,19 +132,6 @@ def test_supports_are_those_of_the_definitions(quarters, scale):
             assert not np.any(kept_V[~may_V]), name
             full_V = np.where(kept_V, full_V, 0)
             np.testing.assert_allclose(p_V, full_V / full_V.sum(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 1000.0])
-def test_entmax_meets_its_optimality_conditions(scale):
-    """Of a large vocabulary; tests/layers/test_entmax.py has other alphas and the definition."""
-    logits_BV = random_logits((4, 3000), scale)
-    p_BV = np.array(jitted_entmax(logits_BV, alpha=1.3), np.float64)
-    np.testing.assert_allclose(p_BV.sum(axis=-1), 1, rtol=1e-5)
-    for z_V, p_V in zip(0.3 * np.array(logits_BV, np.float64), p_BV, strict=True):
-        inside_V = p_V > 0
-        thresholds = (z_V - p_V**0.3)[inside_V]
-        np.testing.assert_allclose(thresholds, thresholds.mean(), rtol=1e-5, atol=1e-5)
-        assert np.all(z_V[~inside_V] <= thresholds.mean() + 1e-5)
 
 
 @pytest.mark.parametrize(

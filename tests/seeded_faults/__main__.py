@@ -24,23 +24,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Fault(NamedTuple):
-    """One entry of a file.
+    """One entry of a file."""
 
-    Attributes:
-      name: unique among all.
-      fault: what is wrong with it.
-      file: that it changes, from the root of the repository.
-      old: text that stands in the file once.
-      new: what takes its place.
-      tests: files, or single tests, of the default suite that should fail.
-    """
-
-    name: str
+    name: str  # unique among all
     fault: str
-    file: str
-    old: str
+    file: str  # the file it changes, from the root of the repository
+    old: str  # text that occurs once in the file
     new: str
-    tests: Sequence[str] = ()
+    tests: Sequence[str] = ()  # files, or single tests, of the default suite that should fail
 
     def apply(self, root: pathlib.Path) -> str:
         """Writes the fault into a copy of the repository; returns the text that was there."""

@@ -35,24 +35,15 @@ _PAGE = 1000  # entries of a listing, as of the service
 
 @dataclasses.dataclass
 class Fault:
-    """A way to fail.
+    """A way to fail."""
 
-    Attributes:
-      status: of the answer; 0 closes the connection without one, -1 in the midst of it. 200 with
-        `after` is an answer that comes late.
-      where: regular expression, looked for in "METHOD /path?query".
-      times: how many requests fail so; -1 for all until other faults are set.
-      after: whether the request is done all the same, and only its answer is lost.
-      seconds: that pass before the answer.
-      skip: matching requests that are answered before the first failure.
-    """
-
+    # 0 closes the connection without an answer, -1 in the middle of one; 200 with `after` is late.
     status: int = 503
-    where: str = ""
-    times: int = -1
-    after: bool = False
-    seconds: float = 0.0
-    skip: int = 0
+    where: str = ""  # regular expression, searched in "METHOD /path?query"
+    times: int = -1  # requests that fail so; -1: all until other faults are set
+    after: bool = False  # whether the request is done all the same, and only its answer is lost
+    seconds: float = 0.0  # before the answer
+    skip: int = 0  # matching requests that are answered before the first failure
 
 
 @dataclasses.dataclass(frozen=True)

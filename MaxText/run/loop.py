@@ -1,0 +1,220 @@
+"""The training loop: batch, step, evaluation, checkpoint, until the run ends."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from MaxText import exit_codes
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.config.schema import Config
+from MaxText.errors import Diverged, StopWaiting
+from MaxText.evaluation.validation import evaluate
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.parallelism.mesh import Layout
+from MaxText.run.records import Records
+from MaxText.run.recovery import Recovery
+from MaxText.run.starting_data import last_update
+from MaxText.run.step_log import StepLog
+from MaxText.runtime import processes
+from MaxText.runtime.compiled_steps import CompiledSteps
+from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.watchdog import Watchdog
+
+COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
+
+
+class Actions(NamedTuple):
+    """What follows a step, decided before any of it is done."""
+
+    report: bool  # metrics of this step are reported now: no row may be missing at a checkpoint
+    evaluation_due: bool
+    evaluate: bool  # a stopping run leaves a due evaluation to the run that resumes it
+    save: bool
+    stop: bool
+
+
+def actions_after(
+    step: int, last_step: int, *, eval_interval: int, checkpoint_due: bool, stop_requested: bool
+) -> Actions:
+    """Decides what follows a step; `eval_interval` <= 0 never evaluates."""
+    is_last = step == last_step
+    stop = stop_requested and not is_last  # the last step ends the run anyway
+    save = checkpoint_due or stop
+    due = eval_interval > 0 and ((step + 1) % eval_interval == 0 or is_last)
+    return Actions(save or is_last, due, due and not stop, save, stop)
+
+
+@dataclasses.dataclass
+class Loop:
+    """A run between its starting point and its end.
+
+    Attributes:
+      metadata: Of every checkpoint of the run.
+      step: The next step to do.
+      eval_loss: Of the last evaluation; None without one.
+    """
+
+    config: Config
+    layout: Layout
+    plan: BatchPlan
+    eval_rows: int
+    batches: BatchIterator
+    eval_batches: EvalBatches | None
+    train_step: CompiledSteps
+    eval_step: Callable[..., Any]
+    checkpoints: Checkpoints
+    metadata: Mapping[str, Any]
+    records: Records
+    recovery: Recovery
+    watchdog: Watchdog
+    stop: StopSignal
+    log: StepLog
+    state: Any
+    step: int
+    last_step: int
+    eval_loss: float | None = None
+
+    def run(self, evaluation_due: bool) -> str:
+        """Trains to the end.
+
+        Args:
+          evaluation_due: Whether to make up for an evaluation of the step before.
+
+        Returns:
+          COMPLETED, PREEMPTED or TARGET_REACHED.
+        """
+        if evaluation_due and self.eval_batches is not None and not self.evaluate(self.step - 1):
+            return PREEMPTED
+        self.log.start(self.step)
+        while self.step <= self.last_step:
+            step = self.step
+            batch = self.next_batch()
+            if batch is None:
+                if self.log.newest_step is not None:
+                    self.save(step - 1)
+                return PREEMPTED
+            self.update(batch)
+            actions = actions_after(
+                step,
+                self.last_step,
+                eval_interval=self.config.evaluation.eval_interval,
+                checkpoint_due=self.checkpoints.should_save(step, self.last_step),
+                stop_requested=self.stop.requested(step),
+            )
+            if actions.report:
+                self.log.complete()
+            if self.recovery.trouble:
+                self.roll_back()
+                continue
+            self.recovery.snapshot(step, self.state, self.batches.position)
+            # Before the checkpoint, so that a run that resumes there has nothing to make up for.
+            stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
+            reached = self.target_reached()
+            if actions.save or stopping or reached:
+                self.save(step, evaluation_is_due=actions.evaluation_due and stopping)
+            if stopping or reached:
+                reason = PREEMPTED if stopping else TARGET_REACHED
+                self.records.terminal.line(f"Stopping after step {step}: {reason}")
+                return reason
+            self.step += 1
+        return COMPLETED
+
+    def next_batch(self) -> Any:
+        """Returns the batch of the next step on the devices; None if the wait was cut short."""
+        self.watchdog.enter("data", self.step)
+        batch = None
+        with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
+            rows = self.plan.rows(self.plan.at(self.step))
+            batch = self.layout.place(next(self.batches), rows)
+        self.records.tell_of_data(self.batches, self.step)
+        return batch
+
+    def update(self, batch: Any) -> None:
+        """Does one train step, compiled first if the batch has a new shape."""
+        if not self.train_step.fits(batch):
+            self.watchdog.enter("compile", self.step)
+            with (
+                self.log.paused(),
+                self.records.events.timed("compile", step=self.step) as facts,
+            ):
+                facts |= dataclasses.asdict(self.train_step.prepare(batch))
+        self.watchdog.enter("step", self.step)
+        with self.records.profiler.step(self.step):
+            self.state, metrics = self.train_step(self.state, batch)
+        self.log.add(self.step, metrics)
+        self.records.profiler.finished(self.step, metrics)
+
+    def roll_back(self) -> None:
+        """Continues from the last healthy state."""
+        self.state = None  # the healthy one needs its memory
+        self.state = self.recovery.go_back()
+        self.step = int(self.state.step)
+        self.last_step = last_update(self.batches, self.config.run.steps)
+        self.log.start(self.step)
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluates the state after a step. Returns False if the run was told to stop meanwhile."""
+        self.eval_loss = None
+        watched = self.watchdog.each(self.eval_batches or (), "evaluation", step)
+        with (
+            contextlib.suppress(StopWaiting),
+            self.log.paused(),
+            self.records.events.timed("evaluation", step=step) as facts,
+        ):
+            placed = (self.layout.place(batch, self.eval_rows) for batch in watched)
+            report = evaluate(self.eval_step, self.state.params, placed, step=step)
+            progress = self.records.lineage.progress(step)
+            facts.update(report=report, **report.row(), **progress)
+            self.records.tell_of_data(self.eval_batches, step)
+            self.eval_loss = report.loss
+        return self.eval_loss is not None
+
+    def target_reached(self) -> bool:
+        target = self.config.evaluation.target_eval_loss
+        return self.eval_loss is not None and self.eval_loss < target
+
+    def save(self, step: int, **facts: Any) -> None:
+        """Saves a checkpoint of the state after a step."""
+        self.watchdog.enter("checkpoint", step)
+        records, events = self.records, self.records.events
+        with self.log.paused(complete=True):
+            events.flush()
+            kept = {**self.metadata, **records.lineage.metadata(step), **facts}
+            kept |= {"rewinds": self.recovery.rewinds, "loss_trend": records.trend.state}
+            with events.timed("checkpoint", step=step):
+                self.checkpoints.save(step, self.state, self.batches.position, kept)
+
+
+@dataclasses.dataclass
+class End:
+    """How a run ended."""
+
+    reason: str = "error"
+    exit_code: int = exit_codes.DONE
+    message: str = ""  # for stderr
+
+
+@contextlib.contextmanager
+def recorded_end(records: Records, log: StepLog, watchdog: Watchdog) -> Iterator[End]:
+    """Records how the code inside ended the run.
+
+    A run that diverged ends normally, with its exit code. After any other failure one process of
+    several ends here, as the others may wait for it forever.
+    """
+    end, failure = End(), None
+    try:
+        yield end
+    except Diverged as error:
+        end.reason, end.exit_code = "diverged", exit_codes.DIVERGED
+        end.message = f"error: {error}"
+    except BaseException as error:
+        end.reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        failure = error
+        raise
+    finally:
+        seconds = log.idle_seconds if end.reason == COMPLETED else 0.0
+        records.events.emit("stop", step=log.newest_step, seconds=seconds, reason=end.reason)
+        if failure is not None:
+            processes.fail(failure, watchdog)
