@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint, in JSON next to its arrays."""
+"""The JSON metadata of a checkpoint, stored next to its arrays."""
 
 import hashlib
 import json
@@ -10,22 +10,16 @@ from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
 from MaxText.storage.bucket_errors import BucketFailure, is_storage_error
 
-# In the metadata: {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
+# Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
 _INTEGRITY = "integrity"
 
 
 class Unreadable(Exception):
-    """A checkpoint is damaged: a file is missing, truncated or malformed."""
+    """Raised for a damaged checkpoint: a file is missing, truncated or malformed."""
 
 
 class Description(NamedTuple):
-    """Metadata of a checkpoint.
-
-    Attributes:
-      metadata: See `matching.checkpoint_metadata`; empty if there is none.
-      checksums: Of the arrays by path; None for a checkpoint without, such as an old one.
-      position_sha256: Of the data position; None without checksums.
-    """
+    """Metadata (empty if there is none) and checksums (None in older checkpoints)."""
 
     metadata: dict[str, Any]
     checksums: dict[str, str] | None
@@ -35,12 +29,7 @@ class Description(NamedTuple):
 def sealed(
     metadata: Mapping[str, Any], position: Mapping[str, Any], arrays: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the metadata with checksums of all parts of the checkpoint.
-
-    Args:
-      position: Data position, as it is stored.
-      arrays: Result of `checksums.array_checksums`.
-    """
+    """Returns `metadata` with checksums of the arrays, the data position and itself."""
     content = {name: value for name, value in metadata.items() if name != _INTEGRITY}
     content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position)}
     return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
@@ -49,7 +38,7 @@ def sealed(
 def write_metadata(
     stored: layout.Stored, metadata: Mapping[str, Any], arrays: Mapping[str, str]
 ) -> None:
-    """Describes arrays that were written without a data position."""
+    """Writes the metadata of arrays that were saved without a data position."""
     path = _path(stored, layout.METADATA)
     path.parent.mkdir()
     path.write_text(json.dumps(sealed(metadata, {}, arrays)))
@@ -58,12 +47,7 @@ def write_metadata(
 def read_position(
     stored: layout.Stored, described: Description | None = None
 ) -> dict[str, Any] | None:
-    """Returns the data position saved with the state, or None if the run had none.
-
-    Raises:
-      Unreadable: The file is damaged or missing, or not the one that was saved.
-      UserError: A newer version of this program wrote the checkpoint.
-    """
+    """Returns the data position, or None if the run had none; raises like `describe`."""
     position = _read_json(stored, layout.POSITION)
     wanted = (described or describe(stored)).position_sha256
     if wanted is not None and _digest(position) != wanted:
@@ -72,7 +56,7 @@ def read_position(
 
 
 def metadata_if_any(stored: layout.Stored) -> dict[str, Any]:
-    """Returns a checkpoint's metadata; empty if it cannot be read."""
+    """Returns the metadata, empty if damaged."""
     try:
         return describe(stored).metadata
     except Unreadable:
@@ -80,15 +64,9 @@ def metadata_if_any(stored: layout.Stored) -> dict[str, Any]:
 
 
 def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
-    """Reads a checkpoint's metadata.
+    """Reads a checkpoint's metadata, which must exist if `is_own` (the run resumes from it).
 
-    Args:
-      is_own: A run resumes from it, so its metadata must exist, unlike that of a moved `items`
-        folder.
-
-    Raises:
-      Unreadable: The file is damaged, not the one that was saved, or missing.
-      UserError: A newer version of this program wrote it.
+    Raises Unreadable if damaged, UserError if a newer version of this program wrote it.
     """
     if not is_own and not (stored.folder / layout.METADATA).exists():
         return Description({}, None, None)
@@ -97,7 +75,7 @@ def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
     path = _path(stored, layout.METADATA)
     parts = [value for value in metadata.values() if isinstance(value, dict)]
     if integrity is None and any({"arrays", "metadata"} <= value.keys() for value in parts):
-        raise Unreadable(f"{path}: its checksums have another name")  # a bit of the name flipped
+        raise Unreadable(f"{path}: its checksums have another name")  # a bit flip in the key's name
     if integrity is not None:
         arrays = integrity.get("arrays") if isinstance(integrity, dict) else None
         if not isinstance(arrays, dict) or not all(isinstance(x, str) for x in arrays.values()):
@@ -118,15 +96,14 @@ def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
 
 
 def _digest(value: Any) -> str:
-    """Returns the SHA-256 of a JSON value, independent of spaces and order."""
-    plain = json.loads(json.dumps(value))  # lists for tuples, names for numbers
+    plain = json.loads(json.dumps(value))  # normalizes tuples to lists and number keys to strings
     return hashlib.sha256(
         json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
 def _path(stored: layout.Stored, name: str) -> Any:
-    return stored.folder / name / "metadata"  # Orbax's name for the file of a JSON item
+    return stored.folder / name / "metadata"  # Orbax's file name of a JSON item
 
 
 def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Location of checkpoints: `<run>/checkpoints/<step>/{items,iter,metadata}`.
+"""Checkpoint layout: `<run>/checkpoints/<step>/{items,iter,metadata}`.
 
-Listing needs no Orbax, whose import takes a third of a second.
+Listing works without Orbax, whose import takes a third of a second.
 """
 
 import dataclasses
@@ -13,31 +13,24 @@ from MaxText.storage.paths import COMMIT_MARK, is_bucket, path_of
 
 CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree
-POSITION = "iter"  # JSON: where the data pipeline stands
+POSITION = "iter"  # JSON: data position
 METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
-PARAMETERS_ONLY = "parameters_only"  # in METADATA: true where convert.py imported parameters
+PARAMETERS_ONLY = "parameters_only"  # in METADATA: true if convert.py imported parameters
 
-# Written last by Orbax where a folder cannot be renamed in one go.
+# Orbax writes these last if the folder cannot be renamed atomically.
 _ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
-# Steps of a bucket that are asked after at once.
 _PARALLEL_REQUESTS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A checkpoint on disk.
-
-    Attributes:
-      items: The folder with the arrays.
-      step: The update it was saved after, or None for a moved `items` folder.
-    """
+    """A checkpoint on disk; `step` is None for a moved `items` folder."""
 
     items: epath.Path
     step: int | None
 
     @property
     def folder(self) -> epath.Path:
-        """The step folder, with `iter` and `metadata`."""
         return self.items.parent
 
     def __str__(self) -> str:
@@ -45,10 +38,10 @@ class Stored:
 
 
 def complete_steps(folder: epath.Path) -> list[int]:
-    """Returns the completely saved steps under a `checkpoints` folder, ascending.
+    """Returns the steps with a complete checkpoint, ascending.
 
-    Orbax writes to `<step>.orbax-checkpoint-tmp` and renames at the end; in object stores, which
-    cannot rename, it writes a marker last. A save that was killed is therefore not listed.
+    Killed saves are not listed: Orbax writes to `<step>.orbax-checkpoint-tmp` and renames it at the
+    end; in object stores, which cannot rename, it writes a marker last.
     """
     saved = [child for child in children(folder) if child.name.isdigit()]
     if is_bucket(folder) and saved:
@@ -60,10 +53,9 @@ def complete_steps(folder: epath.Path) -> list[int]:
 
 
 def children(folder: epath.Path) -> list[epath.Path]:
-    """Returns the contents of a folder; empty if it does not exist.
+    """Returns the contents of a folder, empty if it does not exist.
 
-    Checking existence first would race: in a bucket a folder ends with its last object, which
-    another process of the run may delete in between.
+    Checking existence first would race: a bucket folder vanishes with its last object.
     """
     try:
         return list(folder.iterdir())
@@ -73,19 +65,12 @@ def children(folder: epath.Path) -> list[epath.Path]:
 
 def is_complete(step_folder: epath.Path) -> bool:
     if is_bucket(step_folder):
-        return (step_folder / COMMIT_MARK).exists()  # written last
+        return (step_folder / COMMIT_MARK).exists()
     return (step_folder / ITEMS).is_dir()
 
 
 def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
-    """Atomically makes a step incomplete, before its files are removed.
-
-    Args:
-      name: New name of the folder if storage can rename.
-
-    Returns:
-      The location of its files.
-    """
+    """Makes a step incomplete atomically, renaming it if possible; returns the folder to delete."""
     if is_bucket(step_folder):
         (step_folder / COMMIT_MARK).unlink(missing_ok=True)
         return step_folder
@@ -93,16 +78,9 @@ def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
 
 
 def find(path: str, key: str) -> Stored:
-    """Returns the checkpoint that a user's path means.
+    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint (the newest of a run).
 
-    Of a run it is the newest complete one, as for a resume.
-
-    Args:
-      path: A run folder or its `checkpoints`, a step folder, or its `items`.
-      key: The configuration key that holds the path, for the message.
-
-    Raises:
-      UserError: Nothing there, with the steps nearby; or storage fails.
+    Raises UserError, which lists nearby steps, if nothing is there or storage fails.
     """
     try:
         return _find(path, key)
@@ -113,7 +91,7 @@ def find(path: str, key: str) -> Stored:
 def _find(path: str, key: str) -> Stored:
     given = path_of(path, key)
     if "://" not in path:
-        given = given.absolute()  # as Orbax asks for
+        given = given.absolute()  # Orbax requires absolute paths
     if any((given / name).exists() for name in _ITEMS_FILES):
         name = given.parent.name
         return Stored(given, int(name) if name.isdigit() else None)
@@ -133,7 +111,6 @@ def _nothing_found(given: epath.Path, key: str) -> str:
         "  Looked for: a run folder (<run>/checkpoints/<step>/items), its checkpoints folder, a "
         "step folder, or its items.",
     ]
-    # A mistyped step is the common case: list its neighbours.
     for folder in (given.parent, given.parent.parent):
         if steps := complete_steps(folder):
             shown = ", ".join(map(str, steps[-10:]))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in progress."""
+"""Saves, retains and restores the checkpoints of a run in progress."""
 
 import contextlib
 import math
@@ -22,18 +22,16 @@ from MaxText.runtime.agreement import agreed
 from MaxText.storage.paths import is_bucket
 
 _GIVEN_UP = ".given_up"
-_SECONDS_BETWEEN_LOOKS = 2.0  # for a save in the background to be complete
+_SECONDS_BETWEEN_LOOKS = 2.0  # between checks for completion of an asynchronous save
 
 
 class Checkpoints:
     """The checkpoints of one run: `<directory>/<step>/{items,iter,metadata}`.
 
-    Folder <step> holds the state after update <step>, from 0; a run resumes at <step> + 1. A
-    process killed at any moment leaves every earlier checkpoint intact.
-
-    A checkpoint is healthy when enough updates after it were (GoodSteps). A run resumes from the
-    newest complete one, confirmed or not. It rolls back to the newest healthy one, which retention
-    never deletes.
+    Folder <step> holds the state after step <step>, from 0; a run resumes at <step> + 1. A process
+    killed at any moment leaves every earlier checkpoint intact. A run resumes from the newest
+    complete checkpoint, healthy or not. It rolls back to the newest healthy one (see GoodSteps),
+    which retention never deletes.
     """
 
     def __init__(
@@ -43,26 +41,19 @@ class Checkpoints:
         guard_healthy_steps: int = 0,
         show: Callable[[str], None] = print,
     ):
-        """Describes the checkpoints.
-
-        Args:
-          directory: `<run folder>/checkpoints`; created by the first save.
-          guard_healthy_steps: Healthy updates in a row that confirm a checkpoint; with 0 it is
-            confirmed as soon as it is written.
-          show: Takes warnings, such as of a failed save.
-        """
+        """Creates nothing on disk. `guard_healthy_steps` 0 promotes every checkpoint at once."""
         self.directory = epath.Path(directory)
         self.guard_healthy_steps = guard_healthy_steps
         self.show = show
         self._section = section
         self._good = GoodSteps(self.directory, guard_healthy_steps, lambda line: self.show(line))
         self._orbax_manager: Any = None
-        self._saving: int | None = None  # step on its way to disk
-        self._failures = 0  # of saves, in a row
-        self._seen: list[int] = []  # steps on disk at the last look
+        self._saving: int | None = None  # step being written
+        self._failures = 0  # consecutive failed saves
+        self._seen: list[int] = []  # steps on disk when last listed
         self._unreadable: set[int] = set()
         self._resumed_from: int | None = None
-        self._rewinds: tuple[Rewind, ...] | None = None  # None until the file was read
+        self._rewinds: tuple[Rewind, ...] | None = None  # None until the file is read
         self._looked = -math.inf
 
     def preload(self) -> None:
@@ -71,7 +62,6 @@ class Checkpoints:
             threading.Thread(target=_import_orbax, daemon=True).start()
 
     def should_save(self, step: int, last_step: int) -> bool:
-        """Returns whether a checkpoint is due after update `step`."""
         section = self._section
         if not section.enable_checkpointing:
             return False
@@ -81,8 +71,6 @@ class Checkpoints:
             return section.save_checkpoint_on_start
         return step % section.checkpoint_period == 0
 
-    # --- Saving -----------------------------------------------------------------------------------
-
     def save(
         self,
         step: int,
@@ -90,24 +78,12 @@ class Checkpoints:
         position: Mapping[str, Any] | None,
         metadata: Mapping[str, Any],
     ) -> bool:
-        """Writes the state after update `step`; in the background if async_checkpointing.
+        """Saves the state after step `step`, in the background if async_checkpointing.
 
-        Returns when the state is copied, so the caller may donate it. Waits first for an earlier
-        save in progress. Every process must call it.
-
-        A single failed save is reported, here or by the next call, and the run continues: a full
-        disk may have room later. The second in a row stops the run, and so does one that leaves the
-        run without any checkpoint.
-
-        Args:
-          position: Data position for the next step, JSON.
-          metadata: See `matching.checkpoint_metadata`.
-
-        Returns:
-          False if this step is on disk already, could not be written, or checkpointing is disabled.
-
-        Raises:
-          UserError: Saves could not be written, as above.
+        Collective. Waits for an earlier save, and returns once the state is copied, so the caller
+        may donate it. One failed save is logged, here or by the next call. The second in a row
+        raises UserError, and so does one that leaves the run without any checkpoint. Returns False
+        if the step is on disk already, could not be written, or checkpointing is disabled.
         """
         if not self._section.enable_checkpointing:
             return False
@@ -118,9 +94,9 @@ class Checkpoints:
         items, stored_position = reading.as_dict(state), dict(position or {})
         sealed = description.sealed(metadata, stored_position, array_checksums(items))
         if self._section.async_checkpointing and jax.default_backend() == "cpu":
-            # Orbax reads CPU arrays in place. Bits stay right, because the runtime refuses to
-            # donate memory that is being read, but the next step then stalls until the file is
-            # written: 0.9 s against 0.02 s for the copy of 240 MB.
+            # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
+            # read, so the next step would block until the file is written (0.9 s, against 0.02 s to
+            # copy 240 MB).
             items = jax.tree.map(lambda x: x.copy(), items)
         self._saving = step
         try:
@@ -139,12 +115,12 @@ class Checkpoints:
                         layout.METADATA: ocp.args.JsonSave(sealed),
                     }
                 ),
-                force=True,  # when to save is decided by should_save above
+                force=True,  # should_save already decided
             )
-        except Exception as error:  # Orbax and the libraries of storage raise anything
+        except Exception as error:  # Orbax and storage clients raise anything
             self._report(self._failed(error))
             return False
-        # Orbax has decided by now what it deletes once this save is complete.
+        # By now Orbax has decided which steps it deletes once this save completes.
         left = set(manager.all_steps())
         self._good.forget(lambda kept: kept not in left)
         if not self._section.async_checkpointing:
@@ -152,23 +128,18 @@ class Checkpoints:
         return saved
 
     def wait(self) -> None:
-        """Blocks until the save in the background is complete; raises a UserError if it failed."""
+        """Blocks until the background save completes; raises UserError if it failed."""
         if failure := self._finish():
             raise failure.error()
 
     def close(self) -> None:
-        """Waits, then stops Orbax's threads. Safe to call twice.
-
-        Raises:
-          UserError: The last save could not be written.
-        """
+        """Waits and stops Orbax's threads; UserError if the last save failed. Idempotent."""
         try:
             self.wait()
         finally:
             self._close_manager()
 
     def _finish(self) -> "_Failure | None":
-        """Waits for the save in the background; returns its failure."""
         if self._saving is None:
             return None
         try:
@@ -179,7 +150,7 @@ class Checkpoints:
             if not self._is_whole(self._saving):
                 return self._failed(error)
             if jax.process_count() == 1:
-                self._orbax_manager = None  # a new one begins with the others' consent only
+                self._orbax_manager = None  # recreating it is collective
             self.show(
                 f"!!! WARNING: after step {self._saving} was saved, old checkpoints could not be "
                 f"deleted: {error}. It is tried again after the next save."
@@ -201,51 +172,35 @@ class Checkpoints:
             return False
 
     def _failed(self, error: Exception) -> "_Failure":
-        """Reverts the bookkeeping of the save in progress."""
         step, self._saving = self._saving, None
         self._failures += 1
         self._good.forget(lambda saved: saved == step)
-        # Orbax has listed the failed step already; a new manager reads the disk again.
+        # Orbax already lists the failed step; a new manager rereads the disk.
         self._orbax_manager = None
-        with contextlib.suppress(OSError):  # where storage fails, what was seen last counts
+        with contextlib.suppress(OSError):  # if storage fails, the last listing counts
             self._remove_partial(f"{step}.")
             self.steps()
         return _Failure(step, self.directory, max(self._seen, default=None), error)
 
     def _report(self, failure: "_Failure | None") -> None:
-        """Reports a failed save; stops the run at the second, or if it has no checkpoint."""
         if failure is None:
             return
         if self._failures >= 2 or failure.newest is None:
             raise failure.error()
         self.show(f"!!! WARNING: {failure}. The run goes on, and the next save tries again.")
 
-    # --- Good checkpoints -------------------------------------------------------------------------
-
     def observe(self, step: int, healthy: bool) -> None:
-        """Takes the outcome of each update, in order. Every process must call it.
-
-        `guard_healthy_steps` healthy updates in a row confirm the checkpoint before them.
-
-        Args:
-          healthy: Whether it was applied and looked like those before.
-        """
+        """Records whether step `step` was healthy. Collective; call it in order of steps."""
         if not self._section.enable_checkpointing:
             return
         self._good.observe(step, healthy)
-        # One that is good before it is written: the list follows, and nothing waits for it.
+        # A checkpoint may be promoted before its save completes; check again later, do not block.
         if self._good.changed and time.monotonic() > self._looked + _SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._write_good()
 
     def mark_good(self, step: int) -> None:
-        """Confirms a checkpoint, such as the last one of a run that stops on purpose.
-
-        Waits until it is written; does nothing if there is none. Every process must call it.
-
-        Raises:
-          UserError: Saves could not be written, see `save`.
-        """
+        """Waits for the save, then promotes its checkpoint. Collective; raises like `save`."""
         self._report(self._finish())
         if self._is_whole(step):
             self._good.promote(step)
@@ -253,30 +208,20 @@ class Checkpoints:
             self._delete_old()
 
     def latest_good(self, before: int | None = None) -> int | None:
-        """Returns the newest healthy checkpoint on disk, if given one before the step `before`.
-
-        Waits for a save in progress.
-
-        Raises:
-          UserError: Saves could not be written, see `save`.
-        """
+        """Waits for the save, then returns the newest healthy step. Raises like `save`."""
         self._report(self._finish())
         good = self._good.steps & set(self.steps())
         return max((step for step in good if before is None or step < before), default=None)
 
     def go_back_to(self, step: int) -> None:
-        """Removes the checkpoints after `step`. Every process must call it.
-
-        Raises:
-          UserError: Saves could not be written, see `save`.
-        """
+        """Deletes the checkpoints after `step`. Collective; raises like `save`."""
         self._report(self._finish())
         self._set_unreadable_aside()
         self._give_up(step)
         self._resumed_from = None
 
     def rewinds(self) -> tuple[Rewind, ...]:
-        """Rollbacks of the run, in order; raises a UserError if the file cannot be read."""
+        """Returns the rollbacks in order; UserError if the file cannot be read."""
         if not self._section.enable_checkpointing:
             return ()
         if self._rewinds is None:
@@ -284,10 +229,9 @@ class Checkpoints:
         return self._rewinds
 
     def record_rewind(self, rewind: Rewind) -> None:
-        """Records a rollback before the run continues, for a restart.
+        """Records a rollback. Collective; call it after `go_back_to`.
 
-        Call it after `go_back_to`: with the file and the later checkpoints both there, a restart
-        would resume from these. Every process must call it.
+        Otherwise a killed run could resume from the later checkpoints despite the record.
         """
         if not self._section.enable_checkpointing:
             return
@@ -313,17 +257,15 @@ class Checkpoints:
                 "It is tried again."
             )
 
-    # --- Resuming ---------------------------------------------------------------------------------
-
     def steps(self) -> list[int]:
-        """Returns the steps with a complete checkpoint, ascending; none if disabled."""
+        """Lists the steps with a complete checkpoint, ascending; none if disabled."""
         if not self._section.enable_checkpointing:
             return []
         self._seen = layout.complete_steps(self.directory)
         return self._seen
 
     def steps_to_resume(self) -> list[int]:
-        """Returns the steps on disk, newest first: the order in which a resume tries them."""
+        """Returns the steps on disk in the order in which a resume tries them."""
         return self.steps()[::-1]
 
     def latest_step(self) -> int | None:
@@ -339,18 +281,10 @@ class Checkpoints:
         config_flat: Mapping[str, Any] | None = None,
         show: Callable[[str], None] = print,
     ) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
-        """Reads one checkpoint and verifies its checksums; changes nothing on disk.
+        """Restores (state, data position or None, metadata) and verifies checksums.
 
-        Args:
-          abstract_state: A train state of jax.ShapeDtypeStruct with the shardings wanted.
-          config_flat: The current configuration, to explain a mismatch.
-
-        Returns:
-          (state, data position or None, metadata).
-
-        Raises:
-          UserError: Names or shapes differ.
-          description.Unreadable: Files are damaged.
+        `config_flat` explains a mismatch. Raises UserError if names or shapes differ, and
+        description.Unreadable if files are damaged.
         """
         stored = self.stored(step)
         described = description.describe(stored, is_own=True)
@@ -359,41 +293,31 @@ class Checkpoints:
         return state, position, described.metadata
 
     def resume_from(self, step: int) -> None:
-        """Notes the checkpoint that the run resumes from.
-
-        Later ones stay until the next save, which removes them. If it is not confirmed yet, the
-        updates that follow can confirm it.
-        """
+        """Records the resumed step. Later checkpoints stay on disk until the next save."""
         self._resumed_from = step
         self._good.watch(step)
 
     def mark_unreadable(self, step: int) -> None:
-        """Marks a checkpoint as damaged. The next save renames it to `<step>.unreadable`.
+        """Marks a damaged checkpoint, which the next save renames to `<step>.unreadable`.
 
-        Otherwise it would count as the newest, and retention would delete healthy ones for it.
+        Otherwise retention would count it as the newest and delete healthy ones for it.
         """
         self._unreadable.add(step)
         self._good.forget(lambda good: good == step)
 
-    # --- Folders ----------------------------------------------------------------------------------
-
     def _clear_the_way(self) -> None:
-        """Applies the removals that a resume noted, at its first save: it may not have one."""
+        """Applies a resume's pending removals at its first save, which may never come."""
         self._set_unreadable_aside()
         if self._resumed_from is not None:
             self._give_up(self._resumed_from)
             self._resumed_from = None
 
     def _has_room(self, step: int) -> bool:
-        """Returns whether the step is not on disk yet; proves that it can be written.
-
-        Raises:
-          OSError: It cannot.
-        """
-        # Only this one: to list all would cost requests for each that was kept.
+        """Returns whether the step is not on disk yet; raises OSError if it cannot be written."""
+        # Checks one step only: listing would cost requests for every checkpoint.
         if layout.is_complete(self.directory / str(step)):
             return False
-        # Where Orbax cannot create its folder, threads of it hold the program up for minutes.
+        # If Orbax cannot create its folder, its threads block the program for minutes.
         probe(self.directory)
         return True
 
@@ -416,7 +340,7 @@ class Checkpoints:
         known = agreed("the search for newer checkpoints", self.steps)
         newer = [step for step in known if step > after]
         self._good.forget(lambda step: step > after)
-        # Before they go: a process killed in between must not resume from one of them.
+        # Before the deletion: a process killed in between must not resume from one of these.
         self._write_good()
 
         def remove() -> None:
@@ -426,10 +350,10 @@ class Checkpoints:
 
         agreed("the removal of newer checkpoints", remove)
         if newer:
-            self._close_manager()  # it would go on listing them
+            self._close_manager()  # Orbax would keep listing them
 
     def _remove_partial(self, name: str) -> None:
-        """Removes the remains of killed or failed saves."""
+        """Deletes leftovers of killed or failed saves whose folder name starts with `name`."""
         if jax.process_index() != 0:
             return
         for folder in layout.children(self.directory):
@@ -447,7 +371,7 @@ class Checkpoints:
             import orbax.checkpoint as ocp
 
             quiet_threads.install()
-            if is_bucket(self.directory):  # on a disk Orbax does that
+            if is_bucket(self.directory):  # on local disks Orbax does this
                 self._remove_partial("")
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
@@ -459,7 +383,6 @@ class Checkpoints:
         return self._orbax_manager
 
     def _kept(self, steps: Sequence[int]) -> set[int]:
-        """Returns which of these checkpoints, ascending, retention keeps."""
         section = self._section
         if section.max_to_keep is None:
             return set(steps)
@@ -469,18 +392,17 @@ class Checkpoints:
         return kept
 
     def _delete_old(self) -> None:
-        """Deletes what retention does not keep; no save is in progress."""
         if self._orbax_manager is None:
             return
-        # Orbax's own list is the same in every process.
+        # Orbax's own list is identical on every process.
         steps = sorted(self._orbax_manager.all_steps())
         try:
             for step in sorted(set(steps) - self._kept(steps)):
                 self._orbax_manager.delete(step)
                 self._good.forget(lambda good, gone=step: good == gone)
-        except Exception as error:  # as of a save
+        except Exception as error:  # Orbax and storage clients raise anything
             if jax.process_count() > 1:
-                raise  # the others wait for this deletion: all end, and start again
+                raise  # the other processes wait for this deletion: fail together and restart
             self.show(f"!!! WARNING: old checkpoints could not be deleted: {error}.")
         self._write_good()
 
@@ -491,8 +413,6 @@ class Checkpoints:
 
 
 class _Failure(NamedTuple):
-    """A save that could not be written."""
-
     step: int | None
     directory: epath.Path
     newest: int | None
@@ -519,7 +439,7 @@ class _Failure(NamedTuple):
 
 
 class _Preservation:
-    """Orbax's PreservationPolicy for retention after the save in progress."""
+    """Orbax PreservationPolicy, evaluated while a save is in progress."""
 
     def __init__(self, kept: Callable[[Sequence[int]], Collection[int]]):
         self._kept = kept

@@ -1,4 +1,4 @@
-"""Comparison of a stored state with the one of a configuration; reads no arrays."""
+"""Checks checkpoint metadata against the expected train state, without reading arrays."""
 
 import functools
 import hashlib
@@ -16,22 +16,16 @@ from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
 
 _MOST_LINES = 20
-# Sections whose keys decide the names and shapes of parameters and optimizer state.
+# Sections that determine the names and shapes of parameters and optimizer state.
 _SHAPING_SECTIONS = ("model", "optimizer")
 
 
-# The path of a leaf, as jax.tree_util gives it, in words: "decoder/wi". As Orbax stores them, named
-# tuples go by their field names and tuples by their indices.
+# Orbax's path of a leaf ("decoder/wi"): field names of named tuples, indices of tuples.
 path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigHint(NamedTuple):
-    """Configurations that explain a difference.
-
-    Attributes:
-      stored: Flat configuration in the checkpoint, None if unknown.
-      is_own: Whether it is a checkpoint of the run itself, not one that a key names.
-    """
+    """Configurations that explain a mismatch; `is_own` if the run itself saved the checkpoint."""
 
     stored: Mapping[str, Any] | None
     current: Mapping[str, Any]
@@ -39,7 +33,7 @@ class ConfigHint(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Shape and format of an array."""
+    """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -49,7 +43,7 @@ class Leaf(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """An array whose format changes while it is loaded."""
+    """An array that is cast on load."""
 
     path: str
     stored: np.dtype
@@ -57,7 +51,7 @@ class Cast(NamedTuple):
 
 
 def leaves_by_path(tree: Any) -> dict[str, Leaf]:
-    """Returns arrays of a tree by path, such as "opt_state/1/0/mu/decoder/wi"."""
+    """Returns the arrays of a tree by path, e.g. "opt_state/1/0/mu/decoder/wi"."""
     return {
         path_name(path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -65,19 +59,7 @@ def leaves_by_path(tree: Any) -> dict[str, Leaf]:
 
 
 def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint) -> list[Cast]:
-    """Compares names, shapes and formats.
-
-    Args:
-      stored_tree: The checkpoint's description; leaves have .shape and .dtype.
-      abstract_tree: What is wanted, such as a dict of jax.ShapeDtypeStruct.
-      config_hint: To name the keys responsible.
-
-    Returns:
-      The floating point arrays whose format differs; they are cast on load.
-
-    Raises:
-      UserError: Arrays are missing, extra, or of another shape or kind of number.
-    """
+    """Returns the float arrays to cast on load; UserError if names, shapes or kinds differ."""
     stored, wanted = leaves_by_path(stored_tree), leaves_by_path(abstract_tree)
     problems = [
         f"missing     {path}: the checkpoint has none, wanted {leaf}"
@@ -107,7 +89,7 @@ def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint)
 
 
 def describe_casts(casts: Sequence[Cast]) -> list[str]:
-    """Returns lines about the formats that change on load."""
+    """Returns log lines about dtype casts on load."""
     counts: dict[tuple[str, str, str], int] = {}
     for cast in casts:
         kind = (cast.path.split("/")[0], cast.stored.name, cast.wanted.name)
@@ -119,12 +101,7 @@ def describe_casts(casts: Sequence[Cast]) -> list[str]:
 
 
 def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = None) -> str:
-    """Returns a message with the problems and the keys that are responsible.
-
-    Args:
-      problems: One line each.
-      most_lines: Problems to list; None lists all.
-    """
+    """Returns an error message with the problems and the configuration keys responsible."""
     shown = problems[:most_lines]
     lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
     lines += [f"  {problem}" for problem in shown]
@@ -142,7 +119,7 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
     if changed:
         lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
         lines += changed
-        # Another run_name would meet the same weights where a key names them.
+        # If a key names the weights, a new run_name would load the same ones.
         other = "start another run_name" if hint.is_own else "load other weights"
         lines.append(f"Set them back, or {other}.")
     else:
@@ -151,18 +128,13 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
 
 
 def parameter_hash(params: Any) -> str:
-    """Returns 16 hex digits of the names, shapes and formats of parameters."""
+    """Returns 16 hex digits that identify the names, shapes and dtypes of parameters."""
     table = sorted(f"{path} {leaf}" for path, leaf in leaves_by_path(params).items())
     return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
 
 
 def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Returns what is stored next to the state to explain it without the run.
-
-    Args:
-      config_flat: The resolved configuration by key.
-      params: Parameters or their shapes.
-    """
+    """Returns the metadata that explains a stored state without the run."""
     modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
     return {
         "schema_version": SCHEMA_VERSION,

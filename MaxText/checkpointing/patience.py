@@ -1,4 +1,4 @@
-"""Warnings while a run waits for its storage."""
+"""Slow-storage warnings."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ _SECONDS = 60.0
 
 
 def told_while_waiting(what: str, show: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Logs a warning once a minute while the block waits; `what` begins the line."""
+    """Logs a warning that starts with `what`, once a minute while the block runs."""
     began = time.monotonic()
 
     def tell() -> None:

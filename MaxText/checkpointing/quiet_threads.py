@@ -1,15 +1,15 @@
-"""Suppression of duplicate errors from threads of Orbax and TensorStore."""
+"""Suppresses duplicate errors from Orbax and TensorStore threads."""
 
 import logging
 import sys
 
 
 def install() -> None:
-    """Silences errors printed by those threads that the main thread gets as well.
+    """Silences errors printed by background threads that the main thread also raises.
 
-    Orbax logs the traceback of each of its threads and raises the error again where the save is
-    waited for. It then closes its event loop, of which TensorStore's callbacks complain, and drops
-    the tasks of the other arrays, whose errors asyncio logs when they are collected.
+    Orbax logs the traceback of each thread and raises the error again in the wait for the save. It
+    then closes its event loop, so TensorStore's callbacks complain, and drops the tasks of the
+    other arrays, whose errors asyncio logs when they are garbage-collected.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -18,7 +18,7 @@ def install() -> None:
 
 
 class _Hook:
-    """sys.unraisablehook for errors that no code can catch."""
+    """A sys.unraisablehook for errors that no code can catch."""
 
     def __init__(self, before):
         self._before = before

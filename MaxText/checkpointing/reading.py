@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's arrays: description, numbers and checksums."""
+"""Restores arrays from a checkpoint and verifies their checksums."""
 
 import contextlib
 import dataclasses
@@ -30,25 +30,19 @@ from MaxText.errors import UserError
 from MaxText.storage.bucket_errors import BucketFailure, is_refusal, is_storage_error
 
 _GUARD = "guard"
-# Bytes of arrays that are there in two formats at once while they are cast.
-_CAST_BYTES = 1 << 30
+_CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
 _LONGEST_REASON = 300  # characters
-_WAITS = (1.0, 2.0, 4.0)  # seconds before storage that failed is asked again
+_WAITS = (1.0, 2.0, 4.0)  # seconds between retries
 
 
 def as_dict(state: Any) -> dict[str, Any]:
-    """Returns a train state (any dataclass) as the stored dict, without fields that are None."""
+    """Returns a train state (any dataclass) as a dict without None fields."""
     fields = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
     return {name: value for name, value in fields if value is not None}
 
 
 def read_tree_description(stored: layout.Stored) -> dict[str, Any]:
-    """Returns names, shapes and formats of all arrays.
-
-    Raises:
-      Unreadable: The description is damaged or missing.
-      BucketFailure: Storage fails repeatedly.
-    """
+    """Returns names, shapes and dtypes of all arrays; raises Unreadable or BucketFailure."""
     import orbax.checkpoint as ocp
 
     def read() -> dict[str, Any]:
@@ -66,19 +60,10 @@ def read_state(
     *,
     is_own: bool = False,
 ) -> Any:
-    """Reads a train state with the shardings of `abstract_state`, whatever devices wrote it.
+    """Restores a train state onto the shardings of `abstract_state`, else onto the first device.
 
-    If the checkpoint has no `guard`, or one of other shapes, the result has
-    `abstract_state.guard.fresh()`.
-
-    Args:
-      abstract_state: A train state of jax.ShapeDtypeStruct; those without a sharding go to the
-        first device.
-      is_own: Whether it is a checkpoint of the run itself.
-
-    Raises:
-      UserError: Names or shapes differ.
-      Unreadable: Files are damaged, or the numbers are not those that were saved.
+    Uses `abstract_state.guard.fresh()` if the checkpoint has no `guard` or one of other shapes.
+    Raises UserError if names or shapes differ, Unreadable if files are damaged.
     """
     wanted = as_dict(abstract_state)
     tree, described = _verified_description(stored)
@@ -100,12 +85,7 @@ def read_params(
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
 ) -> Any:
-    """Reads the parameters only.
-
-    Raises:
-      UserError: Names or shapes differ.
-      Unreadable: Files are damaged, or the numbers are not those that were saved.
-    """
+    """Restores the parameters only. Raises like `read_state`."""
     found, hint, described = _stored_params(stored, config_flat)
     wanted = {"params": abstract_params}
     return _read(stored, found, wanted, hint, described, show)["params"]
@@ -114,7 +94,7 @@ def read_params(
 def check_params(
     stored: layout.Stored, abstract_params: Any, config_flat: Mapping[str, Any]
 ) -> None:
-    """Raises what `read_params` would raise for a mismatch, without reading arrays."""
+    """Raises `read_params`'s mismatch errors without reading arrays."""
     found, hint, _ = _stored_params(stored, config_flat)
     wanted = _as_stored(found, {"params": abstract_params}, config_flat)
     _check(stored, found, wanted, hint, lambda line: None)
@@ -123,7 +103,6 @@ def check_params(
 def _stored_params(
     stored: layout.Stored, config_flat: Mapping[str, Any]
 ) -> tuple[dict[str, Any], ConfigHint, Description]:
-    """Returns the description of a checkpoint's parameters."""
     tree, described = _verified_description(stored)
     found = {"params": tree["params"]} if "params" in tree else {}
     return found, ConfigHint(described.metadata.get("config"), config_flat), described
@@ -132,7 +111,7 @@ def _stored_params(
 def _as_stored(
     tree: dict[str, Any], wanted: dict[str, Any], config_flat: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the tree to ask for, if the checkpoint is of a version that stacked fewer layers."""
+    """Returns the tree to request, which differs for older, unstacked layouts."""
     if is_unstacked(tree.get("params", {}), wanted["params"]):
         return unstack(wanted, build(dict(config_flat)).model.layer_plan)
     return wanted
@@ -146,7 +125,6 @@ def _read(
     described: Description,
     show: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compares what is stored with what is wanted, and reads it."""
     asked = _as_stored(tree, wanted, hint.current)
     casts = _check(stored, tree, asked, hint, show)
     arrays = _read_arrays(stored, asked, casts, described.checksums, show)
@@ -156,7 +134,6 @@ def _read(
 
 
 def _verified_description(stored: layout.Stored) -> tuple[dict[str, Any], Description]:
-    """Returns the files' description of the arrays, and the checkpoint's metadata."""
     tree, described = read_tree_description(stored), describe(stored)
     if described.checksums is not None and (
         difference := other_leaf(leaves_by_path(tree), described.checksums)
@@ -182,10 +159,7 @@ def _read_arrays(
     checksums: dict[str, str] | None,
     show: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Reads arrays in their stored formats, verifies their checksums and casts them.
-
-    Arrays in `casts` are read in groups, so that only some are in memory in both formats.
-    """
+    """Reads arrays in stored dtypes, verifies and casts them, in groups that bound memory."""
     import orbax.checkpoint as ocp
 
     if checksums is None:
@@ -221,7 +195,7 @@ def _read_arrays(
 
 
 def _groups(names: list[str], leaves: list[Any], formats: Mapping[str, np.dtype]) -> list[set[int]]:
-    """Returns indices of the arrays to read together: uncast ones, then groups of cast ones."""
+    """Returns index groups: all uncast arrays, then casts of at most _CAST_BYTES each."""
     groups, room = [{i for i, name in enumerate(names) if name not in formats}], 0
     for i, name in enumerate(names):
         if name in formats:
@@ -244,18 +218,14 @@ def _restore(stored: layout.Stored, items: Any, arguments: Any) -> Any:
             damage_is_unreadable(),
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
         ):
-            # Reading goes on behind the returned arrays; an error must surface here.
+            # Restores are asynchronous; an error must surface here.
             return jax.block_until_ready(checkpointer.restore(stored.items, args=wanted))
 
     return read_again(read)
 
 
 def read_again(read: Callable[[], Any]) -> Any:
-    """Calls `read`, again after each of _WAITS while storage fails.
-
-    Raises:
-      BucketFailure: Storage fails for longer, or refuses.
-    """
+    """Retries `read` after each of _WAITS while storage fails; a refusal is raised at once."""
     for seconds in _WAITS:
         try:
             return read()
@@ -268,10 +238,7 @@ def read_again(read: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def damage_is_unreadable() -> Iterator[None]:
-    """Converts errors of Orbax and TensorStore on damaged files to Unreadable.
-
-    Failing storage is a BucketFailure: it says nothing about the files.
-    """
+    """Converts Orbax and TensorStore errors to Unreadable, or to BucketFailure if storage fails."""
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -279,8 +246,8 @@ def damage_is_unreadable() -> Iterator[None]:
         if not late and str(unraisable.exc_value) != "Event loop is closed":
             previous_hook(unraisable)
 
-    # When one array fails Orbax closes its event loop, and each array still on its way then
-    # prints a traceback of its own: dozens of them would bury the message below.
+    # When one array fails, Orbax closes its event loop and every array still in flight prints a
+    # traceback, which would bury the message below.
     sys.unraisablehook = hook
     try:
         yield
@@ -288,8 +255,8 @@ def damage_is_unreadable() -> Iterator[None]:
         raise
     except (MemoryError, jax.errors.JaxRuntimeError, ImportError):
         raise  # says nothing about the files
-    except Exception as error:  # Orbax raises that class itself, and others from damaged JSON
-        time.sleep(0.3)  # for arrays on their way
+    except Exception as error:  # Orbax raises plain Exception, and others from damaged JSON
+        time.sleep(0.3)  # for arrays in flight
         if is_storage_error(error):
             raise BucketFailure(
                 f"a checkpoint cannot be read now: {_innermost(error)}. Nothing was changed; the "
@@ -302,7 +269,7 @@ def damage_is_unreadable() -> Iterator[None]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Returns the first line of the root cause, which is surrounded by pages of settings."""
+    """Returns the first line of the root cause; the rest is pages of TensorStore settings."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).splitlines()

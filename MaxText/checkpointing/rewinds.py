@@ -1,7 +1,7 @@
-"""Rollbacks of a run and their exclusions: `rewinds.json` next to its checkpoints.
+"""Rollbacks of a run and their excluded samples: `rewinds.json` next to its checkpoints.
 
-The next checkpoint has the exclusions. Until there is one, a restart begins at a state from before
-the trouble, and would meet it again without this file.
+The next checkpoint also stores the exclusions. Until then a restart resumes from an earlier state
+and would hit the same data again without this file.
 """
 
 import dataclasses
@@ -21,14 +21,12 @@ class Rewind:
     """A rollback.
 
     Attributes:
-      number: From 1.
-      to: The next update.
-      noticed: The update at which the trouble was noticed.
-      began: The first suspicious one.
-      samples: First excluded sample, and the end.
-      source: Of the state.
-      reason: A sentence or two.
-      data: What fixes the meaning of a sample (BatchIterator.position).
+      number: Counts rollbacks of the run, from 1.
+      to: Next step after the rollback.
+      noticed: Step at which it was triggered.
+      began: First suspicious step.
+      samples: Range of excluded samples, end exclusive.
+      data: Data settings that fix the meaning of a sample number (BatchIterator.position).
     """
 
     number: int
@@ -41,29 +39,20 @@ class Rewind:
     data: Mapping[str, Any]
 
     def facts(self) -> dict[str, Any]:
-        """Returns the facts of its event."""
         facts = dataclasses.asdict(self) | {"samples": list(self.samples)}
         del facts["data"]
         return facts
 
 
 def write_rewinds(folder: epath.Path, rewinds: Sequence[Rewind]) -> None:
-    """Writes the rollbacks of a run atomically, on one process.
-
-    Raises:
-      OSError: The file cannot be written.
-    """
+    """Writes the rollbacks atomically; call it on one process only."""
     rows = [dataclasses.asdict(rewind) for rewind in rewinds]
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(folder / _FILE, "rewinds", rows)
 
 
 def read_rewinds(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rewind, ...]:
-    """Returns the rollbacks of a run, in order; none without a file, or if it is damaged.
-
-    Raises:
-      UserError: The file cannot be read.
-    """
+    """Returns the rollbacks in order, none if missing or damaged; UserError if storage fails."""
     path = folder / _FILE
     try:
         rows = read_sealed(path, "rewinds") or []

@@ -1,4 +1,4 @@
-"""Creation of a run folder, and a check that it is writable."""
+"""Creates a run folder and checks that it is writable."""
 
 import errno
 import sys
@@ -15,22 +15,16 @@ _SILENCE_SECONDS = 3.0
 
 
 def prepare_run_folder(path: str | epath.Path) -> epath.Path:
-    """Creates the folder of a run and proves that files can be written there.
+    """Creates the run folder, proves that it is writable, and returns its absolute path.
 
-    Called before anything expensive, so that a wrong path costs seconds. Every process probes with
-    a file of its own; no device is touched, because jax.distributed is not initialized yet.
-
-    Returns:
-      The folder, absolute.
-
-    Raises:
-      UserError: The folder cannot be created or written to.
+    Runs before anything expensive and before jax.distributed: each process writes its own probe
+    file.
     """
-    # Absolute, as Orbax asks for.
+    # Orbax requires absolute paths.
     folder = path_of(str(path), "base_output_directory")
     if not is_bucket(path):
         folder = folder.resolve()
-    # The library behind gs:// tries for almost a minute before it says what is wrong.
+    # The gs:// client retries for almost a minute before it reports an error.
     line = f"waiting for an answer of {folder} (base_output_directory), for up to a minute\n"
     waiting = threading.Timer(_SILENCE_SECONDS, lambda: sys.stderr.write(line))
     waiting.start()
@@ -50,7 +44,7 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
 
 
 def probe(folder: epath.Path) -> None:
-    """Creates a folder, writes a file into it and removes that; raises OSError if it cannot."""
+    """Creates a folder and a probe file in it; raises OSError on failure."""
     probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,5 +52,5 @@ def probe(folder: epath.Path) -> None:
         probe.unlink()
     except OSError:
         raise
-    except Exception as error:  # of the library behind a URL
+    except Exception as error:  # from the library behind a URL
         raise OSError(str(error)) from error

@@ -1,6 +1,6 @@
-"""Lock of a run folder: one process at a time owns it.
+"""Locks a run folder, so that one process at a time owns it.
 
-The kernel drops the lock of a dead process, so a leftover lock is free.
+The kernel drops the lock of a dead process, so a leftover lock file is free.
 """
 
 import datetime
@@ -20,19 +20,14 @@ from MaxText.storage.paths import is_bucket
 
 _FILE = ".lock"
 _leases: list[Lease] = []
-_descriptors: list[int] = []  # of locked files; closing one gives up its lock
+_descriptors: list[int] = []  # of locked files; closing one releases its lock
 
 
 def hold(run_folder: epath.Path, patience: float = 3.0) -> None:
-    """Locks a run folder until this process ends. Process 0 of a run calls it.
+    """Locks a run folder until this process (process 0) ends; by a lease in a bucket.
 
-    In a bucket that is a lease, see lease.py; file systems without locks are not locked.
-
-    Args:
-      patience: Seconds to wait for an old owner that was killed.
-
-    Raises:
-      UserError: Another process holds it; names host, process and start time.
+    File systems without locks stay unlocked. Waits `patience` seconds for an owner that was killed.
+    Raises UserError if another process holds it.
     """
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}

@@ -1,7 +1,6 @@
-"""Compatibility with checkpoints that hold each layer of a repeated cycle by its number.
+"""Reads checkpoints of earlier versions, which stored a repeated cycle as layers/<number>.
 
-Earlier versions stored layers that differ in shapes as layers/<number>. Now those of a repeated
-cycle are stacked by runs of like layers, layers/cycle/<run> (layers/stack.py).
+Now it is stacked by runs of like layers as layers/cycle/<run> (layers/stack.py).
 """
 
 from collections.abc import Mapping
@@ -17,13 +16,13 @@ _CYCLE = "cycle"
 
 
 def is_unstacked(stored_params: Mapping[str, Any], wanted_params: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has one by one what the model wants stacked."""
+    """Returns whether the checkpoint has separate layers and the model stacked ones."""
     stored, wanted = (tree.get("layers", {}) for tree in (stored_params, wanted_params))
     return _CYCLE in wanted and _CYCLE not in stored and "0" in stored
 
 
 def unstack(wanted: Any, plan: LayerPlan) -> Any:
-    """Returns the tree to ask such a checkpoint for."""
+    """Returns the tree to request from an unstacked checkpoint."""
 
     def one(tree: Any) -> Any:
         if not _has_cycle(tree):
@@ -39,7 +38,7 @@ def unstack(wanted: Any, plan: LayerPlan) -> Any:
 
 
 def stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
-    """Returns arrays that were read like this, as `wanted` asks for them."""
+    """Stacks arrays restored with `unstack` into the tree of `wanted`."""
 
     def one(layout: Any, tree: Any) -> Any:
         if not _has_cycle(layout):

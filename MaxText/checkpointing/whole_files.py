@@ -11,12 +11,8 @@ from MaxText.storage.paths import is_bucket
 
 
 def write_whole(path: epath.Path, text: str) -> None:
-    """Replaces a file, local or gs://, atomically and durably.
-
-    Raises:
-      OSError: It cannot be written.
-    """
-    if is_bucket(path):  # objects appear when they are complete
+    """Replaces a file, local or gs://, atomically and durably."""
+    if is_bucket(path):  # objects appear only when complete
         path.write_text(text)
         return
     partial = f"{path}.partial"
@@ -28,21 +24,12 @@ def write_whole(path: epath.Path, text: str) -> None:
 
 
 def write_sealed(path: epath.Path, name: str, value: Any) -> None:
-    """Writes `{name: value, "sha256": ...}` as JSON, atomically.
-
-    Raises:
-      OSError: It cannot be written.
-    """
+    """Writes `{name: value, "sha256": ...}` as JSON, atomically."""
     write_whole(path, json.dumps({name: value, "sha256": _digest(value)}))
 
 
 def read_sealed(path: epath.Path, name: str) -> Any:
-    """Returns the value that `write_sealed` wrote; None if there is no file.
-
-    Raises:
-      OSError: Storage fails.
-      ValueError: It is not what was written.
-    """
+    """Returns the value, or None without a file; ValueError if it is not what was written."""
     try:
         content = json.loads(path.read_text())
         if content["sha256"] != _digest(content[name]):
@@ -55,5 +42,5 @@ def read_sealed(path: epath.Path, name: str) -> Any:
 
 
 def _digest(value: Any) -> str:
-    # As JSON has it: a tuple that was written is a list when it is read.
+    # Via JSON: a tuple that was written is read back as a list.
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

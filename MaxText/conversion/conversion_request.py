@@ -18,8 +18,8 @@ from MaxText.errors import UserError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 GROW = "grow"
-_OTHER_PROGRAMS = ("maxtext", "fattorib")  # whose checkpoints are named as maxtext:PATH
-# Keys about the training that follows a growth.
+_OTHER_PROGRAMS = ("maxtext", "fattorib")  # their checkpoints are given as maxtext:PATH
+# Keys for training after growth.
 _OF_TRAINING = ("growth_moments", "growth_data", "growth_old_slots_learning_rate")
 
 
@@ -46,7 +46,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-# How options besides from and to are read, and the kind of source or target that they are for.
+# Parser of each option besides from and to, and the source or target that it applies to.
 _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "export": (_one_of("stablehlo"), "to stablehlo"),
     "family": (_one_of(*FAMILIES), "to hf"),
@@ -61,27 +61,25 @@ _NAMES = ("from", "to", *_OPTIONS)
 
 @dataclasses.dataclass
 class Request:
-    # a folder of Hugging Face, a run, or a checkpoint of another program, without its prefix
-    source: str = ""
+    source: str = ""  # Hugging Face folder, run, or another program's checkpoint, without prefix
     source_kind: str = ""  # "hf", "run", "maxtext" or "fattorib"
-    target: Path = Path()  # where the result goes, without its prefix
+    target: Path = Path()  # without prefix
     target_kind: str = ""  # "hf", "run" or "stablehlo"
-    export: str = ""  # the format of a target that is a file, or ""
-    family: str = ""  # model_type to export as; "" for the first that fits
-    dtype: str = ""  # format of exported tensors; "" for the one that they are stored in
-    max_shard_size: int = 5_000_000_000  # bytes; above it an export is several files
-    query_scaling: str = ""  # of a checkpoint of MaxText; "" for what its block does
-    length: int = 0  # tokens of an exported program; 0 for max_target_length
-    tokenizer: str = ""  # folder of the tokenizer to export; "" for that of the run or its data set
-    verify: bool = False  # compare with transformers before anything is left
-    grow: bool = False  # make a larger model; the target is a run
-    config_file: str = ""  # a configuration named first, or ""
-    # key=value arguments that are those of train.py
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    export: str = ""  # format of a single-file target, or ""
+    family: str = ""  # model_type to export as; "" for the first match
+    dtype: str = ""  # format of exported tensors; "" for the stored one
+    max_shard_size: int = 5_000_000_000  # bytes; larger exports are sharded
+    query_scaling: str = ""  # see MaxTextWeights
+    length: int = 0  # sequence length of an exported program; 0 for max_target_length
+    tokenizer: str = ""  # tokenizer folder to export; "" for that of the run or its dataset
+    verify: bool = False  # compare with transformers before the result is kept
+    grow: bool = False  # create a larger model; the target is a run
+    config_file: str = ""  # configuration file argument, or ""
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)  # train.py's key=value arguments
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments for configuration.loading.load."""
+        """Arguments for config.loading.load."""
         named = [self.config_file] if self.config_file else []
         return [*named, *(f"{name}={text}" for name, text in self.keys.items())]
 
@@ -123,7 +121,7 @@ def _spelled(names: Sequence[str]) -> str:
 
 
 def _check_spelling(request: Request) -> None:
-    """Refuses a misspelled option; the configuration refuses other unknown names."""
+    """Refuses misspelled options; the configuration refuses unknown keys."""
     known = all_keys()
     for name, text in request.keys.items():
         if name in known or name in ALIASES or absent(name):

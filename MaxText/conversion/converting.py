@@ -1,4 +1,4 @@
-"""Execution of a conversion: all of it or nothing."""
+"""Runs a conversion; writes either the complete result or nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +43,9 @@ _SCALINGS = {
 
 
 def convert(request: Request, show: Show) -> None:
-    """Converts as requested; on errors nothing is left behind.
+    """Converts as requested; leaves nothing behind on errors.
 
-    Raises:
-      UserError: The source or the target cannot be used.
+    Raises UserError if the source or the target cannot be used.
     """
     imported_run.check_free(request.target)
     loaded = _configuration(request)
@@ -80,7 +79,7 @@ def convert(request: Request, show: Show) -> None:
 
 def _configuration(request: Request) -> Loaded | None:
     if request.source_kind == "hf" or (request.source_kind == "run" and not request.arguments):
-        return None  # what lies there says it
+        return None  # the source has its own configuration
     if request.arguments:
         return load(request.arguments)
     kind = request.source_kind
@@ -105,7 +104,7 @@ def _described(weights: Weights) -> str:
 
 
 def show_memory(peak: int, show: Show) -> None:
-    """Shows the most memory that a conversion takes, in bytes."""
+    """Reports the peak memory of a conversion, in bytes."""
     size = f"{peak / 1e9:.1f} GB" if peak >= 1e8 else f"{peak / 1e6:.1f} MB"
     show(f"Peak memory, besides the program: about {size}")
 
@@ -211,12 +210,12 @@ def _tokenizer(request: Request, weights: Weights) -> tuple[Path | None, str]:
 
 
 def _family(weights: Weights, asked: str, imported_as: Family | None) -> Family:
-    """Returns the family asked for, else that of the import if it fits, else the first."""
+    """Returns the requested family, else the import's, else the first fit."""
     if not asked and imported_as is not None:
         try:
             return find_family(weights.config, imported_as.model_type)
         except UserError:
-            pass  # its parts were changed since; another family may have them
+            pass  # its parts changed since; another family may fit
     return find_family(weights.config, asked)
 
 

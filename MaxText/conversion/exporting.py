@@ -1,11 +1,10 @@
-"""Export to a Hugging Face checkpoint, and what is folded into weights for it.
+"""Export to a Hugging Face checkpoint, folding the slot zoom into weights.
 
-`AutoModelForCausalLM.from_pretrained` loads the result if transformers has the family. A fixed
-zoom, which no checkpoint format has, is folded into the value slots where that is exact: Pattention
-multiplies normalized scores by sqrt(zoom) (growth/zoom.py), and TokenFormer's PyTorch
-code always takes the number of slots for it. If the root is applied last, value slots can carry the
-difference. With l2_norm_gelu the root is inside of gelu, and the norm cancels every factor of the
-keys.
+`AutoModelForCausalLM.from_pretrained` loads the result if transformers has the family. No
+checkpoint format stores a fixed zoom. Pattention multiplies normalized scores by sqrt(zoom)
+(growth/zoom.py), and TokenFormer's PyTorch code always uses the number of slots instead. If
+sqrt(zoom) is applied last, value slots absorb the ratio exactly. With l2_norm_gelu it is applied
+inside gelu, and the norm cancels any factor of the keys, so folding is impossible.
 """
 
 import math
@@ -36,7 +35,7 @@ from MaxText.conversion.weight_source import Weights, num_bytes
 from MaxText.errors import UserError
 from MaxText.layers.pattention import slot_place, slots_by_place
 
-# Ids that a folder names both for the model and for generation.
+# Ids in both config.json and generation_config.json.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -54,7 +53,7 @@ class FolderExport:
 
         Args:
           dtype: Format of all tensors, or "" for the stored formats.
-          formats: Of tensors that an import widened; restored without `dtype`.
+          formats: Original formats of tensors that an import widened; restored without `dtype`.
         """
         self.weights, self.family, self._dtype = weights, family, dtype
         self.map = TensorMap(family, weights.model)
@@ -69,7 +68,7 @@ class FolderExport:
         return np.dtype(formats.pop() if len(formats) == 1 else "float32")
 
     def peak_bytes(self, max_shard_bytes: int) -> int:
-        """Returns peak memory: arrays that share tensors, their copies while read, and a file."""
+        """Returns peak memory: a group of arrays, read copies, and one file."""
         sizes = num_bytes(self.weights)
         groups = max(sum(sizes[name] for name in ours) for ours in self.map.groups)
         written = [planned.num_bytes for planned in self.planned.values()]
@@ -77,11 +76,7 @@ class FolderExport:
         return groups + 2 * max(sizes.values()) + file
 
     def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        """Writes the tensors; returns the names of the files.
-
-        Raises:
-          UserError: A number does not fit the requested format.
-        """
+        """Writes tensors; returns file names. UserError if float16 overflows."""
         return safetensors_files.write(folder, self.planned, self._tensors(), max_shard_bytes)
 
     def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -108,8 +103,8 @@ class FolderExport:
         """Returns config.json.
 
         Args:
-          kept: Of the checkpoint that the weights came from; keys that no table decides stay.
-          token_ids: Of the tokenizer, where `kept` has none.
+          kept: Config of the imported checkpoint; keys that no table determines are preserved.
+          token_ids: Special token ids of the tokenizer, used if `kept` has none.
         """
         sizes: dict[str, int] = {}
         for planned in self.planned.values():
@@ -118,13 +113,13 @@ class FolderExport:
         same_family = named_family(kept) is self.family
         settled = settled_names(self.family)
         if self.family.has_model_type or self._dtype:
-            # Where it decides nothing it stays: published TokenFormers say float16, being float32.
+            # Without effect the original dtype stays: published float32 TokenFormers say float16.
             settled |= {"dtype", "torch_dtype", "transformers_version"}
         rest = {name: value for name, value in kept.items() if name not in settled and same_family}
         written = to_config_json(self.family, self.weights.config)
         if same_family:
             written |= kept_window(self.family, kept, written) | kept_words(self.family, kept)
-        # Without these the classes of transformers name ids of their own tokenizers.
+        # Without these, transformers defaults to the ids of its own tokenizers.
         named = _TOKEN_IDS if self.family.has_model_type else token_ids
         return {
             **written,
@@ -140,9 +135,10 @@ def write_configs(
     generation: Mapping[str, Any] | None,
     family: Family,
 ) -> list[str]:
-    """Writes config.json and generation_config.json; returns the names of the files.
+    """Writes config.json and generation_config.json; returns the file names.
 
-    The second is that of the import, or made by transformers if it is installed.
+    generation_config.json is the imported one, or derived from config.json if transformers has the
+    family.
     """
     write_json(folder / CONFIG, config_json)
     if not generation and not family.in_transformers:
@@ -152,14 +148,13 @@ def write_configs(
     return [CONFIG, GENERATION_CONFIG]
 
 
-# Values of normalize_type by what becomes of sqrt(zoom).
-_LAST = ("gelu_l2_norm", "l2_norm")
-_INSIDE = ("l2_norm_gelu",)
+_LAST = ("gelu_l2_norm", "l2_norm")  # normalize_type that applies sqrt(zoom) last
+_INSIDE = ("l2_norm_gelu",)  # normalize_type that applies it inside gelu
 _NO_ZOOM = {"zoom_dim": 0.0} | {f"{place}_zoom_dim": -1.0 for place in get_args(SlotPlace)}
 
 
 class FoldedWeights(Weights):
-    """Weights whose value slots carry the zoom: parameter name -> factor."""
+    """Weights whose value slots are scaled by `factors` (by parameter name)."""
 
     def __init__(self, weights: Weights, config: Config, factors: dict[str, float]):
         self.config, self.model, self.formats = config, weights.model, weights.formats
@@ -175,10 +170,10 @@ class FoldedWeights(Weights):
 
 
 def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
-    """Returns the same function by weights without a zoom, and a line that says so.
+    """Returns equivalent weights without a zoom, and a line that reports it.
 
-    Returns the weights as they are and an empty line if no zoom is fixed, or if no family would
-    accept them either way.
+    Returns the weights unchanged and an empty line if no zoom is fixed, or no family would fit
+    anyway.
     """
     config = weights.config
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
@@ -194,7 +189,7 @@ def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
     try:
         family = find_family(without, asked)
     except UserError:
-        return weights, ""  # the other differences are told with this one
+        return weights, ""  # find_family reports this difference with the others
     if section.normalize_type in _INSIDE:
         places = {
             name: f"zoom {section.zoom(place, emb_dim):g} for "

@@ -1,6 +1,6 @@
-"""Elements of a family's tables: rows of tensors and of settings.
+"""Building blocks of family tables: rows of tensors and settings.
 
-Each file of `families/` has the tables of a family. No other module knows names of other programs.
+Each file of `families/` has the tables of a family. Only these contain names of other programs.
 """
 
 import dataclasses
@@ -13,27 +13,26 @@ from MaxText.conversion.layouts import Layout
 
 REQUIRED = object()
 
-# Under this name a config.json has the length that the user asks for, where that is another.
+# config.json key that carries the length requested by the user.
 TEXTS = "length of the user's texts"
 
-# What stands in the name of a tensor for a number.
+# Placeholders for numbers in tensor names.
 _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
 _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Maps one Hugging Face tensor (per layer if its name has `{layer}`) to parameters."""
+    """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
 
-    # its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how many
-    # there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
+    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
     theirs: str
-    # the arrays of ours that it holds, in the order of J. Those of a layer begin with `layers/`,
-    # however layers are stored. One array holds all experts, after the layers. The row applies
-    # where the model has the first of them: a model without biases has no row of biases.
+    # parameters in the tensor, in the order of J. Names in layers begin with `layers/`, however
+    # layers are stored; one array holds all experts, after the layer dimension. The row applies
+    # only to models with the first parameter: a model without biases has no bias rows.
     ours: tuple[str, ...]
-    layout: Layout  # how numbers are ordered, of one layer and one expert
-    older: tuple[str, ...] = ()  # other names for it in files that are about
+    layout: Layout  # for one layer and one expert
+    older: tuple[str, ...] = ()  # alternative names in published files
 
     @property
     def in_layers(self) -> bool:
@@ -53,12 +52,12 @@ def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
 def row(
     theirs: str, ours: str, theirs_axes: str, ours_axes: str, older: tuple[str, ...] = ()
 ) -> Row:
-    """Returns a row; `ours` are names separated by blanks, relative to `layers/`."""
+    """Returns a row; `ours` are space-separated names."""
     return Row(theirs, tuple(ours.split()), Layout(theirs_axes, ours_axes), older)
 
 
 def norm(theirs: str, ours: str, ends: tuple[str, str] = (".weight", ".bias")) -> tuple[Row, Row]:
-    """Returns rows of a norm: its scale, and the bias of LayerNorm."""
+    """Returns the rows of a norm: its scale, and the bias of LayerNorm."""
     return (
         row(theirs + ends[0], f"{ours}/scale", "D", "D"),
         row(theirs + ends[1], f"{ours}/bias", "D", "D"),
@@ -72,7 +71,7 @@ def projection(
     ours_axes: str,
     ends: tuple[str, str] = (".weight", ".bias"),
 ) -> tuple[Row, Row]:
-    """Returns rows of one or more projections that share a tensor, and of their biases."""
+    """Returns the rows of projections that share a tensor, and of their biases."""
     last = ours_axes[-1]
     outputs = next(found for found in _DIMENSION.findall(theirs_axes) if last in found)
     letters = [letter for letter in ours_axes.split() if letter in outputs]
@@ -85,36 +84,32 @@ def projection(
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Maps one key of config.json to keys of ours."""
+    """Maps one key of config.json to keys of this program."""
 
-    # its name, and older names of it that are read but not written. "a.b" is key b of the object a.
-    theirs: tuple[str, ...]
-    # our keys, which all take the value. None where we have no choice: `values` then holds what can
-    # be imported, the first of which is written.
+    theirs: tuple[str, ...]  # key, then older names that are only read; "a.b" is key b of object a
+    # our keys, which all take the value. If empty, `values` lists the supported ones, of which the
+    # first is written.
     ours: tuple[str, ...] = ()
-    # what transformers takes where config.json is silent or says null, or a function of config.json
-    # that gives it; REQUIRED if it takes nothing
+    # value in transformers if config.json omits the key or has null, or a function of config.json;
+    # REQUIRED if there is none
     default: Any = REQUIRED
-    # pairs of their value and ours; None for equal values. Where several of theirs mean the same,
-    # the first is written.
+    # (Hugging Face value, our value) pairs; None if they are equal. Of equivalent Hugging Face
+    # values the first is written.
     values: tuple[tuple[Any, Any], ...] | None = None
     is_written: bool = True  # whether config.json gets it
-    # whether the default is the only value: another, there or in our keys, contradicts the keys
-    # that it is computed from
-    is_computed: bool = False
-    unset: Any = None  # a value of theirs that means silence
+    is_computed: bool = False  # whether any value but the default contradicts other keys
+    unset: Any = None  # a Hugging Face value equivalent to an absent key
     remedy: str = ""  # added to the message about a value that cannot be imported
-    # the value, by config.json, that our keys have anyway: an import leaves them out
+    # config.json -> a value that our keys have anyway, so that an import omits them
     implied: Callable[[Mapping[str, Any]], Any] | None = None
-    # their value and config.json -> our value, or REQUIRED if we have none; where pairs of values
-    # cannot say it
+    # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    # all our keys -> their value, or REQUIRED if they have none
+    # our keys -> Hugging Face value or REQUIRED
     write: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
     def name(self) -> str:
-        """The key of config.json as it is written."""
+        """The key written to config.json."""
         return self.theirs[0]
 
     def given(self, config: Mapping[str, Any]) -> list[Any]:
@@ -123,7 +118,7 @@ class Setting:
         return [value for value in found if self.unset is None or value != self.unset]
 
     def value_of_silence(self, config: Mapping[str, Any]) -> Any:
-        """Returns the default; REQUIRED if there is none."""
+        """Returns the value of an absent key; REQUIRED if there is none."""
         return _computed(self.default, config) if callable(self.default) else self.default
 
     def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
@@ -131,14 +126,14 @@ class Setting:
         return self.implied is not None and _computed(self.implied, config) == value
 
     def ours_of(self, value: Any, config: Mapping[str, Any]) -> Any:
-        """Returns our value of one of theirs; REQUIRED if there is none."""
+        """Converts a Hugging Face value; REQUIRED if impossible."""
         if self.read is not None:
             return self.read(value, config)
         pairs = ((value, value),) if self.values is None else self.values
         return next((ours for theirs, ours in pairs if theirs == value), REQUIRED)
 
     def theirs_of(self, values: Mapping[str, Any]) -> Any:
-        """Returns their value of ours; REQUIRED if there is none."""
+        """Converts our keys to the Hugging Face value; REQUIRED if impossible."""
         if self.write is not None:
             return self.write(values)
         value = values[self.ours[0]] if self.ours else None
@@ -150,93 +145,90 @@ def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, An
     try:
         return value(config)
     except (KeyError, TypeError, ZeroDivisionError):
-        return REQUIRED  # the other key is missing or no size, which is said as well
+        return REQUIRED  # the other key is missing or no size, which is reported separately
 
 
 def same(
     theirs: str, ours: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
 ) -> Setting:
-    """A setting of both sides; names are separated by blanks, the first of theirs is written."""
+    """Returns a setting that both sides have.
+
+    Names are separated by spaces; the first Hugging Face name is the one written.
+    """
     return Setting(tuple(theirs.split()), tuple(ours.split()), default, values, implied=implied)
 
 
 def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
-    """A setting without a key of ours: values that mean what our model does, first the default."""
+    """Returns a setting without a key here: supported values, default first."""
     pairs = tuple((value, None) for value in values)
     return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
 
 
 def stated(theirs: str, *values: Any, default: Any = REQUIRED, remedy: str = "") -> Setting:
-    """A setting that states what the family's parts are; its first value is written."""
+    """Returns a setting of a fixed part; its first value is written."""
     pairs = tuple((value, None) for value in values)
     return Setting((theirs,), (), default, pairs, remedy=remedy)
 
 
 def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
-    """A key of ours that the family computes and config.json does not have."""
+    """Returns a key of ours that the family derives, absent in config.json."""
     return Setting((ours,), (ours,), value, is_written=False, is_computed=True)
 
 
 def derived(
     theirs: str, ours: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
 ) -> Setting:
-    """A setting that follows from others and is written all the same."""
+    """Returns a setting that follows from others but is written nevertheless."""
     return Setting((theirs,), (ours,), value, is_computed=True, unset=unset)
 
 
 def _size(config: Mapping[str, Any], name: str) -> Any:
-    """Returns a number of config.json (text and lists could be multiplied, too)."""
+    """Returns a number; rejects text and lists, which also multiply."""
     if isinstance(config[name], str | list | tuple):
         raise TypeError(f"{name} is no number")
     return config[name]
 
 
 def like(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns a default: the value of another key of config.json."""
+    """Default: the value of another config.json key."""
     return lambda config: config[name]
 
 
 def multiple(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns a default: a multiple of another key."""
+    """Default: a multiple of another key."""
     return lambda config: factor * _size(config, name)
 
 
 def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns a default: one key divided by another."""
+    """Default: one key divided by another."""
     return lambda config: _size(config, name) // _size(config, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The tables of one Hugging Face `model_type`."""
+    """Tables of one Hugging Face `model_type`."""
 
     model_type: str  # as in config.json
-    architecture: str  # the class that `architectures` of config.json names
-    decoder_block: str  # our bundle of part choices that comes nearest
-    # our keys with the values that every model of the family has, besides SHARED_PARTS
-    own: Mapping[str, Any]
-    settings: tuple[Setting, ...]  # config.json and our keys
-    rows: tuple[Row, ...]  # tensors
-    # of the names of all tensors but the head; files of the bare model leave it out. "" if they
-    # have none in common.
-    prefix: str
-    # name of the head's tensor, which a model that ties it to the token table need not have
-    head: str = "lm_head.weight"
-    ignored: tuple[str, ...] = ()  # ends of names of tensors that are no weights
-    # key of the number of tokens that a token sees at most, where all layers have one
-    window: str = ""
+    architecture: str  # as in `architectures` of config.json
+    decoder_block: str  # nearest preset
+    own: Mapping[str, Any]  # our keys with fixed values, besides SHARED_PARTS
+    settings: tuple[Setting, ...]
+    rows: tuple[Row, ...]
+    prefix: str  # common to all tensor names but the head; absent in files of the bare model
+    head: str = "lm_head.weight"  # optional in files of tied models
+    ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
+    window: str = ""  # key of the sliding window, if all layers share one
     in_transformers: bool = True  # whether transformers has the class
-    # of config.json, for classes that lie beside it as Python files: what transformers asks for and
-    # "module.class". A family with neither has no model_type in config.json and is known by
-    # `architectures`; `model_type` is then only what it is called here.
+    # config.json's auto_map, for classes in Python files next to it. A family with neither is
+    # identified by `architectures`, and `model_type` is only a name used here.
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    code: str = ""  # where these files are published
-    # key of ours -> why the family has it as it is, or what makes it so, for messages
+    code: str = ""  # hub repository of these files
+    # our key -> why the family fixes it, or how to get that value, for messages
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
-        """Our keys that no setting decides, with their values."""
+        """Our keys that no setting determines, with their values."""
         decided = {name for setting in self.settings for name in setting.ours}
         every = {**SHARED_PARTS, **self.own}
         return {name: value for name, value in every.items() if name not in decided}
@@ -249,13 +241,12 @@ class Family:
 
     @property
     def has_model_type(self) -> bool:
-        """Whether config.json names the family by model_type."""
+        """Whether config.json identifies the family by model_type."""
         return self.in_transformers or bool(self.auto_map)
 
 
-# What no family of the tables varies. Keys that only say how the same numbers are computed
-# (attention, attention_block_size, dense_kept_sums, dense_mixing, logits_dot_in_fp32) belong to no
-# family.
+# Parts that no family varies. Excludes keys that only change how the same function is computed
+# (attention, attention_block_size, dense_kept_sums, dense_mixing, logits_dot_in_fp32).
 SHARED_PARTS: Mapping[str, Any] = {
     "mixer": "attention",
     "connection_type": "auto",

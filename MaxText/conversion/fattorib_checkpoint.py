@@ -18,14 +18,13 @@ _STEP = re.compile(r"params_(\d+)")
 
 
 class FattoribWeights(Weights):
-    """Parameters of a checkpoint under our names."""
+    """Parameters of a fattorib/transformer checkpoint."""
 
     def __init__(self, path: str, config: Config):
         """Reads the whole file, because msgpack has no index.
 
-        Args:
-          path: params_STEP, a folder with such files (the newest is read), or a file of
-            extract_weights.py; also gs://.
+        `path` is params_STEP, a folder of such files (the newest is read), or a file of
+        extract_weights.py; gs:// works too.
         """
         self.config, self.model = config, model_of(config)
         try:
@@ -74,7 +73,7 @@ def _restored(file: Any) -> Any:
 
 
 def _flattened(tree: Any) -> dict[str, np.ndarray]:
-    """Returns arrays by path; the tree may be in the state of a run, under params."""
+    """Returns arrays by path, of weights or of a train state with params."""
     while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
         tree = tree["params"]
     leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")

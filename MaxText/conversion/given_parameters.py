@@ -1,4 +1,4 @@
-"""Parameters that a path names: a checkpoint, or a Hugging Face checkpoint."""
+"""Opens parameters at a path: a run's or a Hugging Face checkpoint."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,34 +12,24 @@ Show = Callable[[str], None]
 
 
 class GivenParameters(NamedTuple):
-    """Matching parameters, not yet read.
+    """Matching parameters, not yet read."""
 
-    Attributes:
-      source: One line, such as "parameters of runs/first/checkpoints/120".
-      metadata: See matching.checkpoint_metadata; empty if there is none.
-      step: The update after which they were saved, if known.
-      read: Returns them, on devices.
-    """
-
-    source: str
-    metadata: Mapping[str, Any]
+    source: str  # one line, such as "parameters of runs/first/checkpoints/120"
+    metadata: Mapping[str, Any]  # see matching.checkpoint_metadata; may be empty
     folder: str
-    step: int | None
-    read: Callable[[], Any]
+    step: int | None  # last completed training step, if known
+    read: Callable[[], Any]  # returns them on device
 
 
 def open_parameters(
     path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
 ) -> GivenParameters:
-    """Finds parameters and compares names and shapes with those wanted.
+    """Finds parameters and checks names and shapes.
 
     Args:
       path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
-      key: The configuration key that holds the path.
-      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
-
-    Raises:
-      UserError: Nothing there, or parameters of another model.
+      key: The configuration key that holds the path, for UserError.
+      abstract_params: jax.ShapeDtypeStruct with the target shardings.
     """
     from MaxText.conversion.hugging_face_folder import is_folder
 
@@ -63,7 +53,7 @@ def open_parameters(
 
 @contextlib.contextmanager
 def unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
-    """Converts Unreadable to a UserError: a path from the user is never replaced silently."""
+    """Converts Unreadable to UserError: a user's path is never replaced."""
     try:
         yield
     except Unreadable as error:

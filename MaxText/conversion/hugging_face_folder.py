@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: config.json and tensors, read one at a time.
 
-safetensors in one file or sharded with an index, and the older pytorch_model.bin, which needs
-torch. Nothing is downloaded: a hub id means what its cache already has.
+Supports safetensors, in one file or sharded with an index, and the older pytorch_model.bin, which
+needs torch. Downloads nothing: hub ids resolve to the local cache.
 """
 
 import json
@@ -20,7 +20,7 @@ SAFETENSORS = "model.safetensors"
 _INDEX = ".index.json"
 _TORCH = "pytorch_model.bin"
 
-# Formats of safetensors that are numbers of a model, by NumPy's names.
+# Floating-point formats of safetensors -> NumPy names.
 _FORMATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -51,19 +51,18 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Returns whether a path means a Hugging Face checkpoint: by its prefix or its config.json.
+    """Returns whether a path is a Hugging Face checkpoint.
 
-    Raises:
-      UserError: The folder may not be searched.
+    It has the prefix or a config.json. Raises UserError without permission to search the folder.
     """
     return path.startswith(PREFIX) or is_file(local_path(path) / CONFIG)
 
 
 def find_folder(path: str, key: str) -> Path:
-    """Returns the folder of `hf:PATH`, `hf:HUB_ID` or a path that the user set as `key`."""
+    """Returns the folder of `hf:PATH`, `hf:HUB_ID` or a plain path."""
     name = path.removeprefix(PREFIX)
     folder = local_path(name)
-    # Asked first, because it also says whether the folder may be searched.
+    # Checked first, because it reports missing permissions.
     has_config = is_file(folder / CONFIG)
     if name and folder.is_dir():
         if not has_config:
@@ -75,7 +74,7 @@ def find_folder(path: str, key: str) -> Path:
     if not name or folder.exists() or name.count("/") > 1 or name[0] in "./~":
         what = "is no folder" if name else "names no folder"
         raise UserError(f"{key}={path}: {folder} {what} (seen from {Path.cwd()}). Check the path.")
-    # Imported here because it takes a third of a second that folders do not need.
+    # Imported late: it takes a third of a second.
     import huggingface_hub
 
     try:
@@ -101,13 +100,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """The tensors of a folder by name; numbers are read on demand."""
+    """Tensors of a folder by name, read on demand."""
 
     def __init__(self, folder: Path):
-        """Reads the names and shapes.
+        """Reads names and shapes.
 
-        Raises:
-          UserError: No weights, a file that is missing or truncated, or torch is needed.
+        Raises UserError for missing weights or files, truncated files, or if torch is needed.
         """
         self.folder = folder
         self.found: dict[str, Found] = {}
@@ -123,7 +121,7 @@ class TensorFiles:
             self.found |= found
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns files, and the names that an index promises in each."""
+        """Returns the files, and the tensor names that an index promises in each."""
         for name in (SAFETENSORS, _TORCH):
             index = self.folder / (name + _INDEX)
             if index.is_file():
@@ -132,7 +130,7 @@ class TensorFiles:
                 if not isinstance(weights, Mapping) or not weights:
                     raise UserError(f"{index} has no weight_map. Copy it again.")
                 for tensor, file in weights.items():
-                    # A link of the hub's cache leads elsewhere, a name in an index does not.
+                    # The hub cache has links to outside, but names in an index never leave it.
                     if Path(str(file)).is_absolute() or ".." in Path(str(file)).parts:
                         raise UserError(
                             f"{index} names {file}, which is outside of its folder. Only files "
@@ -170,11 +168,11 @@ class TensorFiles:
         return found
 
     def _open(self, file: Path) -> Any:
-        """Opens a file as a memory map; one is open at a time."""
+        """Memory-maps a file; at most one is open at a time."""
         if self._opened is not None and self._opened[0] == file:
             return self._opened[1]
         try:
-            file.open("rb").close()  # safetensors says "no such file" of one that may not be read
+            file.open("rb").close()  # safetensors reports "no such file" without read permission
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}.") from error
         self._opened = (file, _open_safetensors(file) if file.suffix == ".safetensors"
@@ -219,7 +217,7 @@ def _open_torch(file: Path) -> Any:
     import zipfile
 
     try:
-        # Before torch 1.6 files were no archives, and cannot be mapped: all of one is in memory.
+        # Files from before torch 1.6 are not zip archives and cannot be memory-mapped.
         mapped = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -227,7 +225,7 @@ def _open_torch(file: Path) -> Any:
             f"{file} is damaged, or holds other objects than tensors, which could run any program "
             "when loaded and are refused. Copy it again, or use a model.safetensors."
         ) from error
-    # What is no file of torch at all gives any of these.
+    # Files in other formats raise any of these.
     except (RuntimeError, OSError, EOFError, LookupError, ValueError, AttributeError) as error:
         reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         raise UserError(f"{file} cannot be read by torch: {reason}. Copy it again.") from error

@@ -1,8 +1,11 @@
 """Run folders whose only checkpoint has imported parameters.
 
-<folder>/checkpoints/0/items      {params}, Orbax <folder>/checkpoints/0/metadata   as train.py
-writes it, with checksums, and what was imported <folder>/config.yml               the keys of the
-model <folder>/tokenizer/               files of the tokenizer, if any
+    checkpoints/0/items       {params}, Orbax
+    checkpoints/0/metadata    as written by train.py, with checksums, plus the import's record
+    config.yml                model keys
+    tokenizer/                tokenizer files
+
+tokenizer/ exists only if the source has one.
 """
 
 import contextlib
@@ -45,7 +48,7 @@ def check_free(target: Path) -> None:
 
 @contextlib.contextmanager
 def whole_or_nothing(target: Path) -> Iterator[Path]:
-    """Yields a staging folder that is renamed to the target at the end, and removed on errors."""
+    """Yields a staging folder, renamed at the end and removed on errors."""
     target = Path(os.path.abspath(target))
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
@@ -65,7 +68,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder while interrupted threads of Orbax may still write to it."""
+    """Removes a folder to which interrupted Orbax threads may still be writing."""
     for _ in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -74,7 +77,7 @@ def _remove(folder: Path) -> None:
 
 
 class _Pending:
-    """An array that is read when it is written; `checksum` is "" before."""
+    """An array that is read when written; `checksum` is "" until then."""
 
     def __init__(self, weights: Weights, name: str):
         self.shape = weights.model.parameters[name].shape
@@ -92,13 +95,11 @@ class _Pending:
 
 
 def _one_at_a_time(failures: list[BaseException]) -> Any:
-    """Returns Orbax's registry of formats, extended by arrays that are read late.
+    """Returns Orbax's type handlers, extended by arrays that are read lazily.
 
     Orbax copies all arrays before writing: 2.9 GB instead of 1.1 GB for a model of 1.6 GB.
-
-    Args:
-      failures: Receives what a read raised, Ctrl-C included. Passing through Orbax it would leave
-        threads behind that block the exit for five minutes.
+    `failures` receives exceptions from reading, including Ctrl-C. Raised through Orbax, they would
+    leave threads behind that block the exit for five minutes.
     """
     import orbax.checkpoint as ocp
 
@@ -123,7 +124,7 @@ def _one_at_a_time(failures: list[BaseException]) -> Any:
 
 
 def peak_bytes(weights: Weights) -> int:
-    """Returns an import's peak memory: the largest array as read, and twice while compressed."""
+    """Returns peak memory: the largest array, and twice while compressed."""
     return 4 * max(num_bytes(weights).values())
 
 
@@ -134,7 +135,7 @@ def write_run(
     comment: list[str],
     extra_metadata: Mapping[str, Any],
 ) -> None:
-    """Writes a run folder; `extra_metadata` is added to what train.py says of a checkpoint."""
+    """Writes a run folder; `extra_metadata` extends train.py's metadata."""
     import orbax.checkpoint as ocp
 
     pending = {name: _Pending(weights, name) for name in weights.model.parameters}
@@ -165,7 +166,7 @@ def write_run(
 
 
 def show_run(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:
-    """Reports what was written and how to train from it."""
+    """Reports the written files and how to train from them."""
     show(
         f"Wrote {target}: {CONFIG_YML}, checkpoints/0"
         + (f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")

@@ -20,17 +20,10 @@ from MaxText.errors import UserError
 
 
 class FolderWeights(Weights):
-    """The weights of a Hugging Face checkpoint under our names.
-
-    Attributes:
-      keys: Our keys of its model.
-    """
+    """Weights of a Hugging Face checkpoint; `keys` is its model configuration."""
 
     def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
-        """Reads config.json, and names and shapes of all tensors; no numbers.
-
-        `given` are keys that the user set on top.
-        """
+        """Reads config.json and tensor shapes. `given` keys override config.json."""
         self.folder = folder
         self.config_json = read_json(folder / CONFIG)
         self.family = family_of(self.config_json, str(folder))
@@ -59,7 +52,7 @@ class FolderWeights(Weights):
         }
 
     def _match(self) -> dict[str, str]:
-        """Returns the name of every tensor of the table -> its name in the files."""
+        """Returns the name in the files of every tensor of the table."""
         found, prefix = self.files.found, self.family.prefix
         names = {}
         for tensor in self.map.tensors:
@@ -100,7 +93,7 @@ class FolderWeights(Weights):
         return f"Check that {CONFIG} and the tensors belong together."
 
     def _tied_head(self) -> str | None:
-        """Returns the head's tensor in files of a tied model: a copy of the token table."""
+        """Returns a tied model's redundant head tensor in the files, if any."""
         if "logits_dense/kernel" in self.model.parameters:
             return None
         rows = [row for row in self.family.rows if row.theirs == self.family.head]
@@ -113,7 +106,7 @@ class FolderWeights(Weights):
 
     @property
     def widened(self) -> dict[str, str]:
-        """Returns the formats of tensors stored in a narrower one than our array of them."""
+        """Formats of tensors stored in a narrower format than their array here."""
         return {
             tensor.name: self._stored[tensor.name]
             for tensor in self.map.tensors
@@ -129,14 +122,10 @@ class FolderWeights(Weights):
 def open_weights(
     path: str, key: str, config_flat: Mapping[str, Any]
 ) -> tuple[FolderWeights, dict[str, Any]]:
-    """Returns a checkpoint's weights, and the configuration with what config.json says.
-
-    Raises:
-      UserError: No such checkpoint, or one that cannot be imported.
-    """
+    """Returns the weights, and the configuration updated from config.json."""
     given = {}
     if config_flat["position_embedding"] != "learned":
-        # A window that the run's texts do not exceed is no obstacle.
+        # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
         given["max_target_length"] = config_flat["max_target_length"]
     weights = FolderWeights(find_folder(path, key), given)
     theirs = flat(weights.config)
@@ -150,12 +139,9 @@ def open_folder(
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
 ) -> tuple[str, dict[str, Any], Callable[[], Any]]:
-    """Returns the path, the configuration with what config.json says, and a reader.
+    """Returns the path, the configuration updated from it, and a reader.
 
-    Names and shapes are compared with the configuration.
-
-    Args:
-      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
+    Checks names and shapes against `abstract_params` (jax.ShapeDtypeStruct with target shardings).
     """
     weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {
@@ -175,7 +161,7 @@ def open_folder(
 
     def read() -> Any:
         def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-            # One array at a time is on the host; each device takes its part of it.
+            # Only one array at a time is on the host; each device takes its shard.
             array = weights.read("/".join(entry.key for entry in location))
             sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             return jax.make_array_from_callback(

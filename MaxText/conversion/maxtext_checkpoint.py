@@ -1,9 +1,9 @@
-"""Checkpoints of MaxText, or of a program derived from it, as a source of weights.
+"""Weights from checkpoints of MaxText and programs derived from it.
 
 The tree is params/params/decoder/..., or with one `params`. Scanned layers are one array whose
 second dimension is the layer (param_scan_axis=1); unrolled layers are `layers_0`, `layers_1` and so
-on. Names are from AI-Hypercomputer/maxtext, and for slots and dense connections from TokenFormer's
-and MUDDFormer's JAX programs.
+on. Names follow AI-Hypercomputer/maxtext, and for slots and dense connections the JAX programs of
+TokenFormer and MUDDFormer.
 """
 
 import math
@@ -19,11 +19,10 @@ from MaxText.conversion.weight_source import Weights, check_arrays, common_forma
 from MaxText.errors import UserError
 from MaxText.storage.paths import path_of
 
-# Where the arrays of a step lie: MaxText, MUDDFormer's program, older versions of MaxText.
 _OF_MUDDFORMER = "state"
-_ITEMS = ("items", _OF_MUDDFORMER, "default")
+_ITEMS = ("items", _OF_MUDDFORMER, "default")  # MaxText, MUDDFormer's program, older MaxText
 
-# Names of ours outside of layers -> names in their tree.
+# Our names outside layers -> MaxText's.
 _NAMES = {
     "token_embedder/embedding": "token_embedder/embedding",
     "position_embedder/embedding": "decoder/position_embedder/embedding",
@@ -31,8 +30,8 @@ _NAMES = {
     "decoder_norm/bias": "decoder/decoder_norm/bias",
     "logits_dense/kernel": "decoder/logits_dense/kernel",
 }
-# normalization_type -> part of a layer of ours -> its name in theirs. Llama's layer names the norm
-# before the MLP by what comes before it; that of gpt3, the one with LayerNorm, has it in the MLP.
+# normalization_type -> our part of a layer -> MaxText's. Llama's block names the pre-MLP norm after
+# what precedes it; the gpt3 block (LayerNorm) has it inside the MLP.
 _LAYER_NAMES = {
     "rms_norm": {"pre_mlp_layer_norm": "post_self_attention_layer_norm"},
     "layer_norm": {
@@ -40,7 +39,7 @@ _LAYER_NAMES = {
         "pre_mlp_layer_norm": "mlp/mlp_layer_norm",
     },
 }
-# Slots: ours -> theirs, without the kernel or bias at the end.
+# Slots, without /kernel or /bias.
 _SLOT_NAMES = {
     "self_attention/query/keys": "self_attention/qkv_key_slot",
     "self_attention/key/keys": "self_attention/qkv_key_slot",
@@ -53,13 +52,13 @@ _SLOT_NAMES = {
     "mlp/keys": "mlp/wi",
     "mlp/values": "mlp/wo",
 }
-# Those that share an array, [D, 3, n], or [3, n] of biases: which of the three they are.
+# Index within the shared array, [D, 3, n], or [3, n] for biases.
 _SHARED_SLOTS = {
     "self_attention/query/keys": 0,
     "self_attention/key/keys": 1,
     "self_attention/value/keys": 2,
 }
-# Sums after a layer of ours, connections/after/{layer + 1}/ -> names of the layer in theirs.
+# connections/after/{layer + 1}/... -> names of the layer in MUDDFormer's program.
 _CONNECTION_NAMES = {
     "norm/scale": "decoder/layers_{layer}/pre_dense_proj1_norm/scale",
     "wi/kernel": "decoder/layers_{layer}/dynamic_dense_conn1/kernel",
@@ -67,49 +66,40 @@ _CONNECTION_NAMES = {
     "static": "decoder/layers_{layer}/dense_proj2.bias",
     "post_norms/r/scale": "decoder/mudd_postnorm_{layer}/scale",
 }
-# Scales of the embedding and of each layer's output, rows of one array of ours.
+# Scales of the embedding and of each layer's output: rows of one array here.
 _SOURCE_NORM = "connections/source_norm/scale"
 _SOURCE_NORM_NAMES = ("decoder/mudd_prenorm/scale", "decoder/mudd_prenorm_{layer}/scale")
-# Dimension of the layer in arrays of scanned layers: param_scan_axis.
-_LAYER_AXIS = 1
+_LAYER_AXIS = 1  # param_scan_axis of scanned layers
 
 _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
-# What rotary turns: queries and keys, and the norms before it.
-_TURNED = re.compile(r"/(query|key)(_norm)?/")
-# The layer of an array of ours that is one layer's alone.
-_OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")
+_TURNED = re.compile(r"/(query|key)(_norm)?/")  # affected by the rotary embedding
+_OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")  # aggregation after one layer
 
 
 class _Place(NamedTuple):
-    """Location of an array of ours."""
+    """Location of an array of ours in the checkpoint."""
 
-    paths: list[str]  # of their arrays: one, or several that are stacked, one for each row of ours
-    shape: tuple[int, ...]  # of each
-    is_stack: bool = False  # whether ours has a first dimension for the paths
-    is_scanned: bool = False  # whether theirs holds all layers, along _LAYER_AXIS
+    paths: list[str]  # one, or several to stack along a new first dimension
+    shape: tuple[int, ...]  # of the array at each path
+    is_stack: bool = False
+    is_scanned: bool = False  # whether it holds all layers, along _LAYER_AXIS
 
 
 class MaxTextWeights(Weights):
-    """A checkpoint of MaxText.
+    """Weights of a MaxText checkpoint.
 
-    Attributes:
-      query_scaling: Location of 1/sqrt(head_dim): MaxText's Llama and Mistral train it as a part of
-        the query's weights ("weights"); its gpt3, Qwen3 and other programs divide the scores
-        ("model").
+    `query_scaling` tells where 1/sqrt(head_dim) is applied. MaxText's Llama and Mistral fold it
+    into the query weights ("weights"); its gpt3, Qwen3 and other programs scale the scores
+    ("model").
     """
 
     def __init__(self, path: str, config: Config, query_scaling: str = ""):
-        """Reads names and shapes; no numbers.
+        """Reads names and shapes of a run, its checkpoints, a step or its items.
 
-        Args:
-          path: A run, its checkpoints, a step folder or its items.
-          query_scaling: "weights" or "model"; "" takes "model" with LayerNorm (gpt3), with norms of
-            queries and keys, whose scale would undo a factor in the weights, and where the arrays
-            lie as MUDDFormer's program leaves them, else "weights".
-
-        Raises:
-          UserError: No checkpoint, arrays that the configuration does not have, or parts that
-            MaxText stores in another form.
+        An empty `query_scaling` is "model" with LayerNorm (gpt3), with query and key norms, whose
+        scale would undo a factor in the weights, and for MUDDFormer's folder layout, else
+        "weights". Raises UserError for a missing checkpoint, unexpected arrays, or parts that
+        MaxText stores differently.
         """
         _check_parts(config, query_scaling)
         self.config = config
@@ -117,7 +107,7 @@ class MaxTextWeights(Weights):
         self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
         given = path_of(path, "from")
         if "://" not in path:
-            given = given.absolute()  # as Orbax asks for
+            given = given.absolute()  # required by Orbax
         self.folder = _find_items(given, path)
         in_model = (
             config.model.block.normalization_type == "layer_norm"
@@ -194,22 +184,22 @@ class MaxTextWeights(Weights):
         if (which := _SHARED_SLOTS.get(_slots_of(self.model.placed(ours)[0]))) is not None:
             array = array[..., which, :]
         if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
-            # There dimension 2i pairs with 2i + 1, here i with i + H/2.
+            # MaxText pairs dimensions 2i and 2i + 1, this program i and i + H/2.
             array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
         if "/query/" in ours and self.query_scaling == "weights":
-            # Exact where head_dim is a power of 4; else one rounding.
+            # Exact if head_dim is a power of 4, otherwise rounded once.
             factor = math.sqrt(self.model.section.shape.dimensions.head_dim)
             array = (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
         return np.ascontiguousarray(array, self.formats[ours])
 
 
 def _slots_of(within: str) -> str:
-    """Returns a name within a layer without kernel or bias, as in _SLOT_NAMES."""
+    """Strips /kernel or /bias from a name within a layer, as in _SLOT_NAMES."""
     return within.rpartition("/")[0]
 
 
 def _check_parts(config: Config, query_scaling: str) -> None:
-    """Refuses what MaxText stores as other numbers, or in an order that the tree does not tell."""
+    """Refuses parts that MaxText stores as other numbers or ambiguously."""
     section = config.model
     if section.attention.attention_projections == "pattention":
         if query_scaling == "weights":
@@ -263,7 +253,7 @@ def _check_sums(config: Config) -> None:
 
 
 def _find_items(given: epath.Path, shown: str) -> epath.Path:
-    """Returns the folder with the arrays, from a run, its checkpoints, a step or itself."""
+    """Returns the arrays' folder for a run, its checkpoints or a step."""
     for folder in (given, given / "checkpoints"):
         steps = (
             [child for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""Writes tensors as safetensors files, one file in memory at a time."""
+"""Writes safetensors files, with one file in memory at a time."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from MaxText.conversion.hugging_face_folder import SAFETENSORS
 
-# transformers refuses files that do not name the library they are for.
+# transformers refuses files without a format.
 _METADATA = {"format": "pt"}
 
 
@@ -32,15 +32,11 @@ def write(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> list[str]:
-    """Writes one file, or several with an index beyond `max_shard_bytes`.
+    """Writes `tensors` in the order of `planned`; returns the file names.
 
-    Args:
-      tensors: By name, in the order of `planned`.
-
-    Returns:
-      The names of the files.
+    Writes several files and an index if they exceed `max_shard_bytes`.
     """
-    # The factory groups what shares memory; numbers of bytes share none.
+    # The factory groups tensors that share memory; no storage id means none do.
     split = split_state_dict_into_shards_factory(
         {name: one.num_bytes for name, one in planned.items()},
         get_storage_size=lambda size: size,

@@ -15,13 +15,12 @@ from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
 from MaxText.conversion.family import REQUIRED, TEXTS, Family, Setting
 from MaxText.errors import UserError
 
-# The object that says how rotary frequencies are changed, and what newer versions put in as well.
+# The config.json object for rotary scaling, and other keys that newer versions put in it.
 _ROPE_SCALING = "rope_scaling"
 _ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
 _WORD = re.compile(r"[a-z]\w+")
-# The object of config.json with keys of ours that no family has: those of registered parts.
-_OWN = "maxtext"
-_SIZES = {  # sizes after global_parameter_scale, which config.json has no word for
+_OWN = "maxtext"  # config.json object for keys of registered parts, which no family has
+_SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
     "base_num_query_heads": "num_query_heads",
     "base_num_kv_heads": "num_kv_heads",
@@ -36,13 +35,13 @@ def named_family(config: Mapping[str, Any]) -> Family | None:
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
         return FAMILIES.get(model_type)
-    # Classes that are not of transformers may be called anything, and need not be called.
+    # Classes outside transformers may have any model_type, or none.
     alone = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in alone if architectures == [family.architecture]), None)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family that a config.json names."""
+    """Returns the family that a config.json names; UserError if unknown."""
     family, model_type = named_family(config), config.get("model_type")
     if family is not None:
         return family
@@ -65,8 +64,7 @@ def to_keys(
 ) -> dict[str, Any]:
     """Returns our keys for the model of a config.json.
 
-    Args:
-      given: Keys that the user set, which may shorten the length below a window.
+    `given` are keys set by the user; they may shorten the length below a window.
     """
     config = _flattened(config, where)
     shorter = str(given.get("max_target_length", ""))
@@ -81,11 +79,11 @@ def to_keys(
         value = found[-1] if found else setting.value_of_silence(config)
         ours = REQUIRED if value is REQUIRED else setting.ours_of(value, config)
         problem = _problem(setting, value, ours, config)
-        # What is computed from a wrong number is wrong as well, and the number has been named.
+        # Omits defaults computed from a value already reported as wrong.
         if problem and not (problems and callable(setting.default) and not found):
             problems.append(problem)
         if ours is not REQUIRED:
-            # Later defaults may be computed from this one.
+            # Later defaults may depend on this one.
             config.setdefault(setting.name, value)
             if not setting.is_implied(value, config):
                 keys |= dict.fromkeys(setting.ours, ours)
@@ -97,9 +95,9 @@ def to_keys(
 
 
 def _own(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Returns keys of the model and of registered parts in a config.json.
+    """Returns keys of the model and of registered parts stored in a config.json.
 
-    Other keys are not taken: `import_modules`, for one, would run code that no user named.
+    Refuses others: `import_modules`, for example, would run code that the user did not name.
     """
     own = config.get(_OWN, {})
     if not isinstance(own, Mapping):
@@ -111,7 +109,7 @@ def _own(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any]) -> str:
-    """Returns what is wrong with the value of a setting, which is `ours` here; "" if nothing."""
+    """Returns a message if a setting's value cannot be imported, else ""."""
     name = setting.name
     if value is REQUIRED:
         return f"{name} is missing"
@@ -125,7 +123,7 @@ def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any])
             number = typed_values.convert(value, key.annotation)
         except typed_values.WrongValue as error:
             return f"{name}: {error}"
-        # -1 means "computed" in some of our keys, and nothing in theirs.
+        # -1 means "computed" for some of our keys only.
         if key.annotation is int and number < 1:
             return f"{name}={number} is not >= 1"
         if key.out_of_bounds(number):
@@ -137,7 +135,7 @@ def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any])
 
 
 def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns config.json without nulls, and with the nesting of some versions undone."""
+    """Returns config.json without nulls and version-specific nesting."""
     plain = {name: value for name, value in config.items() if value is not None}
     nested: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -162,17 +160,15 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _says_something(setting: Setting, values: Mapping[str, Any]) -> bool:
-    """Returns whether a model with these keys has the part that a setting is about."""
+    """Returns whether a model with these keys has the setting's part."""
     schema = all_keys()
     return not setting.ours or any(_has_effect(schema[name], values) for name in setting.ours)
 
 
 def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops keys that another one switches off, which a configuration refuses.
+    """Drops disabled keys from `names`, which a configuration would refuse.
 
-    Args:
-      values: All known keys of the configuration; absent ones have their default.
-      names: Keys to choose from, with their values.
+    `values` holds all known keys of the configuration; absent ones have their default.
     """
     schema = all_keys()
     return {
@@ -183,7 +179,7 @@ def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
-    """Returns the keys of the model that have an effect, of all or of `chosen`."""
+    """Returns the model keys that have an effect, of all or of `chosen`."""
     known = [key.name for key in all_keys().values() if key.section[0] == "model"]
     names = [name for name in known if chosen is None or name in chosen]
     return with_effect(values, {name: values[name] for name in names})
@@ -198,11 +194,7 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
 
 
 def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[str, Any]) -> str:
-    """Describes impossible combinations of config.json under its names; "" if others have a part.
-
-    Args:
-      problems: Why a configuration made of `to_keys` was refused.
-    """
+    """Rephrases problems with config.json names; "" if other keys contribute."""
     names = {ours: setting.name for setting in family.settings for ours in setting.ours}
     lines = []
     for problem in problems:
@@ -215,7 +207,7 @@ def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[s
 
 
 def find_family(config: Config, asked: str) -> Family:
-    """Returns the family of a configuration: the model_type `asked`, or the first that fits."""
+    """Returns the `asked` family, or the first that fits the configuration."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
     candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
@@ -238,7 +230,7 @@ def find_family(config: Config, asked: str) -> Family:
 
 
 def _num_one_sided(family: Family, config: Config) -> int:
-    """Returns how many keys mean something for only one of this model and the family."""
+    """Counts keys that have an effect in only one of model and family."""
     values = our_values(config)
     ours, theirs = (model_keys(v) for v in (values, {**values, **family.parts}))
     return len(ours.keys() ^ theirs.keys())
@@ -252,9 +244,9 @@ def _chosen_parts(config: Config) -> list[Registration]:
 
 
 def part_keys(family: Family, config: Config) -> dict[str, Any]:
-    """Returns keys that choose registered mixers and feed-forwards, and the keys of these.
+    """Returns keys that select registered parts, and the parts' own keys.
 
-    Empty if other layers have built-in ones that the family does not have.
+    Empty if other layers use built-in ones that the family does not have.
     """
     parts, block = _chosen_parts(config), config.model.block
     if any(p.is_built_in and p.name != family.parts.get(KINDS[p.kind], p.name) for p in parts):
@@ -269,13 +261,13 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
-    """Returns the class or parts that transformers lacks; "" if it lacks nothing."""
+    """Returns the class or parts that transformers lacks, or ""."""
     own = [part.name for part in _chosen_parts(config) if not part.is_built_in]
     return " and ".join(own) or ("" if family.in_transformers else family.architecture)
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
-    """Returns the differing keys, their values, and why if the family says so."""
+    """Describes the keys that differ from the family."""
     values, own = our_values(config), part_keys(family, config)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
@@ -293,7 +285,7 @@ def _mismatches(family: Family, config: Config) -> list[str]:
         value = next(iter(ours.values()))
         if setting.is_computed:
             wanted = setting.value_of_silence(written)
-            # Where a size it is computed from does not fit, that has been said.
+            # REQUIRED if a size it depends on does not fit, which is already reported.
             if wanted not in (value, REQUIRED):
                 found.append(f"{setting.ours[0]}={value}, not {wanted}")
         if not setting.is_written:
@@ -315,10 +307,10 @@ def _shown(value: Any) -> str:
 
 
 def our_values(config: Config) -> dict[str, Any]:
-    """Returns the keys of the model, with sizes after scaling."""
+    """Returns the model keys in normalized form, with sizes after scaling."""
     values, dimensions = flat(config), config.model.shape.dimensions
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
-    # A table of positions decides the length of the other side; a rotary model has none.
+    # A position table determines the length; a rotary model has no table.
     if values["trainable_position_size"] == -1:
         values["trainable_position_size"] = values["max_target_length"]
     if values["position_embedding"] == "learned":
@@ -332,7 +324,7 @@ def _in_one_form(config: Config) -> dict[str, Any]:
     experts = model.mixture_of_experts
     scale = model.attention.attention_scale
     return {
-        "connection_type": "auto"  # dense_conn says which of the two
+        "connection_type": "auto"  # dense_conn distinguishes the two
         if model.block.connection_type in ("residual", "dense")
         else model.block.connection_type,
         "attention_types": ()
@@ -350,14 +342,14 @@ def _in_one_form(config: Config) -> dict[str, Any]:
 
 
 def _slots(config: Config) -> dict[str, Any]:
-    """Returns numbers of slots with every -1 replaced, and zooms that differ from them, else -1."""
+    """Returns slot numbers without -1, and zooms that differ, else -1."""
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
     values: dict[str, Any] = {"zoom_dim": 0.0}
     for place in get_args(SlotPlace):
         number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
         values[f"{place}_slot_num"] = number
         values[f"{place}_zoom_dim"] = -1.0 if zoom == number else zoom
-    # What query, key and value have is what the others follow unless they are set.
+    # slot_num is the query/key/value count, which other places default to.
     return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
 
 
@@ -375,7 +367,7 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
             place = result.setdefault(objects[0], {}) if objects else result
             place[name] = setting.theirs_of(values)
     if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
-        del result[_ROPE_SCALING]  # what silence means, also to versions that do not know the word
+        del result[_ROPE_SCALING]  # the default, also in versions that lack this value
     if own := part_keys(family, config):
         result[_OWN] = own
     return result
@@ -384,7 +376,7 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
 def kept_window(
     family: Family, kept: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the window and length of the checkpoint that unchanged weights came from.
+    """Returns an imported checkpoint's window and length, if still valid.
 
     If an import shortened the length to the window, layers are global here; the export restores
     both.
@@ -410,7 +402,7 @@ def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled_names(family: Family) -> set[str]:
-    """Returns the keys of config.json that the table decides, under all of their names."""
+    """Returns config.json keys that the table determines, with older names."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
     return names | {_OWN, "rope_parameters", "rope_scaling", "architectures",
                     *(("model_type",) if family.has_model_type else ())}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Export of the forward pass as one file that runs with jax alone."""
+"""Export of the forward pass as one file that needs only jax to run."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from MaxText.layers.model import Model
 from MaxText.training.backend_defaults import resolve
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-# The file keeps the weights as constants of the program, and its writer counts in 32 bits.
+# Weights are constants of the program, and the serializer uses 32-bit sizes.
 MOST_BYTES = 2**31 - 2**24
 
 _README = """Runs with jax and flatbuffers alone: pip install jax flatbuffers
@@ -30,9 +30,9 @@ it, which no earlier token sees.
 
 
 def exported(weights: Weights, length: int) -> export.Exported:
-    """Returns tokens int32 [b, length] -> logits float32 [b, length, vocab_size], for any b.
+    """Returns the program: int32 [b, length] -> float32 [b, length, vocab].
 
-    Products are in the configuration's dtype, float32 if it is auto.
+    Maps tokens to logits for any b. Computes in the configuration's dtype, float32 if it is auto.
     """
     section, _ = resolve(weights.config.model, "cpu")
     model = Model(section)
@@ -53,7 +53,7 @@ def readme_of(target: Path) -> Path:
 
 
 def check_free(target: Path) -> None:
-    """Refuses a target that would replace a file."""
+    """Refuses to overwrite existing files."""
     for path in (target, readme_of(target)):
         if path.exists():
             raise UserError(f"to={target}: {path} exists already. Remove it, or choose another.")
@@ -75,7 +75,7 @@ def peak_bytes(weights: Weights) -> int:
 
 
 def write(weights: Weights, length: int, target: Path, show: Callable[[str], None]) -> None:
-    """Writes the program, and how to run it to `target`.README.md."""
+    """Writes the program, and usage instructions to `target`.README.md."""
     partial = target.with_name(f".{target.name}.partial")
     readme = readme_of(target)
     try:

@@ -24,27 +24,21 @@ _PARAMS = "params/"
 
 
 class StoredArrays:
-    """An Orbax PyTree on disk; checksums are verified where they were saved.
+    """An Orbax PyTree on disk. Verifies checksums if they were saved.
 
-    Attributes:
-      folder: The folder with the arrays (`items`).
-      leaves: Shape and format by path, such as "params/decoder_norm/scale", optimizer state
-        included.
+    `leaves` maps paths such as "params/decoder_norm/scale" to shapes and formats, and includes
+    optimizer state.
     """
 
     def __init__(self, folder: epath.Path):
-        """Reads the description of the tree.
-
-        Raises:
-          UserError: It cannot be read, or is not the one that was saved.
-        """
+        """Reads the tree metadata. Raises UserError if it is unreadable or altered."""
         import orbax.checkpoint as ocp
 
         self.folder = folder
         with _damage_explained(folder):
             tree = self._tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
             self._checksums = describe(layout.Stored(folder, None)).checksums
-        # Optimizer states hold entries without an array.
+        # Optimizer states have entries without arrays.
         arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
         self.leaves: dict[str, Leaf] = leaves_by_path(arrays)
         if self._checksums is not None and (difference := other_leaf(self.leaves, self._checksums)):
@@ -75,7 +69,7 @@ class StoredArrays:
 
 
 def _only(tree: Any, names: list[str]) -> Any:
-    """Returns a tree with one leaf; entries of lists cannot be omitted."""
+    """Returns a tree with one leaf; list entries become placeholders."""
     import orbax.checkpoint as ocp
 
     if not names:
@@ -106,17 +100,13 @@ def _unreadable(folder: epath.Path, reason: str) -> UserError:
 
 
 class RunWeights(Weights):
-    """The newest checkpoint of a run (layout.find), or the one that was named."""
+    """Weights of a run's newest checkpoint (layout.find), or of the one named."""
 
     def __init__(self, path: str, given: Config | None = None):
-        """Reads names and shapes; no numbers.
+        """Reads names and shapes of a run, its checkpoints, a step or its items.
 
-        Args:
-          path: A run, its checkpoints, a step folder or its items.
-          given: The configuration, for a checkpoint without one.
-
-        Raises:
-          UserError: No checkpoint, none that can be read, or arrays that do not fit.
+        `given` is the configuration for a checkpoint without one. Raises UserError for a missing,
+        unreadable or mismatched checkpoint.
         """
         self.stored = layout.find(path, "from")
         self.metadata = metadata_if_any(self.stored)
@@ -152,5 +142,5 @@ class RunWeights(Weights):
 
     @property
     def hugging_face(self) -> dict[str, Any]:
-        """What an import recorded about its checkpoint; empty for trained weights."""
+        """Record of the import; empty for trained weights."""
         return self.metadata.get("hugging_face") or {}

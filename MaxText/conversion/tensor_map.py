@@ -1,4 +1,4 @@
-"""Map between Hugging Face tensors and arrays of one model, by names and shapes."""
+"""Maps Hugging Face tensors to the arrays of one model, by names and shapes."""
 
 import dataclasses
 import functools
@@ -19,17 +19,16 @@ from MaxText.parallelism.constraints import ParameterInfo
 class Tensor:
     """A Hugging Face tensor."""
 
-    name: str  # with the layer's number in it
-    shape: tuple[int, ...]  # as it is stored there
-    row: Row  # the row of the table it comes from
-    ours: tuple[str, ...]  # the arrays of ours that it is part of
-    # in these arrays: layer and expert, as far as one array holds several of them
-    place: tuple[int, ...]
-    older: tuple[str, ...] = ()  # other names that it may have in a file
+    name: str  # with layer numbers filled in
+    shape: tuple[int, ...]
+    row: Row
+    ours: tuple[str, ...]  # parameters that it is part of
+    place: tuple[int, ...]  # index into them: layer and expert, if they hold several
+    older: tuple[str, ...] = ()  # alternative names
 
 
 class UnknownParameters(UserError):
-    """Parameters that the format has no place for, such as those of a user's part."""
+    """Parameters that the format lacks, such as those of a user's part."""
 
     def __init__(self, family: str, names: Sequence[str]):
         self.names = ", ".join(names)
@@ -40,15 +39,14 @@ class UnknownParameters(UserError):
 
 
 class TensorMap:
-    """A family's rows, filled in with the sizes of one model.
+    """A family's rows, with the sizes of one model.
 
-    Attributes:
-      groups: Arrays of ours that share tensors -> these tensors, layer by layer. Neither can be
-        made without all of the other.
+    `groups` maps arrays of ours to the tensors they share, layer by layer. Converting one needs all
+    of the other.
     """
 
     def __init__(self, family: Family, model: Model, rows: Sequence[Row] | None = None):
-        """Fills in the rows of the family, or others for another layout of its models."""
+        """Uses the family's rows, or `rows` for another layout of its models."""
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[Tensor]] = {}
         num_layers = model.section.shape.dimensions.num_layers
@@ -66,7 +64,7 @@ class TensorMap:
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _declared(self) -> list[tuple[Row, int]]:
-        """Returns rows that mixers and feed-forwards declare, and the layer of each."""
+        """Returns the rows that mixers and feed-forwards declare, with their layers."""
         found = []
         for layer, one in enumerate(self.model.section.layers):
             feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
@@ -104,7 +102,7 @@ class TensorMap:
         return stored
 
     def _fits(self, row: Row, ours: str) -> bool:
-        """Returns whether the model has an array of a row, with as many dimensions."""
+        """Returns whether the model has the array with the row's dimensions."""
         info = self.model.parameters.get(ours)
         if info is None:
             return False
@@ -112,7 +110,7 @@ class TensorMap:
         return len(info.shape) - outer == len(row.layout.ours.split())
 
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:
-        """Returns sizes by the letters of a layout; they may differ from layer to layer."""
+        """Returns sizes by layout letter; they may differ between layers."""
         info = self.model.parameters[ours]
         return row.layout.sizes(info.shape[("layers" in info.logical_axes) + row.in_experts :])
 
@@ -129,30 +127,30 @@ class TensorMap:
         }
 
     def sources(self, ours: str) -> list[Tensor]:
-        """Returns the tensors of an array of ours: one, or one for each layer and expert."""
+        """Returns the tensors of an array of ours: one, or one per layer and expert."""
         return self._places[ours][0]
 
     def array(self, ours: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Returns an array of ours from tensors that are read by name, one after the other."""
+        """Assembles an array of ours from tensors read one at a time by name."""
         array = np.empty(self.model.parameters[ours].shape, dtype)
         for tensor in self.sources(ours):
             array[tensor.place] = self.part(ours, read(tensor.name))
         return array
 
     def part(self, ours: str, tensor: np.ndarray) -> np.ndarray:
-        """Returns what a tensor contributes to an array of ours, as a view."""
+        """Returns a tensor's contribution to an array of ours, as a view."""
         sources, place = self._places[ours]
         row = sources[0].row
         return row.layout.split(tensor, self._sizes(row, ours), len(row.ours))[place]
 
     def whole(self, tensor: Tensor, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns a tensor from the arrays of ours of its group, all layers of each."""
+        """Assembles a tensor from the arrays of its group, each with all layers."""
         parts = [array[tensor.place] for array in arrays]
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.ours[0]))
 
 
 def _linear(info: ParameterInfo) -> Layout:
-    """Returns the layout of torch.nn.Linear, [outputs, inputs]; other arrays as they are."""
+    """Returns torch.nn.Linear's layout, [outputs, inputs], for matrices."""
     names = [name for name in info.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")

@@ -1,4 +1,4 @@
-"""Copies of tokenizer files."""
+"""Copies tokenizer files."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
 
-RUN_FOLDER_NAME = "tokenizer"  # of a run that was imported, beside its checkpoints
+RUN_FOLDER_NAME = "tokenizer"  # in a run folder, next to its checkpoints
 
 _FILES = (
     TOKENIZER_NAME,
@@ -26,12 +26,12 @@ _TABLES = ("vocab.json", "added_tokens.json")
 
 
 def check_ids(folder: Path, vocab_size: int) -> None:
-    """Refuses a tokenizer with ids beyond the token table, or one that cannot be read."""
+    """Refuses an unreadable tokenizer or ids beyond the embedding table."""
     path = folder / TOKENIZER_NAME
     if path.is_file():
         _check_largest(path, _opened(path).get_vocab(), vocab_size)
         return
-    # Older tokenizers are a table of the vocabulary and one of what was added.
+    # Older tokenizers are a vocabulary and a table of added tokens.
     for path in (folder / name for name in _TABLES if (folder / name).is_file()):
         _check_largest(path, read_json(path), vocab_size)
 
@@ -56,7 +56,7 @@ def _check_largest(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -
 
 
 def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> list[str]:
-    """Copies existing tokenizer files to a local or remote folder; returns the names."""
+    """Copies existing tokenizer files, also to remote folders; returns names."""
     names = [name for name in possible if (source / name).is_file()]
     if names:
         target.mkdir(parents=True, exist_ok=True)
@@ -72,14 +72,13 @@ def write_json(path: Any, value: Mapping[str, Any]) -> None:
 def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, int]]:
     """Copies a tokenizer so that `AutoTokenizer.from_pretrained` loads it.
 
-    Returns:
-      The files, and ids of its control tokens by the names of config.json.
+    Returns the files, and special token ids by config.json key.
     """
     names = copy_files(source, target)
     if TOKENIZER_NAME not in names:
         return names, {}
     settings = read_json(target / CONFIG_NAME)
-    # A tokenizer that prepare_data.py trained has no class of its own in transformers.
+    # Tokenizers trained by prepare_data.py have no class in transformers.
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     write_json(target / CONFIG_NAME, settings)
     tokenizer = _opened(target / TOKENIZER_NAME)
@@ -94,9 +93,9 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
 
 
 def keep_tokenizer(source: Path, run_folder: Any) -> None:
-    """Copies the tokenizer of a dataset into a run, which can then be used from anywhere.
+    """Copies a dataset's tokenizer into a run, for use from any location.
 
-    Its tokenizer_config.json says whether texts of the dataset begin with bos.
+    Its tokenizer_config.json records whether texts of the dataset begin with bos.
     """
     folder = source if source.is_dir() else source.parent
     names = {source.name, "special_tokens_map.json"}
@@ -113,7 +112,7 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
 
 
 def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:
-    """Returns a run's tokenizer folder, and a message if there is none to export."""
+    """Returns a run's tokenizer folder, or None and a message."""
     if (run_folder / RUN_FOLDER_NAME / TOKENIZER_NAME).is_file():
         return run_folder / RUN_FOLDER_NAME, ""
     if not dataset_path:

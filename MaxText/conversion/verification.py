@@ -1,4 +1,4 @@
-"""Comparison of an exported checkpoint in transformers with our model."""
+"""Compares an exported checkpoint in transformers with our model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +17,14 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.backend_defaults import resolve
 
-# Both compute in float32, in another order. Of the largest logit; measured: 2e-6 for GPT-2 sizes.
+# Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-4
 _ROWS, _LENGTH = 2, 64
 
 
 class Agreement(NamedTuple):
-    """Measured differences of logits and mean loss in nats of random tokens."""
+    """Differences of logits and of mean loss in nats on random tokens."""
 
     logits_difference: float
     largest_logit: float
@@ -40,7 +40,7 @@ class Agreement(NamedTuple):
 
 
 def check_possible(family: Family, config: Config) -> None:
-    """Refuses a comparison before any work is done."""
+    """Refuses an impossible verification before any work is done."""
     if absent := absent_in_transformers(family, config):
         raise UserError(
             f"--verify compares with transformers, which has no {absent}. Leave --verify out."
@@ -55,10 +55,9 @@ def check_possible(family: Family, config: Config) -> None:
 
 
 def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
-    """Runs the same random tokens through both.
+    """Runs the same random tokens through both models.
 
-    Args:
-      dtype: Format that the tensors were rounded to; ours are rounded as well.
+    With `dtype`, our tensors are rounded to it like the exported ones.
     """
     section = weights.config.model
     length = min(_LENGTH, section.shape.max_target_length)

@@ -1,4 +1,4 @@
-"""Interface of sources of weights: arrays under our names, read one at a time."""
+"""Interface of weight sources: arrays under our names, read one at a time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,9 +14,9 @@ _MOST_LINES = 20
 
 
 class Weights(Protocol):
-    config: Config  # our configuration of it
-    model: Model  # its parameters' names and shapes
-    formats: dict[str, np.dtype]  # of every array of ours
+    config: Config
+    model: Model  # abstract: parameter names and shapes
+    formats: dict[str, np.dtype]  # by parameter name
 
     def read(self, ours: str) -> np.ndarray:
         """Returns one array of ours, all layers stacked."""
@@ -24,7 +24,7 @@ class Weights(Protocol):
 
 
 def model_of(config: Config) -> Model:
-    """Returns the abstract model of a configuration, with numerics of a CPU."""
+    """Returns the abstract model of a configuration, with CPU numerics."""
     from MaxText.training.backend_defaults import resolve
 
     return Model(resolve(config.model, "cpu")[0])
@@ -41,9 +41,9 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def common_format(formats: Iterable[str]) -> np.dtype:
-    """Returns the format of an array made of tensors in some formats.
+    """Returns the format of an array assembled from tensors in `formats`.
 
-    float16 becomes float32, which holds each of its numbers: there are no float16 parameters.
+    float16 widens losslessly to float32: there are no float16 parameters.
     """
     return np.dtype("bfloat16" if set(formats) == {"bfloat16"} else "float32")
 
@@ -55,12 +55,10 @@ def check_arrays(
     advice: str,
     others: Iterable[str] = (),
 ) -> None:
-    """Compares stored arrays with those of a model, by names and shapes.
+    """Checks names and shapes of stored arrays against a model.
 
-    Args:
-      found: Name -> what has a shape, and is shown.
-      what, advice: Begin and end the message.
-      others: Problems of another kind, one line each.
+    `found` values have a shape and appear in messages; `what` and `advice` begin and end the
+    message; `others` are further problems, one line each.
     """
     shapes = {name: [int(size) for size in shape] for name, shape in wanted.items()}
     problems = [

@@ -1,1 +1,1 @@
-"""Compiling the train step ahead of time, for devices that need not be there."""
+"""Cost of a training run: FLOPs, memory, time; ahead-of-time compilation."""

@@ -34,7 +34,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def remembered(function: _Function) -> _Function:
-    """Caches results; functools.lru_cache in a form that type checkers accept for sections."""
+    """Caches results; a functools.lru_cache that type checkers accept for sections."""
     return cast(_Function, functools.lru_cache(maxsize=256)(function))
 
 
@@ -53,11 +53,11 @@ class AbsentDevice:
 class Program:
     """The program that train.py would compile."""
 
-    config: Config  # with the model section's `auto` resolved
+    config: Config  # with `auto` in the model section resolved
     choices: tuple[str, ...]  # one line for each `auto`
-    layout: Layout  # mesh and rules
-    sizes: MeshSizes  # of the mesh, inside a slice and across slices
-    model: Model  # the whole model
+    layout: Layout  # mesh and sharding rules
+    sizes: MeshSizes  # mesh sizes within and across slices
+    model: Model
     rows: int  # B of a microbatch over all devices
     length: int  # T
 
@@ -75,7 +75,6 @@ class Program:
 
     @property
     def tokens_per_update(self) -> int:
-        """Tokens of an update over all devices."""
         return self.rows * self.num_microbatches * self.length
 
     @functools.cached_property
@@ -92,32 +91,28 @@ class Program:
 
     @functools.cached_property
     def local_model(self) -> Model:
-        """The model that each device computes its rows with.
+        """The model at the sizes that each device computes with.
 
-        Tensor parallelism reduces it to its heads, MLP columns, slots and ids; other weights are
-        gathered before use. A pipeline stage has its own layers between embedding and head.
+        Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
+        before use. A pipeline stage has its own layers between embedding and head.
         """
         return model_of(_local(self.model.section, self.layout))
 
     @property
     def local_rows(self) -> int:
-        """B of a microbatch on one device."""
         return self.rows // self.layout.num_batch_parts
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        """The pipeline schedule; None without one."""
         num_stages = self.layout.mesh.shape["stage"]
         return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which a stage is idle."""
         return 0.0 if self.schedule is None else self.schedule.bubble
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of a microbatch on one device."""
         return self.local_rows * self.length // self.layout.num_length_parts
 
     @property
@@ -130,9 +125,9 @@ class Program:
     def local_batch(self) -> Batch:
         """Shapes of a microbatch on one device.
 
-        Parts of many sequences cost as much as whole ones of as many tokens. With fewer sequences
-        than parts, these are the first tokens, and pairs with the other parts are missing:
-        step_time.attention_to_other_parts.
+        Parts of many sequences cost as much as whole ones of equal tokens. With fewer sequences
+        than parts, these are the first tokens; step_time.attention_to_other_parts adds pairs with
+        the other parts.
         """
         parts = self.layout.num_length_parts
         rows = math.gcd(self.local_rows, parts)
@@ -143,20 +138,13 @@ class Program:
 def make_program(
     config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
 ) -> Program:
-    """Returns the program of a configuration.
-
-    Args:
-      num_slices: Groups of devices connected only by a slow network.
-
-    Raises:
-      UserError: Mesh or batch do not fit the devices.
-    """
+    """Returns the program of a configuration; UserError if mesh or batch do not fit the devices."""
     devices = _absent(num_devices, platform, device_kind, num_slices)
     sizes = mesh_sizes(config.mesh, devices)
-    # Only sizes matter: where a device lies in a slice is not planned.
+    # Only sizes matter: device placement within a slice is not modeled.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
-    # Absent devices have no memories to choose from: step_memory.py knows the host's.
+    # Absent devices have no memory kinds; step_memory.py accounts for host memory.
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve(config.model, platform, layout)
     config = config.model_copy(update={"model": section})
@@ -184,7 +172,7 @@ def model_of(section: ModelSection) -> Model:
 
 
 def _weights_of(section: ModelSection) -> ModelSection:
-    """Returns the section without keys that change no weight."""
+    """Drops settings that do not affect weights, for better caching."""
     memory = section.memory.model_copy(update={"remat_policy": "none"})
     return section.model_copy(update={"memory": memory})
 
@@ -206,10 +194,8 @@ def _state_shapes(
 
 
 def _local(section: ModelSection, layout: Layout) -> ModelSection:
-    """Returns the section with the sizes that one device computes with."""
-
     def part(name: str, size: int) -> int:
-        # Of activations: what splits weights alone is gathered before it is used.
+        # Activation axes: weights sharded on their own are gathered before use.
         name = f"activation_{name}"
         return layout.sharding((name,), (size,)).shard_shape((size,))[0]
 
@@ -221,7 +207,7 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
             "global_parameter_scale": 1,
             "base_emb_dim": d.emb_dim,
             "base_num_query_heads": heads,
-            # Where heads of keys are not divided, a device uses those of its own queries.
+            # If key heads are not sharded, a device uses those of its own queries.
             "base_num_kv_heads": kv_heads if heads % kv_heads == 0 else heads,
             "head_dim": d.head_dim,
             "base_mlp_dim": part("mlp", d.mlp_dim),

@@ -1,4 +1,4 @@
-"""What train_compile.py does."""
+"""Implementation of train_compile.py."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,10 @@ from MaxText.cost.hlo import Program
 
 
 def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], None]) -> None:
-    """Compiles a configuration's train step for a machine, shows what it costs, and saves it.
+    """Compiles a train step for a machine, prints its cost, and saves it.
 
-    Call targets.prepare_environment first.
-
-    Raises:
-      UserError: the step does not fit the machine, or it cannot be compiled for here.
+    Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
+    cannot be compiled for it here.
     """
     num_slices = max(config.run.compile_topology_num_slices, 1)
     devices = targets.devices(target, num_slices)
@@ -49,7 +47,7 @@ def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], 
 
 
 def _program(compiled: jax.stages.Compiled, show: Callable[[str], None]) -> Program:
-    """The compiled program; an empty one where the compiler cannot write it down."""
+    """Returns the compiled program, empty if the compiler cannot print it."""
     try:
         return Program(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError as error:

@@ -1,21 +1,20 @@
-"""Bytes that a device receives in an update, by mesh axis, and their seconds.
+"""Bytes that a device receives in a step, by mesh axis, and their seconds.
 
-    weights that an axis splits     gathered for the forward and again for the backward pass of
-                                    every microbatch, in the format of products; their gradients
-                                    scattered, once per microbatch
-    weights that an axis copies     gradients all-reduced, 2 times their bytes
-    weights of pipeline stages      gathered, and gradients scattered, in every turn that uses them;
-                                    between stages if they have several runs of layers
-    stage                           a hidden state of a microbatch in every turn, forward and
-                                    backward; all rows from the last stage to the head and back
-    tensor                          sums of hidden states after products that contract what it
-                                    splits, forward, backward and recomputed; 2 times their bytes
-    context                         keys and values of the other parts of a sequence: gathered for
-                                    both passes and their gradients scattered; or around the ring
-                                    in both, the second time with gradients in float32
-    expert                          rows to their experts and back, forward, backward and again
+    sharded weights           gathered in the compute dtype for the forward and the backward pass of
+                              every microbatch; gradients reduce-scattered once per microbatch
+    replicated weights        gradients all-reduced, 2 times their bytes
+    pipeline stage weights    gathered, and gradients scattered, in every turn that uses them;
+                              between stages if they have several runs of layers
+    stage                     a hidden state of a microbatch in every turn, forward and backward;
+                              all sequences from the last stage to the head and back
+    tensor                    hidden states all-reduced after matmuls that contract a sharded axis,
+                              forward, backward and recomputed; 2 times their bytes
+    context                   keys and values of the other parts of a sequence: gathered for both
+                              passes, gradients scattered; or around the ring in both, the second
+                              time with gradients in float32
+    expert                    tokens to their experts and back, forward, backward and recomputed
 
-Of n devices each exchanges (n - 1) / n of an array with the others.
+Each of n devices exchanges (n - 1) / n of an array with the others.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from MaxText.cost.hardware import Hardware
 from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.mixture_of_experts import places
 
-# Policies whose backward pass computes the output product of attention again.
+# Remat policies that recompute the output projection of attention.
 _OUT_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded")
 _MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
                "save_dot_except_mlp", "save_dot_except_mlpwi")  # fmt: skip
@@ -37,21 +36,20 @@ _MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Bytes that an update sends over one mesh axis."""
+    """Communication of a step over one mesh axis."""
 
-    axis: str  # of the mesh
-    size: int  # devices along it
-    num_bytes: float  # that a device receives
-    bandwidth: float  # bytes per second at which it can
+    axis: str
+    size: int  # devices along the axis
+    num_bytes: float  # received by a device
+    bandwidth: float  # bytes per second received by a device
 
     @property
     def seconds(self) -> float:
-        """Seconds without any overlap."""
         return self.num_bytes / self.bandwidth
 
 
 def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
-    """Returns the communication of an update over mesh axes of several devices."""
+    """Returns the communication of a step over mesh axes of several devices."""
     mesh = program.layout.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
@@ -76,11 +74,11 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
     for name, sharding in layout.parameter_shardings(parameters).items():
         info = parameters[name]
         num_bytes = info.size * width
-        turns = 1.0  # in which they are gathered, for each time that all of them are used
+        turns = 1.0  # gathers per use of all layers
         in_layers = "layers" in info.logical_axes
         if schedule is not None and in_layers:
             turns = schedule.num_turns / schedule.num_repeats
-        # Each stage's rows of embedding and head have a gradient of their own.
+        # Each stage's embedding and head have gradients of their own.
         if schedule is not None and (schedule.num_repeats > 1 or not in_layers):
             share = (schedule.num_stages - 1) / schedule.num_stages
             shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
@@ -91,9 +89,9 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
                 if axis in batch and logical != "exp":
                     split.append(axis)
                 else:
-                    num_bytes /= shape[axis]  # computed with where it lies
+                    num_bytes /= shape[axis]  # computed with while sharded
         lies = "exp" in info.logical_axes and "expert" in batch
-        # Gradients are scattered before the parts are added up.
+        # Gradients are scattered before the parts are reduced.
         for axis in sorted(batch, key=lambda axis: axis not in split):
             if axis in split:
                 per_microbatch = 3.0 * turns
@@ -104,7 +102,7 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
             share = (shape[axis] - 1) / shape[axis]
             bytes_of[axis] += per_microbatch * program.num_microbatches * num_bytes * share
             if axis in split:
-                num_bytes /= shape[axis]  # what the next axis has to gather or add up
+                num_bytes /= shape[axis]  # the next axis gathers or reduces only this part
 
 
 def _hidden_states(program: Program) -> float:
@@ -126,8 +124,7 @@ def _hidden_states(program: Program) -> float:
         sums += times
         again += times * info.is_recomputed
     policy = section.memory.remat_policy
-    # Forward, and in the backward pass of the products that begin each part; the embedding and the
-    # head add one each.
+    # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
     number = 2 * sums + 2 + (again if policy in _OUT_AGAIN else 0)
     n = layout.mesh.shape["tensor"]
     return 2 * number * program.state_bytes * (n - 1) / n
@@ -173,8 +170,8 @@ def _keys_and_values(program: Program) -> float:
 def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
     """Returns the bytes per second that a device receives over one axis.
 
-    On a torus, a single axis uses the links of all dimensions; of several, those inside get one
-    dimension each. Across slices, each device sends only its part of what a slice has reduced.
+    On a torus, a single axis uses the links of all dimensions; of several, the inner ones get one
+    dimension each. Across slices, each device sends only its part of what its slice has reduced.
     """
     chip = hardware.chip
     place = MESH_AXES.index(axis)

@@ -1,4 +1,4 @@
-"""What a compiled step holds in a device's memory, by cause, and what to do about too much."""
+"""Device memory of a compiled step by cause, and advice if it is too much."""
 
 import math
 import os
@@ -16,21 +16,19 @@ from MaxText.parallelism.mesh import HOST_MEMORY
 from MaxText.runtime.compiled_steps import memory_of
 
 _GIB = 2**30
-_SHOWN = 8  # large arrays
-# As jax takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-_GPU_FRACTION = 0.75
+_SHOWN = 8  # number of large arrays shown
+_GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 class Memory(NamedTuple):
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer, batch: what a step is given.
-      padding: by which the compiler's layout of these is larger.
-      outputs: what a step gives besides the state that takes the old one's place.
-      gradients: as long as all of them are there; a part of the temporaries.
-      temporaries: all that lives only within a step.
-      code: the program itself; 0 where the compiler does not say.
+      padding: Added to the arguments by the compiler's layouts.
+      outputs: Outputs besides the donated state.
+      gradients: All gradients at once, a part of the temporaries.
+      temporaries: Everything that lives only within a step.
+      code: Size of the program; 0 if unknown.
     """
 
     parameters: int
@@ -44,16 +42,13 @@ class Memory(NamedTuple):
 
     @property
     def given(self) -> int:
-        """What is there before a step begins."""
         return self.parameters + self.optimizer + self.batch + self.padding
 
     @property
     def total(self) -> int:
-        """The most that is needed at once, as far as the compiler says."""
         return self.given + self.outputs + self.temporaries + self.code
 
     def rows(self) -> list[tuple[str, int]]:
-        """(cause, bytes)."""
         return [
             ("parameters", self.parameters),
             ("optimizer state and counters", self.optimizer),
@@ -66,10 +61,7 @@ class Memory(NamedTuple):
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes of jax.ShapeDtypeStructs with shardings, or arrays, on one device.
-
-    What lies in the memory of its host is not on it.
-    """
+    """Returns bytes of sharded arrays or shapes on one device, without host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -78,7 +70,7 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def memory_by_cause(planned: Planned, compiled: jax.stages.Compiled) -> Memory:
-    """What a compiled step needs on one device."""
+    """Returns the memory of a compiled step on one device."""
     given = _given(planned)
     told = memory_of(compiled)
     analysis = compiled.memory_analysis()
@@ -102,14 +94,14 @@ def _given(planned: Planned) -> Memory:
         batch=bytes_on_device(planned.batch),
         padding=0,
         outputs=0,
-        gradients=parameters,  # they have the same shapes and formats
+        gradients=parameters,  # same shapes and dtypes as the parameters
         temporaries=0,
         code=0,
     )
 
 
 def usable(target: Target) -> int:
-    """Bytes of a device that a program can have; 0 where that is not known."""
+    """Returns the bytes of a device that a program can use; 0 if unknown."""
     if target.platform != "gpu":
         return target.memory
     fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
@@ -117,12 +109,12 @@ def usable(target: Target) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a compiler's error says that memory does not suffice."""
+    """Returns whether a compiler error says that memory does not suffice."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def out_of_memory(target: Target, planned: Planned, error: BaseException) -> UserError:
-    """What to tell where the compiler gave up: TPU compilers know the memory of their target."""
+    """Returns an error if compilation ran out of memory: TPU compilers know their target's size."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
     arrays = arrays_as_written(planned.lowered)
     where = f"whole, over all {planned.layout.mesh.size} devices, before the compiler fuses any"
@@ -130,7 +122,7 @@ def out_of_memory(target: Target, planned: Planned, error: BaseException) -> Use
 
 
 def check_fits(target: Target, planned: Planned, memory: Memory, program: Program) -> None:
-    """Raises UserError where a compiled step needs more than the target has."""
+    """Raises UserError if a compiled step needs more memory than the target has."""
     limit = usable(target)
     if limit and memory.total > limit:
         share = "" if target.platform == "tpu" else f" ({limit / target.memory:.0%} of its memory)"
@@ -215,7 +207,7 @@ _BITS = re.compile(r"(\d+)$")
 
 
 def arrays_as_written(lowered: jax.stages.Lowered, number: int = _SHOWN) -> list[LargeArray]:
-    """The largest arrays that a program makes by its own text, where none is compiled.
+    """Returns the largest arrays in a lowered, uncompiled program.
 
     Sizes are of whole arrays, over all devices.
     """

@@ -1,4 +1,4 @@
-"""What a compiled step costs, in lines to print."""
+"""Log lines about the cost of a compiled step."""
 
 import jax
 
@@ -16,7 +16,7 @@ _LARGE_ARRAYS = 8
 
 
 def memory_lines(target: Target, memory: Memory, program: Program) -> list[str]:
-    """Memory of one device by cause, and the largest arrays."""
+    """Returns memory of one device by cause, and the largest arrays."""
     limit = usable(target)
     rows = [
         [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
@@ -42,7 +42,7 @@ def memory_lines(target: Target, memory: Memory, program: Program) -> list[str]:
 
 
 def cost_lines(planned: Planned, compiled: jax.stages.Compiled, program: Program) -> list[str]:
-    """Operations, bytes, collectives and time of a step."""
+    """Returns FLOPs, bytes, collectives and time of a step."""
     layout, stage = planned.layout, planned.plan.stages[-1]
     num_devices = layout.mesh.size
     tokens = stage.samples * planned.plan.window
@@ -62,8 +62,7 @@ def cost_lines(planned: Planned, compiled: jax.stages.Compiled, program: Program
     once = ""
     if program.num_loops:
         once = f", with the bodies of {program.num_loops} loops counted once"
-    # Some backends give nothing, and -1 stands for what one does not know.
-    costs = compiled.cost_analysis() or {}
+    costs = compiled.cost_analysis() or {}  # some backends return nothing, or -1 for unknown
     if (flops := costs.get("flops", 0.0)) > 0:
         lines.append(f"the compiler's count{once}: {flops / 1e12:,.4g} TFLOP")
     if (accessed := costs.get("bytes accessed", 0.0)) > 0:

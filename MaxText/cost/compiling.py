@@ -1,4 +1,4 @@
-"""The train step of a configuration, laid out over given devices and compiled for them."""
+"""Lowers and compiles the train step of a configuration for given devices."""
 
 import time
 from collections.abc import Sequence
@@ -18,18 +18,13 @@ from MaxText.training.state import TrainState
 
 
 class Planned(NamedTuple):
-    """All that is known of a train step before it is compiled.
+    """A train step before compilation.
 
     Attributes:
-      config: of the run, with the zoom of scores fixed where parameters grow.
-      model: with what depends on the devices resolved.
-      layout: where everything lies.
-      state: shapes and shardings of the state.
-      batch: likewise, of the largest batch of the run.
-      plan: of its batches.
-      length: tokens of a row of that batch.
-      lowered: the program, not yet compiled.
-      lines: choices to print.
+      config: The run's, with the score zoom fixed if parameters grow.
+      model: With device-dependent choices resolved.
+      batch: Shapes and shardings of the run's largest batch, of `length` tokens.
+      lines: Choices to print.
     """
 
     config: Config
@@ -44,13 +39,10 @@ class Planned(NamedTuple):
 
 
 def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
-    """Traces what train.py would compile for these devices, for the run's last stage of batches.
+    """Traces train.py's step for these devices, for the last batch stage, without opening data.
 
-    Data are not opened: batches have positions and segments unless the text is synthetic or
-    attend_across_documents says otherwise.
-
-    Raises:
-      UserError: the mesh, the batch or the sharding does not fit the devices.
+    Batches have positions and segments unless the text is synthetic or attend_across_documents is
+    set.
     """
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     settled = settle(config, [])
@@ -72,12 +64,8 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
 
 
 def compile_planned(planned: Planned) -> tuple[jax.stages.Compiled, float]:
-    """The compiled step, and the seconds that took.
-
-    Raises:
-      jax.errors.JaxRuntimeError: as the compiler; RESOURCE_EXHAUSTED where memory does not suffice.
-    """
-    # jax cannot store a program on CPU that it took from the cache.
+    """Returns the step and its compile time in seconds; raises RESOURCE_EXHAUSTED like XLA."""
+    # On CPU, JAX cannot serialize a program loaded from the cache.
     was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""Cost table of a model: parameters, operations, training memory, KV cache.
+"""Cost table of a model: parameters, FLOPs, training memory, KV cache.
 
 Legend: T tokens of a sequence, L layers, K key/value heads, H head_dim.
 """
@@ -29,12 +29,7 @@ MFU_RULE = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelCost:
-    """The cost table of a model. Bytes are those of all devices together.
-
-    Attributes:
-      model: With backend defaults resolved.
-      optimizer_bytes: None without an optimizer.
-    """
+    """The cost table of a model, in bytes of all devices together."""
 
     model: Model
     count: FlopCount
@@ -46,14 +41,14 @@ class ModelCost:
 
     @property
     def training_bytes(self) -> int:
-        """Parameters, gradients in their format, and optimizer state."""
+        """Parameters, gradients in the same dtypes, and optimizer state."""
         return 2 * self.parameter_bytes + (self.optimizer_bytes or 0)
 
     @functools.cached_property
     def _states(self) -> list[tuple[int, int]]:
-        """Decode state bytes of each layer, and last of the head: per token, and per sequence.
+        """Decode state bytes per token and per sequence, of each layer and then the head.
 
-        Nothing if a model sees later tokens: every new token then changes all keys and values.
+        Zero for a bidirectional model: every new token changes all keys and values.
         """
         section, length = self.model.section, self.count.sequence_length
         if not section.attention.causal:
@@ -74,13 +69,12 @@ class ModelCost:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Decode state bytes of a whole sequence."""
         fixed = sum(fixed for _, fixed in self._states)
         return self.kv_cache_bytes_per_token * self.count.sequence_length + fixed
 
     @property
     def attention(self) -> tuple[str, str]:
-        """Text about the keys per query, by the rule of MFU and as executed."""
+        """Description of the keys per query, by the MFU rule and as executed."""
         model, length = self.model.section, self.count.sequence_length
         section = model.attention
         if not section.causal:
@@ -97,7 +91,7 @@ class ModelCost:
         else:
             keys = keys_multiplied(section, length)
             computed += f" {keys:,.6g}, in blocks of {rows:,} query rows"
-        # Those of mixers registered first stand before others.
+        # In registration order.
         layers = {layer.section.block.mixer: layer for layer in model.layers}
         mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
         loaded = [(one.load(), layers[one.name]) for one in mixers]
@@ -108,11 +102,7 @@ class ModelCost:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns the table as JSON values for the events of a run.
-
-        `flops_per_token` is for training by the rule of MFU; `executed_flops_per_token` is null if
-        unknown.
-        """
+        """Returns JSON values for the events of a run; FLOPs are for training by the MFU rule."""
         count, (rule, computed) = self.count, self.attention
         return {
             "mfu_rule": MFU_RULE,
@@ -142,7 +132,6 @@ class ModelCost:
         }
 
     def describe(self) -> str:
-        """Returns the table as lines of at most 110 characters."""
         count, num_parameters = self.count, self.model.num_parameters
 
         def row(name: str, parameters: int, flops: float, training: float) -> list[str]:
@@ -188,11 +177,7 @@ class ModelCost:
 def model_cost(
     model: Model, *, sequence_length: int, optimizer_state: Any | None = None
 ) -> ModelCost:
-    """Returns the cost of training and running a model.
-
-    Args:
-      optimizer_state: A tree of arrays or jax.ShapeDtypeStruct; None omits it from the table.
-    """
+    """Returns the cost of training and running a model; `optimizer_state` is optional."""
     optimizer_bytes = None
     if optimizer_state is not None:
         optimizer_bytes = sum(

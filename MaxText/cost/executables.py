@@ -1,9 +1,8 @@
-"""A compiled step in a file: written by train_compile.py, taken by train.py.
+"""File format of a compiled step, written by train_compile.py and loaded by train.py.
 
-Loading one runs what is in it: the machine code, and a pickle of jax's around it. So nothing of a
-file is unpickled before its signature is verified. The signature is an HMAC-SHA256 under a key of
-the user's, so that only who has the key can make a file that is taken; a checksum could be made by
-anybody. The file:
+Loading one executes its contents: machine code and JAX's pickle around it. So nothing is unpickled
+before the signature is verified, an HMAC-SHA256 under the user's key: anybody could compute a mere
+checksum. The file:
 
     MaxText compiled step 1       a line
     signature                     a line, hexadecimal, of all that follows
@@ -33,25 +32,13 @@ KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
 
 
 def key_file() -> pathlib.Path:
-    """Where the signing key lies: $MAXTEXT_SIGNING_KEY_FILE, or ~/.maxtext/signing_key."""
+    """Returns the signing key's path: $MAXTEXT_SIGNING_KEY_FILE or ~/.maxtext/signing_key."""
     named = os.environ.get(KEY_VARIABLE)
     return pathlib.Path(named or "~/.maxtext/signing_key").expanduser()
 
 
 def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
-    """Writes and signs; makes the key if there is none. A kill leaves the old file or the new one.
-
-    Args:
-      path: a file or gs://.
-      facts: JSON values.
-      executable: of jax.experimental.serialize_executable.
-
-    Returns:
-      The signature.
-
-    Raises:
-      UserError: the file cannot be written, or the key is not the user's alone.
-    """
+    """Signs and atomically writes a file, creating the key if needed; returns the signature."""
     key = _read_key(may_make=True)
     content = json.dumps(facts, sort_keys=True).encode() + b"\n" + executable
     signature = _sign(key, content)
@@ -59,7 +46,7 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
     whole = _FIRST_LINE + signature.encode() + b"\n" + content
     try:
         if is_bucket(file):
-            file.write_bytes(whole)  # objects appear when they are complete
+            file.write_bytes(whole)  # objects appear only when complete
         else:
             other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,11 +58,7 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
 
 
 def read(path: str) -> tuple[dict[str, Any], bytes]:
-    """(facts, executable) of a file whose signature was verified.
-
-    Raises:
-      UserError: there is no such file, or it is not one that was written here under the key.
-    """
+    """Returns (facts, executable) after verifying the signature; UserError if it fails."""
     try:
         content = path_of(path, "compiled_trainstep_file").read_bytes()
     except FileNotFoundError as error:
@@ -113,7 +96,7 @@ def _read_key(may_make: bool) -> bytes:
     if may_make and not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            # Never readable by others, and never another process's that was faster.
+            # Never readable by others, and never overwrites another process's key.
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as opened:
                 opened.write(secrets.token_hex(_KEY_BYTES) + "\n")

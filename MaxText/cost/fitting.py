@@ -1,8 +1,8 @@
-"""Search for the mesh, microbatch and remat policy that fit, fastest first.
+"""Search for mesh, microbatch size and remat policy that fit, fastest first.
 
-An update keeps its number of sequences: smaller microbatches are accumulated. (GPT-Neo's
---auto_layout did this for its own model.) Meshes are visited in the order of their least possible
-time, which is known without tracing. The search ends when no mesh left can be among the proposals.
+A step keeps its number of sequences: smaller microbatches are accumulated. (GPT-Neo's --auto_layout
+did this for its own model.) Meshes are visited by their lower bound of time, known without tracing,
+until no remaining mesh can be among the proposals.
 """
 
 import bisect
@@ -37,14 +37,14 @@ _RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
 
 @dataclasses.dataclass(frozen=True)
 class _Mesh:
-    seconds: float  # the least that an update can take
-    keys: dict[str, Any]  # that make it
-    # keys of fewer and smaller microbatches, the largest that divides first
+    seconds: float  # lower bound of a step
+    keys: dict[str, Any]  # configuration of the mesh
+    # configurations of the batch, from the largest microbatch that divides
     batches: list[dict[str, Any]]
 
 
 def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
-    """Returns at most MOST_PROPOSED plans that fit, the shortest update first."""
+    """Returns at most MOST_PROPOSED plans that fit, the shortest step first."""
     search = _Search(flat(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None
@@ -73,16 +73,16 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
 
 
 class NothingFits(UserError):
-    """No mesh, microbatch and remat policy fits; same exit code as a plan that does not fit."""
+    """Raised if no mesh, microbatch and remat policy fits; same exit code as an unfit plan."""
 
     exit_code = 1
 
 
 def words(plan: Plan, config: Config) -> dict[str, str]:
-    """Returns the keys of a plan as they are typed."""
+    """Returns a plan's searched keys and values as typed on the command line."""
     changed = differences(flat(config), flat(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
-    # Quotes that YAML needs, the command line does not.
+    # YAML needs these quotes, the command line does not.
     return {name: changed[name][1].strip('"') for name in searched if name in changed}
 
 
@@ -95,12 +95,12 @@ def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    given: dict[str, Any]  # keys of the configuration
+    given: dict[str, Any]
     hardware: Hardware
     peak: PeakFlops
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
-        """Yields meshes that divide model and batch and that no rule refuses."""
+        """Yields meshes that divide model and batch and that no rule rejects."""
         every = microbatches(config, self.hardware)
         for keys in candidates(config, self.hardware):
             for number, batch in enumerate(every):
@@ -112,10 +112,10 @@ class _Search:
                     break
 
     def plans(self, mesh: _Mesh) -> tuple[list[Plan], Plan | None]:
-        """Returns plans that fit, and the one that needs least.
+        """Returns plans that fit, and the one that needs the least memory.
 
-        Of each policy the one with the largest microbatch, unless a policy that saves more
-        activations fits with an equal one, and so is faster.
+        Each policy has its largest microbatch, unless a faster one (that saves more) fits with an
+        equal one.
         """
         batches = self._small_enough(mesh)
 
@@ -132,7 +132,7 @@ class _Search:
         found: list[Plan] = []
         if closest is None or not closest.fits:
             return found, closest
-        larger = len(batches)  # microbatches before this one are larger than those that fit so far
+        larger = len(batches)  # microbatches before this index are larger than all that fit
         for policy in POLICIES:
             if larger and fits(policy, larger - 1):
                 is_fit = functools.partial(fits, policy)
@@ -143,7 +143,7 @@ class _Search:
         return found, closest
 
     def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
-        """Drops microbatches that need too much by a first look, except the last one."""
+        """Drops microbatches whose lower bound of memory is too large, except the last one."""
         left, last = [], []
         for batch in mesh.batches:
             program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
@@ -154,7 +154,7 @@ class _Search:
         return left or last
 
     def _program(self, changes: dict[str, Any]) -> Program | None:
-        """Returns the program with other keys; None if a rule refuses them."""
+        """Returns the program with other keys; None if a rule rejects them."""
         config = build(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
@@ -167,7 +167,7 @@ class _Search:
 
 
 def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
-    """Returns the update's sequences in more and more microbatches."""
+    """Returns the step's sequences in increasingly many microbatches."""
     given, sequences = config.batch, sequences_of(config, hardware)
     found = []
     steps = 1
@@ -183,17 +183,16 @@ def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
         rest = sequences // steps
         if rest <= 1:
             return found
-        # Most often by two; at the end each sequence by itself.
+        # Usually halves; finally each sequence is its own microbatch.
         steps *= next(factor for factor in range(2, rest + 1) if rest % factor == 0)
 
 
 LARGEST_TENSOR = 8
 MOST_STAGES = 16
-# Tokens from which on sequences are split though there are enough of them, and over how many.
+# Minimum length from which sequences are split despite a large enough batch, and maximum parts.
 LONG_SEQUENCE = 8192
 LARGEST_CONTEXT = 8
-# Of a weight in float32: itself, two moments, and its gradient.
-_BYTES_OF_A_WEIGHT = 16
+_BYTES_OF_A_WEIGHT = 16  # a float32 weight, two moments, and its gradient
 
 _PIPELINE = tuple(Pipeline.model_fields)
 MESH_KEYS = (*(size_key(axis, network) for network in NETWORKS for axis in MESH_AXES), *_PIPELINE)
@@ -202,10 +201,10 @@ Keys = dict[str, int]
 
 
 def candidates(config: Config, hardware: Hardware) -> Iterator[Keys]:
-    """Yields keys of meshes, and of pipelines if they have stages.
+    """Yields mesh keys, and pipeline keys if there are stages.
 
-    Weights are split over all devices of a slice, over half of them, or copied; across slices
-    copied, split, or by layers. Some are refused by the model, the batch or a rule.
+    Within a slice, weights are sharded over all or half of the devices, or replicated; across
+    slices replicated, sharded, or split by layers. Model, batch or rules may reject some.
     """
     num_devices = hardware.num_devices // hardware.num_slices
     for within, across in itertools.product(
@@ -217,14 +216,14 @@ def candidates(config: Config, hardware: Hardware) -> Iterator[Keys]:
             for network, of in zip(NETWORKS, (sizes, across), strict=True)
             for axis in MESH_AXES
         }
-        mesh["dcn_data_parallelism"] = -1  # as is the default: it fills
+        mesh["dcn_data_parallelism"] = -1  # the default: fills the remaining devices
         num_stages = sizes.get("stage", 1) * across["stage"]
         for pipeline in _pipelines(num_stages):
             yield mesh | pipeline
 
 
 def sequences_of(config: Config, hardware: Hardware) -> int:
-    """Returns the sequences of an update over all devices."""
+    """Returns the sequences of a step over all devices."""
     batch = config.batch
     per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
     return round(per_device * hardware.num_devices)
@@ -273,21 +272,21 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    """Returns numbers of stages: several if weights do not fit into a slice otherwise."""
+    """Returns numbers of stages: several if a slice cannot hold the weights otherwise."""
     section, _ = backend_defaults.resolve(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
     return _powers(MOST_STAGES if needed > hardware.memory else 1)
 
 
 def _transposed(within: Keys, across: Keys, width: int) -> Keys:
-    """Moves to fsdp_transpose as much of fsdp as does not divide the model's width."""
+    """Moves the part of fsdp that does not divide the model's width to fsdp_transpose."""
     fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
     divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
     return within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:
-    """Yields repeats and microbatches: more microbatches idle less and need more rows."""
+    """Yields repeats and microbatches: more microbatches idle less but need more sequences."""
     several = (1, 2, 4) if num_stages > 1 else ()
     choices = itertools.product((1, -1), (n * num_stages for n in several))
     for repeats, parts in choices if several else [(-1, -1)]:

@@ -1,7 +1,7 @@
-"""Floating point operations per token, by formula, for every part of a model.
+"""FLOPs per token, by formula, for every part of a model.
 
-Counted: matrix products, 2 operations per multiply-add. Lookups, norms, biases, rotary positions,
-softmax and activation functions are not. Per token and over all layers, forward:
+Counted: matmuls, 2 FLOPs per multiply-add. Lookups, norms, biases, rotary positions, softmax and
+activation functions are not. Per token and over all layers, forward:
 
     query, key, value    2 L D H (N + 2 K)
     attention scores     2 L N H S             q k^T
@@ -19,23 +19,23 @@ softmax and activation functions are not. Per token and over all layers, forward
     attention output     2 L n (N H + D)
     feed-forward         4 L D m
 
-Other mixers, heads and connections declare their operations (`flops` of layers/part.py). Weights
-that layers share are multiplied L times. MUDDFormer's paper (Xiao et al. 2025) counts its
-connections the same, except for the second product and the rounding of K_i.
+Other mixers, heads and connections declare their FLOPs (`flops` of layers/part.py). Shared weights
+are multiplied L times. MUDDFormer (Xiao et al. 2025) counts its connections the same, except for
+the second product and the rounding of K_i.
 
 Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With P
-weights that a token is multiplied with, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
+weights in matmuls, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
 
-S, the keys of a query, has two readings:
+S, the keys of a query, has two definitions:
 
-- by the rule of MFU (`keys_by_rule`): T without a mask, (T+1)/2 under a causal mask (MaxText's
-  rule: T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
+- by the MFU rule (`keys_by_rule`): T without a mask, (T+1)/2 under a causal mask (MaxText's rule:
+  T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
 - as executed by the backend (`keys_multiplied`), masked products included.
 
-`FlopCount.per_token` goes by the rule, `FlopCount.executed_per_token` by what is executed, with
-rematerialization, unfilled capacity of experts, and every expert on backends without ragged
-products (CPU, and GPU by default). tests/cost/test_flops.py holds the latter against XLA's
-own count, within 5 %, and against the products of the traced program, exactly.
+`FlopCount.per_token` uses the rule; `FlopCount.executed_per_token` counts what is executed, with
+rematerialization, unfilled expert capacity, and every expert on backends without ragged matmuls
+(CPU, and GPU by default). tests/cost/test_flops.py checks the latter against XLA's count within
+5 %, and against the matmuls of the traced program exactly.
 
 Legend: T tokens of a sequence, L layers, D emb_dim, N query heads, K key/value heads, H head_dim, F
 mlp_dim, V vocab_size.
@@ -60,9 +60,8 @@ from MaxText.parallelism.constraints import ParameterInfo
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _DEPTH_SUMS = "sums over depth"
-# Rows of the table in the order of the forward pass, where the model has them. What mixers and
-# feed-forwards compute besides products with weights comes between the two, and rows that only a
-# registered part has come last.
+# Table rows in forward order. Token mixing and feed-forward declared by parts come between the two,
+# rows of registered parts only come last.
 _BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
 _END = ("attention output", "router", "feed-forward", "gates", "dense connections", _DEPTH_SUMS,
         "norms", "head", "Head-QK")  # fmt: skip
@@ -70,14 +69,13 @@ _END = ("attention output", "router", "feed-forward", "gates", "dense connection
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of the model, over all layers.
+    """A part of the model, over all layers; FLOPs are forward, per token.
 
     Attributes:
-      name: Row of the table above, or the module of its parameters.
-      parameters: Numbers, biases included. A tied head has none.
-      flops: Forward operations per token, by the rule of MFU.
-      executed: Forward operations per token, as the backend computes them.
-      backward: Operations of the backward pass for each forward one.
+      parameters: Number including biases. A tied head has none.
+      flops: By the MFU rule.
+      executed: As executed by the backend.
+      backward: Backward FLOPs per forward FLOP.
       between_tokens: Whether tokens are multiplied with tokens or with a state.
     """
 
@@ -95,12 +93,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """Operations on one token, part by part.
-
-    Attributes:
-      recomputed: Forward operations per token that the backward pass repeats; None if unknown
-        (remat policies between none and full, dense_kept_sums).
-    """
+    """FLOPs per token, by part; `recomputed` is forward FLOPs repeated in backward, if known."""
 
     sequence_length: int
     parts: tuple[Part, ...]
@@ -112,12 +105,12 @@ class FlopCount:
 
     @property
     def per_token(self) -> float:
-        """Training operations by the rule of MFU."""
+        """Training FLOPs by the MFU rule."""
         return sum(part.training for part in self.parts)
 
     @property
     def weights(self) -> float:
-        """Training operations between tokens and weights."""
+        """Training FLOPs between tokens and weights."""
         return sum(
             part.training
             for part in self.parts
@@ -126,12 +119,12 @@ class FlopCount:
 
     @property
     def attention(self) -> float:
-        """Training operations between tokens and tokens."""
+        """Training FLOPs between tokens and tokens."""
         return sum(part.training for part in self.parts if part.between_tokens)
 
     @property
     def depth_sums(self) -> float:
-        """Training operations that aggregate hidden states over depth."""
+        """Training FLOPs that aggregate hidden states over depth."""
         return 3 * sum(part.flops for part in self.parts if part.name == _DEPTH_SUMS)
 
     @property
@@ -145,13 +138,11 @@ class FlopCount:
 
     @property
     def executed_per_token(self) -> float | None:
-        """Executed training operations; None if unknown."""
         if self.recomputed is None:
             return None
         return sum((1 + part.backward) * part.executed for part in self.parts) + self.recomputed
 
     def tflops(self, num_tokens: float) -> float:
-        """Returns 1e12 training operations of this many tokens."""
         return self.per_token * num_tokens / 1e12
 
     def line(self, num_tokens: float) -> str:
@@ -164,10 +155,7 @@ class FlopCount:
 
 
 def count_flops(model: Model, sequence_length: int) -> FlopCount:
-    """Counts the operations of a model from its abstract parameters.
-
-    Every parameter marked as a matrix of a product (`num_in_dims`) takes 2 operations per weight.
-    """
+    """Counts FLOPs from abstract parameters: 2 per weight of each matmul (`num_in_dims`)."""
     entries = list(_entries(model, sequence_length))
     held: collections.Counter[str] = collections.Counter()
     for info in model.parameters.values():
@@ -189,11 +177,11 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
 
 
 class _Entry(NamedTuple):
-    """Forward operations per token of one weight, or declared by a part."""
+    """Forward FLOPs per token of one weight, or declared by a part."""
 
-    owner: str  # as in ParameterInfo
-    row: str  # of the table
-    flops: Flops  # `executed` is a number
+    owner: str
+    row: str
+    flops: Flops  # `executed` is never None
     is_declared: bool = True
 
 
@@ -216,7 +204,7 @@ def _entries(model: Model, length: int) -> Iterator[_Entry]:
             is_last = branch in block_of(layer).not_recomputed
             for entry in _declared("layers", part, layer, length):
                 if is_last and not entry.flops.backward:
-                    # Nothing reads again what no gradient passes through.
+                    # Without a gradient, nothing is needed again.
                     kept = entry.flops._replace(kept=entry.flops.executed or 0.0)
                     entry = entry._replace(flops=kept)
                 yield entry
@@ -235,7 +223,7 @@ def _declared(
 
 
 def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
-    """Returns operations per token of one matrix of all layers, by the rule and executed."""
+    """Returns FLOPs per token of a matrix over all layers, by the rule and executed."""
     section, times = model.section, 1
     if section.block.share_parameters and info.owner == "layers":
         times = section.shape.dimensions.num_layers
@@ -251,7 +239,7 @@ def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tu
 
 
 def _recomputed(section: ModelSection, entries: Sequence[_Entry]) -> float | None:
-    """Returns what the backward pass repeats: layers by policy, and a head in chunks."""
+    """Returns the FLOPs that the backward pass repeats: layers by policy, and a chunked head."""
     policy = section.memory.remat_policy
     if policy not in ("none", "full"):
         return None

@@ -1,8 +1,7 @@
-"""Machines to plan for, by the names under which they are ordered.
+"""Hardware to plan for, by the names that vendors use.
 
-Figures are of one chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
-sheets. Peaks of operations are in cost/peak_flops.py. Prices differ by region and contract:
-there are none.
+Figures are per chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
+sheets. Peak FLOP/s are in cost/peak_flops.py. Prices vary by region and contract: there are none.
 """
 
 import dataclasses
@@ -20,22 +19,21 @@ GB = 1e9
 class Chip:
     """A kind of accelerator, or this machine's CPU."""
 
-    name: str  # "v5p", "H100"
-    device_kind: str  # of a jax device
-    platform: str  # as jax names it
-    memory: float  # bytes that a program can use
-    bandwidth: float  # bytes per second between memory and the cores
-    links: float  # bytes per second that a chip sends to its neighbours over all links together
-    # dimensions of the network of chips; 0 for a switch, which gives all of `links` to any partners
+    name: str  # e.g. "v5p", "H100"
+    device_kind: str  # of a JAX device
+    platform: str  # JAX's name
+    memory: float  # usable bytes
+    bandwidth: float  # HBM bytes per second
+    links: float  # bytes per second that a chip sends to its neighbors over all links together
+    # dimensions of the torus; 0 for a switch, which gives all of `links` to any peer
     torus: int
-    neighbours: int  # chips that `links` connect; beyond them `network` counts
-    network: float  # bytes per second of a chip to chips that links do not reach
-    # what the number in an accelerator type counts, per chip: TensorCores, or 1 for chips
-    cores: int = 1
-    devices: int = 1  # jax devices of a chip
-    # shares of the peak that products reach in whole train steps, least and most
+    neighbours: int  # chips within reach of `links`; beyond them `network` counts
+    network: float  # bytes per second of a chip to more distant chips
+    cores: int = 1  # TensorCores per chip if accelerator types count these, else 1
+    devices: int = 1  # JAX devices per chip
+    # share of the peak that matmuls reach in whole train steps, least and most
     efficiency: tuple[float, float] = (0.4, 0.7)
-    efficiency_source: str = "assumed: no published row"  # where these are from
+    efficiency_source: str = "assumed: no published row"
 
 
 _ROWS = "docs/plan.md, published rows"
@@ -52,8 +50,8 @@ _TPUS = (
          (0.55, 0.75), _ROWS),
     Chip("tpu7x", "TPU7x", "tpu", 192 * GB, 7380 * GB, 1200 * GB, 3, 9216, 12 * GB, 2, 2),
 )  # fmt: skip
-# Of a server of 8 GPUs that NVLink connects, and a network card of 400 Gbit/s for each GPU (A100:
-# 200). PCIe cards have no NVLink.
+# Servers of 8 GPUs with NVLink and a 400 Gbit/s network card per GPU (A100: 200). PCIe cards have
+# no NVLink.
 _GPUS = (
     Chip("A100", "NVIDIA A100-SXM4-80GB", "gpu", 80 * GB, 2039 * GB, 300 * GB, 0, 8, 25 * GB),
     Chip("A100-40", "NVIDIA A100-SXM4-40GB", "gpu", 40 * GB, 1555 * GB, 300 * GB, 0, 8, 25 * GB),
@@ -67,8 +65,8 @@ _GPUS = (
     Chip("V100", "NVIDIA V100-SXM2-16GB", "gpu", 16 * GB, 900 * GB, 150 * GB, 0, 8, 12 * GB),
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
-# No data sheet: a server's memory bandwidth, and the shares of its measured peak that steps of
-# small models reached on two cores (docs/plan.md).
+# No data sheet: a server's memory bandwidth, and the share of its measured peak that steps of small
+# models reached on two cores (docs/plan.md).
 CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
            30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8), "docs/plan.md")  # fmt: skip
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7x": "tpu7x"}
@@ -77,13 +75,12 @@ _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     name: str  # as the user wrote it
-    chip: Chip  # their kind
-    num_chips: int  # of all slices or servers
-    num_slices: int = 1  # parts that only a slow network connects
+    chip: Chip
+    num_chips: int  # over all slices or servers
+    num_slices: int = 1  # groups connected only by a slow network
 
     @property
     def num_devices(self) -> int:
-        """Jax devices."""
         return self.num_chips * self.chip.devices
 
     @property
@@ -102,9 +99,9 @@ class Hardware:
 def find(name: str) -> Hardware:
     """Returns the hardware of a name.
 
-    TPUs go by accelerator type: the number of v2, v3, v4, v5p and tpu7x counts TensorCores, two a
-    chip, that of v5e (v5litepod) and v6e chips. "2xv5p-128" is two slices. GPUs are counted:
-    "8xH100". "cpu" is this machine.
+    TPUs use accelerator types, which count TensorCores (two per chip) for v2, v3, v4, v5p and
+    tpu7x, and chips for v5e (v5litepod) and v6e. "2xv5p-128" is two slices. "8xH100" is 8 GPUs,
+    "cpu" this machine.
     """
     text = name.strip()
     if text.lower() == "cpu":

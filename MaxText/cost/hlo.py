@@ -1,7 +1,7 @@
-"""Reads a compiled program's text: how often each part runs, what moves, which arrays are large.
+"""Parses a compiled program: loop counts, collectives, large arrays.
 
-The text is that of XLA's HLO, as jax's Compiled.as_text gives it. Its form is not promised: what is
-not understood is left out.
+The text is XLA's HLO as returned by Compiled.as_text. Its format is not stable, so unknown syntax
+is skipped.
 """
 
 import collections
@@ -29,7 +29,7 @@ _COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast", "send",
 )  # fmt: skip
-# They name what is there already, or hold no array.
+# Aliases of existing arrays, or no arrays.
 _NO_ARRAY = (
     "parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "constant",
     "opt-barrier", "call", "after-all", "partition-id", "iota",
@@ -38,14 +38,7 @@ _NO_ARRAY = (
 
 
 class Instruction(NamedTuple):
-    """One line.
-
-    Attributes:
-      name: in its computation.
-      shape: text of what it gives; a tuple's in brackets.
-      kind: "fusion", "all-gather", ...
-      rest: what follows the opening bracket.
-    """
+    """A line; `shape` is the text of its result type, `rest` follows the opening parenthesis."""
 
     name: str
     shape: str
@@ -54,13 +47,10 @@ class Instruction(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What devices send each other in one step by operations of one kind.
+    """Communication of one step by operations of one kind; loops count every iteration.
 
-    Attributes:
-      kind: "all-gather", ...
-      count: of operations; one in a loop counts as often as the loop runs.
-      num_bytes: of their results on one device, likewise; where a result comes beside what went
-        in, of the larger.
+    `num_bytes` are of results on one device. If a result contains the operand, the larger of the
+    two.
     """
 
     kind: str
@@ -69,14 +59,7 @@ class Collective(NamedTuple):
 
 
 class LargeArray(NamedTuple):
-    """An array that the program makes, on one device.
-
-    Attributes:
-      num_bytes: without padding.
-      shape: as the program says.
-      made_by: operation, and the line of our source that it comes from.
-      count: how many lines of the program make one like it.
-    """
+    """An array that the program creates `count` times on a device; `num_bytes` is unpadded."""
 
     num_bytes: int
     shape: str
@@ -85,7 +68,7 @@ class LargeArray(NamedTuple):
 
 
 class Program:
-    """A compiled program by its text."""
+    """A compiled program, parsed from its text."""
 
     def __init__(self, text: str):
         self._tables = _source_tables(text)
@@ -120,7 +103,7 @@ class Program:
     def _trips(self, loop: Instruction) -> int:
         if match := _TRIPS.search(loop.rest):
             return int(match[1])
-        # Where nothing is noted, as on TPU, the one number that the counter is compared with.
+        # On TPU, without an annotation, the only constant that the counter is compared with.
         condition = dict(_called(loop)).get("condition", "")
         bounds = [
             int(match[1])
@@ -138,11 +121,10 @@ class Program:
 
     @property
     def num_loops(self) -> int:
-        """Loops, nested ones included."""
         return sum(i.kind == "while" for lines in self._computations.values() for i in lines)
 
     def collectives(self) -> list[Collective]:
-        """What devices send each other, by kind, most bytes first."""
+        """Returns the communication of a step by kind, most bytes first."""
         found: dict[str, list[int]] = {}
         for computation, times in self._runs.items():
             for instruction in self._computations.get(computation, ()):
@@ -150,7 +132,7 @@ class Program:
                 if kind not in _COLLECTIVES:
                     continue
                 size = max((size for size, _ in _arrays(instruction.shape)), default=0)
-                # The TPU's reduce-scatter is a fusion around the sum, of which it keeps a part.
+                # TPU's reduce-scatter is a fusion around an all-reduce that keeps a part of it.
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"
                 total = found.setdefault(kind, [0, 0])
@@ -160,7 +142,7 @@ class Program:
         return sorted(rows, key=lambda row: -row.num_bytes)
 
     def largest_arrays(self, number: int) -> list[LargeArray]:
-        """The largest arrays in the device's main memory, not all of which are there at once."""
+        """Returns the largest arrays in main memory, not all live at once."""
         found: dict[tuple[int, str, str], int] = collections.defaultdict(int)
         for computation in self._runs:
             if computation in self._in_fusion:
@@ -195,7 +177,7 @@ def _called(instruction: Instruction) -> Iterator[tuple[str, str]]:
 
 
 def _arrays(shape: str) -> Iterator[tuple[int, str]]:
-    """(bytes, shape without layout) of each array in the main memory."""
+    """Yields (bytes, shape without layout) of each array in main memory."""
     for kind, sizes, layout in _ARRAY.findall(shape):
         if kind in _BITS and not re.search(r"S\([1-9]", layout):
             count = math.prod(int(size) for size in sizes.split(",") if size)
@@ -203,7 +185,7 @@ def _arrays(shape: str) -> Iterator[tuple[int, str]]:
 
 
 def _source_tables(text: str) -> Mapping[str, str]:
-    """Id of a stack frame -> "file:line" of its innermost call."""
+    """Maps a stack frame id to "file:line" of its innermost call."""
     files = dict(re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE))
     places = {
         number: f"{_shortened(files.get(file, ''))}:{line}"

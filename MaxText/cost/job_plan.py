@@ -14,34 +14,31 @@ from MaxText.cost.step_time import StepTime, step_time
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import check_sharding
 
-# Of the memory of a device, what a plan may fill: its own error, and what the runtime keeps.
-FULL = 0.92
+FULL = 0.92  # usable share of device memory: leaves room for the plan's error and the runtime
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Needs of a run."""
+    """Requirements of a run, per step."""
 
-    program: Program  # what is compiled
-    hardware: Hardware  # where it runs
-    # of an update
+    program: Program
+    hardware: Hardware
     memory: Memory
     exchanged: tuple[Exchange, ...]
     time: StepTime
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a device suffices, with a margin."""
+        """Whether device memory suffices, with a margin."""
         return self.memory.total <= FULL * self.hardware.memory
 
     @property
     def tokens_per_device(self) -> float:
-        """Tokens of an update per device."""
         return self.program.tokens_per_update / self.program.num_devices
 
 
 def program_on(config: Config, hardware: Hardware) -> Program:
-    """Returns the program of a configuration on hardware."""
+    """Returns the program of a configuration; UserError if it does not fit."""
     try:
         program = make_program(
             config,
@@ -59,14 +56,9 @@ def program_on(config: Config, hardware: Hardware) -> Program:
 def make_plan(
     config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
 ) -> Plan:
-    """Returns the plan of a configuration.
+    """Returns the plan of a configuration; UserError if mesh, batch or sharding do not fit.
 
-    Args:
-      peak: Of a device (peak_of).
-      fused_attention: Assume a kernel that never writes attention scores to memory.
-
-    Raises:
-      UserError: Mesh, batch or sharding do not fit the devices.
+    `fused_attention` assumes a kernel that never writes attention scores to memory.
     """
     return plan_of(program_on(config, hardware), hardware, peak, fused_attention=fused_attention)
 

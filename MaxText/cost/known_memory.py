@@ -1,4 +1,4 @@
-"""What a step needs at the very least, against the memory that there is, before arrays are made."""
+"""Compares a lower bound of a step's memory with the device, before arrays are created."""
 
 import os
 from typing import Any
@@ -17,15 +17,9 @@ _CGROUP = "/sys/fs/cgroup/memory.max"
 def check_known_memory(
     built: Assembled, plan: BatchPlan, num_devices: int, num_microbatches: int
 ) -> None:
-    """Refuses what cannot fit: the state, its gradients, and one activation of each token.
+    """Raises UserError if state, gradients and one activation per token cannot fit.
 
-    Args:
-      plan: of the training batches.
-      num_devices: over all processes.
-      num_microbatches: gradient_accumulation_steps.
-
-    Raises:
-      UserError: a device, or for CPU devices their host, has less.
+    CPU devices share the memory of their host. `num_devices` counts all processes.
     """
     device = jax.local_devices()[0]
     limit = memory_of(device)
@@ -54,7 +48,7 @@ def check_known_memory(
 
 
 def memory_of(device: Any) -> int | None:
-    """Bytes of a device, or of the host of a CPU device; None where it does not say."""
+    """Returns bytes of a device, or of a CPU device's host; None if unknown."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
     try:

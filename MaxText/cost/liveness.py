@@ -1,8 +1,8 @@
 """Peak memory of a traced program, without compiling it.
 
 An array lives from the node that writes it to the last one that reads it, through fused operations.
-The order is the program's or a greedy one that runs what frees most, whichever needs less. The
-arrays of a loop's body are alive while the loop runs.
+The order is the program's or a greedy one that frees most first, whichever needs less. Arrays of a
+loop's body are live while the loop runs.
 """
 
 import dataclasses
@@ -14,23 +14,23 @@ from MaxText.cost.traced import Node, Traced, Value
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """An array in memory at the peak."""
+    """A live array at the peak."""
 
     size: float  # bytes
     shape: tuple[int, ...]  # on one device
-    writer: str  # the primitive that wrote it
+    writer: str  # name of a primitive
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
     """Memory of a program besides its arguments."""
 
-    outside: float  # bytes at the peak that no body of a loop works with
-    in_loops: float  # bytes that the body of the loop that runs then works with; 0 where none does
-    between: float  # bytes of what lives from the first loop to the last, if the peak is there
-    # what else is in memory at the peak outside of that body, largest first
+    outside: float  # bytes at the peak outside of loop bodies
+    in_loops: float  # bytes of the running loop's body at the peak; 0 without one
+    between: float  # bytes live from the first loop to the last, if the peak is there
+    # other live arrays at the peak, largest first
     alive: tuple[Alive, ...]
-    in_body: tuple[Alive, ...] = ()  # the same inside of it
+    in_body: tuple[Alive, ...] = ()  # live arrays inside that body
 
     @property
     def size(self) -> float:
@@ -41,9 +41,9 @@ def memory_need(program: Traced, kept: Sequence[float | None] = (), between: flo
     """Returns the memory that a program needs.
 
     Args:
-      kept: Bytes of each result that one device keeps once it is written, if devices share it
-        (gradients); None for all. Empty for the body of a loop, whose results leave at once.
-      between: Bytes that live from before the first loop to the end of the last.
+      kept: Bytes of each result (gradient) that a device keeps if sharded; None for all. Empty for
+        a loop body, whose results leave at once.
+      between: Bytes live from before the first loop to the end of the last.
     """
     steps = _steps(program)
     left: dict[Value, float] = {}
@@ -66,9 +66,9 @@ class _Step:
     """A node that writes."""
 
     node: Node
-    reads: frozenset[Value]  # arrays in memory
-    writes: tuple[Value, ...]  # arrays it makes
-    body: Need  # what the largest of its bodies works with
+    reads: frozenset[Value]
+    writes: tuple[Value, ...]
+    body: Need  # needs of its largest body
 
 
 def _steps(program: Traced) -> list[_Step]:
@@ -93,7 +93,7 @@ def _peak(
     most = _NOTHING
     for number, step in enumerate(order):
         for value in step.writes:
-            # The stacked results of a loop are shared by devices from the beginning.
+            # The stacked results of a loop are sharded from the beginning.
             size = left.get(value, value.size) if step.node.bodies else value.size
             living[value] = Alive(size, value.shape, step.node.name)
         outside = sum(array.size for array in living.values())
@@ -112,7 +112,7 @@ def _peak(
 def _greedy(
     steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
 ) -> list[_Step]:
-    """Orders steps so that of the runnable ones the one that frees most is next."""
+    """Orders steps so that the runnable one that frees most comes next."""
     readers: dict[Value, int] = {}
     for step in steps:
         for value in step.reads:

@@ -1,29 +1,19 @@
-"""What the compiler must know of a GPU that is not there.
+"""Descriptions of absent GPUs for the compiler: XLA's GpuTargetConfigProto as text.
 
-The text form of XLA's GpuTargetConfigProto. The numbers are those of NVIDIA's data sheets and CUDA
-programming guide (limits by compute capability), as the driver reports them.
+Numbers are from NVIDIA's data sheets and CUDA programming guide (limits by compute capability), as
+the driver reports them.
 """
 
 from typing import NamedTuple
 
-# Versions of CUDA's libraries that the plug-in of jax 0.10 is built for.
+# CUDA library versions that the plug-in of JAX 0.10 is built for.
 _CUDNN = "major: 9 minor: 10 patch: 0"
 
 
 class _Gpu(NamedTuple):
-    """Numbers of one kind.
+    """Properties of a GPU, in bytes and bytes per second; `cores` are SMs, `clock` is in GHz.
 
-    Attributes:
-      name: as the driver gives it.
-      capability: compute capability, (major, minor).
-      cores: streaming multiprocessors.
-      clock: GHz.
-      memory: bytes.
-      bandwidth: of the memory, bytes per second.
-      cache: second level, bytes.
-      shared: memory of a multiprocessor, bytes.
-      shared_of_block: the most that a block can ask for, bytes.
-      units: float32 units of a multiprocessor.
+    Per SM: `shared` memory and float32 `units`; `shared_of_block` is the opt-in limit per block.
     """
 
     name: str

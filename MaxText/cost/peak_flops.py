@@ -1,4 +1,4 @@
-"""The most that a device can compute per second: the denominator of MFU."""
+"""Peak FLOP/s of a device: the denominator of MFU."""
 
 import contextlib
 import json
@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-# Dense bfloat16 products per jax device, 1e12 operations per second, from the makers' data sheets
-# (without sparsity). V100 and T4 have no bfloat16: float16 there. Patterns are tried in order on
-# jax.Device.device_kind. TPU v2, v3 and 7x chips have two cores that are devices of their own.
+# Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
+# T4. Patterns match jax.Device.device_kind in order. TPU v2, v3 and 7x chips are two devices each.
 _DATA_SHEETS: tuple[tuple[str, float], ...] = (
     (r"^TPU v2", 46 / 2),
     (r"^TPU v3", 123 / 2),
@@ -43,26 +42,17 @@ _MEASURED_FILE = "peak_flops.json"
 
 
 class PeakFlops(NamedTuple):
-    """Operations per second of one device.
-
-    Attributes:
-      tflops: 1e12 operations per second.
-      source: where the number is from, to be printed beside every MFU that uses it.
-    """
+    """Peak TFLOP/s of one device, and the `source` to print beside every MFU that uses it."""
 
     tflops: float
     source: str
 
 
 def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFlops:
-    """The data sheet's peak of a known accelerator; a measurement (0.3 s) for others and CPUs.
+    """Returns a known accelerator's data sheet peak, else a measurement (0.3 s).
 
-    Measure while the machine is idle: MFU of later runs uses the same number.
-
-    Args:
-      device: a jax.Device, by default the first local one.
-      cache_folder: keeps what was measured, for each model of processor and number of devices that
-        share it; may be gs://. None measures each time.
+    Measure while the machine is idle: MFU of later runs uses the number cached in `cache_folder`
+    (may be gs://), by processor model and number of devices that share it. None measures each time.
     """
     if device is None:
         device = jax.local_devices()[0]
@@ -86,7 +76,7 @@ def _kept(file: epath.Path) -> dict[str, Any]:
         kept = json.loads(file.read_text())
         return {name: PeakFlops(**peak)._asdict() for name, peak in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # not there yet, or damaged
+        return {}  # missing or damaged
 
 
 def _name_of(device: Any) -> str:
@@ -101,7 +91,7 @@ def _name_of(device: Any) -> str:
 
 
 def from_data_sheet(device_kind: str) -> PeakFlops | None:
-    """The peak of a device by its name, such as "NVIDIA H100 80GB HBM3"; None if not known."""
+    """Returns the peak by device name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown."""
     for pattern, tflops in _DATA_SHEETS:
         if re.search(pattern, device_kind, re.IGNORECASE):
             return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
@@ -109,10 +99,7 @@ def from_data_sheet(device_kind: str) -> PeakFlops | None:
 
 
 def measured(device: Any) -> PeakFlops:
-    """The speed of a float32 matrix product, best of a few.
-
-    Devices simulated on one CPU share it: each counts for its part.
-    """
+    """Returns the speed of a float32 matmul, divided among devices simulated on one CPU."""
     n = _MEASURED_SIZE
     x = jax.device_put(jnp.ones((n, n), jnp.float32), device)
     product = jax.jit(lambda x: x @ x)

@@ -16,7 +16,7 @@ _GB = 1e9
 
 
 def describe(plan: Plan, tokens: float, price: float | None) -> str:
-    """Describes memory, communication, time and, given a price per chip and hour, cost of a run."""
+    """Describes memory, communication, time and, given a price per chip-hour, cost of a run."""
     program = plan.program
     section = program.config.model
     lines = [
@@ -80,7 +80,6 @@ def _memory(plan: Plan) -> str:
 
 
 def _largest(alive: Sequence) -> str:
-    """Lists the largest arrays at a peak."""
     return ", ".join(
         f"{'x'.join(map(str, array.shape))} {array.size / _GB:.2f}"
         for array in alive[:2]

@@ -15,11 +15,11 @@ _EXAMPLES = {"tokens": "300e9 or 300B", "price_per_chip_hour": "4.2"}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    hardware: str  # name of it
-    tokens: float | None  # to train on; None is what the configuration's steps see
-    price: float | None  # of a chip or GPU for an hour, in any currency; None leaves money out
-    fit: bool  # whether to look for a mesh, batch and remat policy that fit
-    arguments: tuple[str, ...]  # the rest of the command line
+    hardware: str
+    tokens: float | None  # None: those of the configuration's steps
+    price: float | None  # per chip-hour in any currency, if given
+    fit: bool  # search for a mesh, batch and remat policy that fit
+    arguments: tuple[str, ...]  # rest of the command line
 
 
 def read(arguments: Sequence[str]) -> Request:

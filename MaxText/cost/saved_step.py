@@ -1,4 +1,4 @@
-"""A compiled step to a file and back: what is kept with it, and for which run it is taken."""
+"""Saves a compiled step to a file, and loads it for a matching run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,11 @@ from MaxText.cost.compiling import Planned
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import Layout
 
-_SHOWN = 8  # differences
+_SHOWN = 8  # differences listed
 
 
 def save(path: str, planned: Planned, compiled: jax.stages.Compiled) -> str:
-    """Writes a compiled step for train.py; returns the signature.
-
-    Raises:
-      UserError: jax cannot store this program, or the file cannot be written.
-    """
+    """Writes a step for train.py, returns the signature; UserError if it cannot be serialized."""
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError) as error:
@@ -44,20 +40,11 @@ def save(path: str, planned: Planned, compiled: jax.stages.Compiled) -> str:
 def open_saved(
     config: Config, section: Model, layout: Layout, state: Any
 ) -> Callable[[Any], Callable | None] | None:
-    """Shapes of a batch -> the saved step, or None where it is for batches of another shape.
+    """Returns a function from batch shapes to the saved step (None for other shapes), if any.
 
-    Args:
-      config: whose compiled_trainstep_file is read; with the zoom of scores fixed.
-      section: its model with `auto` resolved.
-      layout: of the devices to run on.
-      state: shapes and shardings of the state.
-
-    Returns:
-      None without the key.
-
-    Raises:
-      UserError: the file is not there, not signed by the user's key, or was made for another
-        configuration, program or machine. Nothing of it is run then.
+    `config` has the score zoom fixed, `section` has `auto` resolved. Raises UserError if the file
+    is missing, unsigned, or for another configuration, program or machine, before executing any of
+    it.
     """
     path = config.run.compiled_trainstep_file
     if not path:
@@ -89,7 +76,7 @@ def open_saved(
                 backend=devices[0].client,
                 execution_devices=devices,
             )
-        except Exception as error:  # whatever this device's runtime raises
+        except Exception as error:  # runtimes raise anything
             raise UserError(
                 f"compiled_trainstep_file={path}: the runtime of these devices "
                 f"({devices[0].device_kind}) does not take it: {str(error).splitlines()[0]}\n"

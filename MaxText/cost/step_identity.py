@@ -1,4 +1,4 @@
-"""What a compiled step was made of, so that another run's is not taken for it."""
+"""Identity of a compiled step, so that it is loaded for matching runs only."""
 
 import hashlib
 import importlib.metadata
@@ -18,7 +18,7 @@ from MaxText.config.values import to_yaml
 from MaxText.parallelism.mesh import Layout
 from MaxText.runtime.compilation_cache import kind_of_processor
 
-# Sections whose keys a step is made of, and the keys of others.
+# Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
 _KEYS = ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor")
 _WITHOUT_EFFECT = ("sharding_tolerance",)
@@ -26,18 +26,15 @@ _WITHOUT_EFFECT = ("sharding_tolerance",)
 # Sources that a step is traced from.
 _SOURCES = ("layers", "training", "parallelism/constraints.py", "parallelism/mesh.py")
 
-# They change where output goes, or what is timed, and no program.
+# Flags that change output paths or autotuning, but not the program.
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
 
 
 def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
-    """JSON values that two runs share if the same step serves both; batches are left out.
+    """Returns JSON values that are equal for runs that can share a step; batches are left out.
 
-    Args:
-      config: with the zoom of scores fixed where parameters grow.
-      section: its model with `auto` resolved, which may differ where cuDNN cannot be tried.
-      layout: of the devices.
-      state: shapes and shardings of the state.
+    `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
+    cuDNN.
     """
     device = layout.mesh.devices.flat[0]
     values = flat(config.model_copy(update={"model": section}))
@@ -60,7 +57,7 @@ def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[st
             "kind": device.device_kind,
             "number": layout.mesh.size,
             "mesh": str(dict(layout.mesh.shape)),
-            # Programs for CPU use what the processor has.
+            # CPU programs use the instructions of this processor.
             "processor": kind_of_processor() if device.platform == "cpu" else "",
         },
         "state": describe(state),
@@ -68,7 +65,7 @@ def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[st
 
 
 def describe(tree: Any) -> dict[str, str]:
-    """Name of each array -> its shape, format and sharding."""
+    """Maps the path of each array to its dtype, shape and sharding."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -76,7 +73,7 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Lines "group, name: theirs there, ours here", as many as differ."""
+    """Returns a line "group, name: theirs there, ours here" per difference."""
     lines = []
     for group, values in ours.items():
         others = theirs.get(group, {})

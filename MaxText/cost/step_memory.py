@@ -1,6 +1,6 @@
-"""Bytes of a train step on one device, by cause.
+"""Memory of a train step on one device, by cause.
 
-Parameters, optimizer state and gradients are exact: the abstract state under the mesh's shardings.
+Parameters, optimizer state and gradients are exact, from the abstract state and shardings.
 Activations come from tracing loss and gradients (liveness.py) at one device's shapes.
 """
 
@@ -29,18 +29,17 @@ from MaxText.training.objective import loss_sums, num_tokens
 class Memory:
     """Bytes on one device."""
 
-    parameters: float  # in weight_dtype
-    # the optimizer's state, with the guard's and the step counter; of what lies in the host's
-    # memory, nothing
+    parameters: float
+    # with the guard's state and the step counter, without what is offloaded to the host
     optimizer: float
-    fetched: float  # of the optimizer's state, what is there only while the update is made
+    fetched: float  # offloaded optimizer state, on the device during the update
     batch: float  # ids and weights of all microbatches
-    gradients: float  # one for every parameter; of several microbatches their sum as well
-    # what loss and gradients of a microbatch need besides what they are given, gradients included.
-    # Between its loops are the weights of scanned layers in the format of products: the compiler
-    # converts all of them before the first loop, and that loop hands them on to the backward pass.
+    gradients: float  # plus their sum if there are several microbatches
+    # Loss and gradients of a microbatch, besides their arguments. `between` are scanned weights in
+    # the compute dtype: the compiler converts all before the first loop and keeps them for
+    # backward.
     need: Need
-    update: float  # what the optimizer's update works with besides gradients
+    update: float  # temporaries of the optimizer update besides gradients
 
     @property
     def state(self) -> float:
@@ -53,14 +52,13 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        """Everything but the arguments."""
         sums = self.gradients - self.parameters  # of several microbatches
         passes = self.need.size + sums
         return max(passes, self.gradients + self.fetched + self.update)
 
 
 def memory_of(program: Program) -> Memory:
-    """Returns the memory of a program on each of its devices."""
+    """Returns the memory of a program on each device."""
     size_of = _size_of(program.platform)
     state = program.abstract_state
     gradients = parameters = _bytes(state.params, size_of)
@@ -82,7 +80,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def least_memory(program: Program) -> float:
-    """Returns a lower bound, without tracing: the state, and gradients or the layers' inputs."""
+    """Returns a lower bound without tracing: the state, and gradients or the layers' inputs."""
     section, state = program.config.model, program.abstract_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
@@ -105,7 +103,7 @@ def _bytes(tree: Any, size_of: SizeOf) -> float:
 
 
 def trace(program: Program) -> Traced:
-    """Traces loss and gradients of one microbatch at the shapes of one device."""
+    """Traces loss and gradients of one microbatch at one device's shapes."""
     model = program.local_model
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
@@ -123,10 +121,7 @@ def _trace(
     rules: Rules,
     weights: tuple[float, ...],
 ) -> Traced:
-    """Caches `trace` for meshes with the same shapes on a device.
-
-    `weights` is the share of each parameter that a device gathers.
-    """
+    """Caches `trace` for equal local shapes; `weights` are the shares that a device gathers."""
     model, objective = model_of(section), section.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -146,7 +141,7 @@ def _trace(
 
 
 def _gathered(program: Program, name: str) -> float:
-    """Returns the share of a parameter that a device gathers: of experts, its own."""
+    """Returns the share of a parameter that a device gathers; of experts, only its own."""
     axes = program.model.parameters[name].logical_axes
     if "exp" not in axes:
         return 1.0
@@ -157,7 +152,7 @@ def _gathered(program: Program, name: str) -> float:
 
 
 def _converted(program: Program) -> float:
-    """Returns the bytes of the layers' matrices in the format of products."""
+    """Returns the bytes of the layers' matrices in the compute dtype."""
     section, parameters = program.config.model, program.model.parameters
     width = np.dtype(section.numerics.dtype).itemsize
     if section.memory.scan_layers is not True:
@@ -173,7 +168,7 @@ def _converted(program: Program) -> float:
 def _update_need(program: Program) -> float:
     """Returns the bytes that the optimizer works with besides gradients."""
     state, layout = program.abstract_state, program.layout
-    # Moments like their parameters: shard_optimizer_over_data cuts what is worked on, too.
+    # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
     alike = Layout(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
     leaves, structure = jax.tree.flatten((state.params, state.opt_state))
     shardings = jax.tree.leaves((alike.params, alike.opt_state))

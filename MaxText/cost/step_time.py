@@ -1,8 +1,8 @@
-"""Seconds of an update, as an interval, from the traced program and the hardware.
+"""Seconds of a step, as an interval, from the traced program and the hardware.
 
-Every product, reduction and copy takes the longer of two times: its operations over the reachable
-share of peak, and its bytes over the memory's bandwidth. The interval spans the shares that
-published runs reached on the chip, with all communication overlapped at best and none at worst.
+Every matmul, reduction and copy takes the longer of two times: its FLOPs over the reachable share
+of peak, and its bytes over memory bandwidth. The interval spans the shares that published runs
+reached on the chip, with all communication overlapped at best and none at worst.
 """
 
 import dataclasses
@@ -20,46 +20,44 @@ from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.attention_flops import keys_multiplied
 from MaxText.layers.flash_attention import splash_operations
 
-# Share of the memory's bandwidth that a loop over an array reaches.
-BANDWIDTH_SHARE = 0.8
+BANDWIDTH_SHARE = 0.8  # share of memory bandwidth that an elementwise loop reaches
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An operation that runs as a whole: a product, a reduction, a copy."""
+    """An unfused operation: a matmul, a reduction, a copy."""
 
-    operations: float  # 2 for every multiply-add of products, nothing else counted
-    num_bytes: float  # read from memory and written
-    times: int  # how often
+    operations: float  # 2 per multiply-add of matmuls, nothing else
+    num_bytes: float  # read from and written to memory
+    times: int
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    # seconds, the interval
+    # seconds, best and worst case
     fast: float
     slow: float
-    computing: tuple[float, float]  # seconds of computation at best and at worst
-    communicating: float  # seconds of communication, if nothing else goes on
-    operations: float  # that a device executes, products only
-    count: FlopCount  # operations on a token by the rule of MFU
-    peak: PeakFlops  # of a device
+    computing: tuple[float, float]  # seconds at best and at worst
+    communicating: float  # seconds without overlap
+    operations: float  # executed matmul FLOPs of a device
+    count: FlopCount  # by the MFU rule
+    peak: PeakFlops
 
     @property
     def middle(self) -> float:
-        """Geometric mean of the interval, in seconds."""
+        """Geometric mean of the interval."""
         return math.sqrt(self.fast * self.slow)
 
     def mfu(self, seconds: float, tokens_per_device: float) -> float:
-        """Returns the model's operations over the device's peak in `seconds`."""
         return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
 
 
 def least_time(
     program: Program, hardware: Hardware, exchanged: Sequence[Exchange], peak: PeakFlops
 ) -> float:
-    """Returns a lower bound of the middle of an update's interval, without tracing.
+    """Returns a lower bound of StepTime.middle, without tracing.
 
-    `exchanged` is that of the policy that recomputes nothing, with the fewest microbatches.
+    `exchanged` must be that of the policy that recomputes nothing, with the fewest microbatches.
     """
     count = count_flops(program.model, program.length)
     executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
@@ -71,11 +69,9 @@ def least_time(
 def work_of(
     program: Traced, *, fused_attention: bool = False, keys_of_kernel: float = 0.0
 ) -> list[Work]:
-    """Returns everything that a program runs, bodies of loops as often as they run.
+    """Returns everything that a program runs, with loop bodies once per iteration.
 
-    Args:
-      fused_attention: Scores of attention are never written.
-      keys_of_kernel: Average keys per query in splash attention over all layers.
+    `keys_of_kernel` is the average number of keys per query in splash attention over all layers.
     """
     found = []
 
@@ -94,7 +90,7 @@ def work_of(
 
 
 def operations(node: Node, keys_of_kernel: float) -> float:
-    """Returns the operations of a product; 0 for other nodes."""
+    """Returns the FLOPs of a matmul; 0 for other nodes."""
     if node.name not in PRODUCTS:
         return 0.0
     if node.name == "dot_general":
@@ -106,7 +102,7 @@ def operations(node: Node, keys_of_kernel: float) -> float:
         if estimate is None and name.startswith("splash_"):
             return splash_operations(name, node.reads[2].shape, keys_of_kernel)
         return float(estimate.flops) if estimate is not None else 0.0
-    # Rows of a ragged product meet one matrix each, whichever side is ragged.
+    # Each row of a ragged matmul meets one matrix, whichever side is ragged.
     rows, width = node.reads[0].shape[-2:]
     return 2.0 * rows * width * node.reads[1].shape[-1]
 
@@ -120,11 +116,10 @@ def _keys_of_kernel(program: Program) -> float:
 
 
 def attention_to_other_parts(program: Program) -> float:
-    """Returns operations of attention that the traced microbatch lacks, on the busiest device.
+    """Returns attention FLOPs that the traced microbatch lacks, on the busiest device.
 
-    The trace has too few keys if there are fewer sequences than parts. Under a causal mask the last
-    part of a sequence sees more than the mean, except in a balanced ring. 0 if sequences are
-    unsplit.
+    With fewer sequences than parts the trace has too few keys. Under a causal mask the last part of
+    a sequence sees more than the mean, except in a balanced ring. 0 for unsplit sequences.
     """
     parts = program.layout.num_length_parts
     if parts == 1:
@@ -138,11 +133,11 @@ def attention_to_other_parts(program: Program) -> float:
     for window in softmax_windows(section):
         keys = keys_multiplied(attention, program.length, window)
         if not (ring or flash):
-            keys = program.length  # all of them, masked afterwards, of windows as well
+            keys = program.length  # all keys, including those masked by windows
         elif window is None and attention.causal and not balanced:
             keys *= 2 - 1 / parts
         exceeding += max(keys - keys_multiplied(attention, traced_length, window), 0.0)
-    # Forward, backward twice; and again what is not kept, the kernel's scores in any case.
+    # Forward, twice backward; again what is not kept, the kernel's scores in any case.
     kept = section.memory.remat_policy in ("none", "minimal_with_context")
     times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
     per_key = 4 * dimensions.num_query_heads * dimensions.head_dim
@@ -173,7 +168,7 @@ def step_time(
         once = sum(
             one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work
         )
-        # Stages of a pipeline compute, or wait, in turns in which they have no rows, too.
+        # Pipeline stages compute, or wait, in turns without tokens, too.
         return once * program.num_microbatches / (1 - program.bubble) + update
 
     least, most = chip.efficiency

@@ -1,4 +1,4 @@
-"""The machines that can be compiled for, by the names under which they are rented.
+"""Machines to compile for, by the names under which they are rented.
 
 Google's names count differently by generation (https://cloud.google.com/tpu/docs): v5e-16 and
 v6e-16 have 16 chips, v4-16 and v5p-16 have 16 TensorCores, two on each of 8 chips. A chip is one
@@ -15,7 +15,7 @@ from MaxText.errors import UserError
 
 _GIB = 2**30
 
-# Chips -> their arrangement.
+# Chips -> topology.
 _FLAT = {
     1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
 }  # fmt: skip
@@ -30,13 +30,9 @@ _LONGER_CUBES = {
 
 
 class _Generation(NamedTuple):
-    """A kind of TPU.
+    """A TPU generation; `shapes` maps chips to topologies, `memory` is in bytes per chip.
 
-    Attributes:
-      cores: TensorCores that a name counts for each chip; 1 where it counts chips.
-      shapes: chips -> arrangement.
-      memory: bytes of a chip, by the data sheet.
-      options: of the topology, beside its shape.
+    `cores` are TensorCores per chip if names count these, else 1.
     """
 
     cores: int
@@ -46,7 +42,7 @@ class _Generation(NamedTuple):
 
 
 _GENERATIONS = {
-    # One device for a chip's two cores.
+    # megacore: one device for a chip's two cores
     "v4": _Generation(2, _CUBES, 32 * _GIB, {"chip_config_name": "megacore"}),
     "v5e": _Generation(1, _FLAT, 16 * _GIB, {}),
     "v5p": _Generation(2, _CUBES | _LONGER_CUBES, 95 * _GIB, {}),
@@ -57,15 +53,9 @@ _GPUS_PER_HOST = 8
 
 
 class Target(NamedTuple):
-    """A machine to compile for.
+    """A machine to compile for; `topology` and `num_devices` are those of one slice.
 
-    Attributes:
-      name: as the user knows it.
-      platform: "tpu", "gpu" or "cpu", as jax names it.
-      topology: of one slice, as the compiler's plug-in names it.
-      num_devices: jax devices of one slice.
-      memory: bytes of a device, by the data sheet; 0 where that is not known.
-      options: more arguments of the topology.
+    `platform` is JAX's name, `memory` in bytes per device by the data sheet, 0 if unknown.
     """
 
     name: str
@@ -77,11 +67,7 @@ class Target(NamedTuple):
 
 
 def find(name: str) -> Target:
-    """The machine of a name: v5e-16, v5p-8, v4-8, v6e-8, h100-8, h200-8, a100-8, cpu-4.
-
-    Raises:
-      UserError: no such machine; names those there are.
-    """
+    """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4; UserError lists them."""
     kind, _, digits = name.strip().lower().rpartition("-")
     kind = _OTHER_NAMES.get(kind, kind)
     number = int(digits) if re.fullmatch(r"[1-9]\d{0,5}", digits) else 0
@@ -101,7 +87,7 @@ def find(name: str) -> Target:
 
 
 def names() -> list[str]:
-    """All names of TPUs."""
+    """Returns all names of TPUs."""
     return [
         f"{kind}-{chips * generation.cores}"
         for kind, generation in _GENERATIONS.items()
@@ -110,17 +96,17 @@ def names() -> list[str]:
 
 
 def prepare_environment(target: Target) -> None:
-    """Sets what the plug-in reads at start; call it before jax is imported."""
-    # The devices compiled for are no devices of this process.
+    """Sets variables that the plug-in reads at start; call it before JAX is imported."""
+    # The devices compiled for are not those of this process.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if target.platform == "tpu":
-        # Else libtpu asks the network what machine this is, and insists on being alone on it.
+        # Otherwise libtpu asks the network for the machine type and demands exclusive access.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     flags = {
-        # Without a GPU there is nothing to time variants on.
+        # Without a GPU, autotuning has nothing to time.
         "gpu": "--xla_gpu_autotune_level=0",
         "cpu": f"--xla_force_host_platform_device_count={target.num_devices}",
     }
@@ -131,13 +117,9 @@ def prepare_environment(target: Target) -> None:
 
 
 def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
-    """The devices of a machine that need not be there: compiled for, never run on.
+    """Returns devices to compile for, which need not exist and cannot run anything.
 
-    Args:
-      num_slices: machines of this kind, connected by the data center's network. TPU only.
-
-    Raises:
-      UserError: the plug-in that compiles for it is not installed, or does not know the machine.
+    Raises UserError if the plug-in is missing or does not know the machine.
     """
     import jax
     from jax.experimental import topologies
@@ -158,7 +140,7 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
         return present[: target.num_devices]
     try:
         if target.platform == "gpu":
-            # "cuda" is the name of the plug-in, "gpu" that of its devices.
+            # "cuda" names the plug-in, "gpu" its devices.
             found = topologies.get_topology_desc(
                 target.name,
                 "cuda",
@@ -168,7 +150,7 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
         else:
             slices = {"num_slices": num_slices} if num_slices > 1 else {}
             found = topologies.get_topology_desc(target.topology, "tpu", **target.options, **slices)
-    except Exception as error:  # what it is depends on the plug-in and on what is missing of it
+    except Exception as error:  # depends on the plug-in and on which part of it is missing
         extra, package = (
             ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "a CUDA plug-in")
         )

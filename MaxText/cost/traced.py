@@ -1,14 +1,14 @@
 """A traced program as a compiler runs it: the arrays it writes, and their inputs.
 
-Fused operations take no memory: elementwise work, conversions and views are read through to their
-inputs. Exceptions, each seen in what XLA's TPU compiler does with train steps:
+Fused operations take no memory: elementwise operations, casts and views are traced back to their
+inputs. Exceptions, each observed in XLA's TPU compiler on train steps:
 
-- a fused value that several products read is written once, unless each of them computes in a
-  narrower format: then each recomputes it (gradients of attention scores);
-- a product of which only another format is read is written in the narrower of the two, or in the
-  other if something that cannot be fused reads it (logits, of which targets' are gathered);
-- slices of stacked weights that a product reads are gathered in the format of the product; - slices
-of other stacks are cut out before a loop's body reads them.
+- A fused value that several matmuls read is written once, unless each of them computes in a
+  narrower dtype: then each recomputes it (gradients of attention scores).
+- A matmul result of which only another dtype is read is written in the narrower of the two, or in
+  the other if something unfusable reads it (logits, of which targets' are gathered).
+- Slices of stacked weights that a matmul reads are gathered in its dtype; slices of other stacks
+  are cut out before a loop's body reads them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _VIEWS = frozenset({
     "mesh_cast", "name", "optimization_barrier", "pvary", "reduce_precision", "reshape", "rev",
     "sharding_constraint", "slice", "squeeze", "transpose",
 })  # fmt: skip
-# What has a result in memory of its own; all else is fused.
+# Results with memory of their own; everything else is fused.
 _WRITTEN = frozenset({
     "approx_top_k", "argmax", "argmin", "cholesky", "concatenate", "cond",
     "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
@@ -36,9 +36,9 @@ _WRITTEN = frozenset({
     "scatter_mul", "sort", "svd", "threefry2x32", "top_k", "triangular_solve", "while",
 })  # fmt: skip
 PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "pallas_call"])
-# Run in the same sweep as what makes the array or reads it next.
+# Fused with the producer or the next consumer of the array.
 REDUCTIONS = ("reduce_", "argmax", "argmin")
-# Calls whose body stands where the call does, and the parameters that hold it.
+# Inlined calls, and the parameters that hold their bodies.
 _CALLS = frozenset({
     "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_lin",
     "custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2",
@@ -46,9 +46,9 @@ _CALLS = frozenset({
 })  # fmt: skip
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 SLICE = "slice of a stack"
-_KEY_BYTES = 8  # of a key of random numbers
+_KEY_BYTES = 8  # of a PRNG key
 
-SizeOf = Callable[[Sequence[int], int], float]  # (shape, bytes of an element) -> bytes
+SizeOf = Callable[[Sequence[int], int], float]  # (shape, bytes per element) -> bytes
 
 
 def plain_size(shape: Sequence[int], width: int) -> float:
@@ -56,10 +56,7 @@ def plain_size(shape: Sequence[int], width: int) -> float:
 
 
 def tiled_size(shape: Sequence[int], width: int) -> float:
-    """Returns the bytes of an array on a TPU: two dimensions are in tiles of 8 x 128 words.
-
-    XLA chooses which two; this is the least of any choice.
-    """
+    """Returns an array's bytes on TPU: two dimensions (the best two) have tiles of 8 x 128."""
     plain = plain_size(shape, width)
     if len(shape) < 2 or not plain:
         return plain
@@ -78,14 +75,13 @@ def tiled_size(shape: Sequence[int], width: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    shape: tuple[int, ...] = ()  # of one device
+    shape: tuple[int, ...] = ()  # on one device
     size: float = 0.0  # bytes
-    width: int = 0  # bytes of an element
-    # of a parameter, or a view of parameters alone, the share of it that a device gathers to
-    # compute with; 0 for other arrays
+    width: int = 0  # bytes per element
+    # share of a parameter (or a view of parameters only) that a device gathers to compute; else 0
     weight: float = 0.0
-    is_square: bool = False  # scores of attention, or made of them at their size
-    # arrays in memory that it is read from; itself where it is written
+    is_square: bool = False  # attention scores, or derived from them at their size
+    # arrays in memory that it is read from; itself if it is written
     roots: frozenset["Value"] = frozenset()
     readers: list[int] = dataclasses.field(default_factory=list)
 
@@ -99,16 +95,16 @@ class Value:
 class Node:
     """An equation that is not a call."""
 
-    name: str  # of its primitive
+    name: str
     reads: list[Value]
     makes: list[Value]
-    params: dict[str, Any]  # of its primitive
-    bodies: tuple["Traced", ...] = ()  # for a loop or branches, their programs
-    times: int = 1  # how often a body runs
+    params: dict[str, Any]
+    bodies: tuple["Traced", ...] = ()  # programs of a loop or of branches
+    times: int = 1  # iterations of the body
 
     @property
     def is_written(self) -> bool:
-        """Whether a compiler runs it by itself."""
+        """Whether a compiler runs it as its own kernel."""
         return any(value.is_written for value in self.makes)
 
 
@@ -116,8 +112,8 @@ class Node:
 class Traced:
     """A program, or the body of a loop."""
 
-    nodes: tuple[Node, ...]  # what results depend on, in its order
-    results: tuple[Value, ...]  # what it hands out
+    nodes: tuple[Node, ...]  # nodes that the results depend on, in order
+    results: tuple[Value, ...]
 
 
 def traced(
@@ -128,11 +124,11 @@ def traced(
     is_square: Sequence[bool] | None = None,
     first_slice: int | None = None,
 ) -> Traced:
-    """Reads a program.
+    """Parses a program.
 
     Args:
-      weights: Of each argument, the share of a parameter that a device gathers; 0 for others.
-      first_slice: In the body of a loop, the first argument that is a slice of a stack.
+      weights: For each argument, the share of a parameter that a device gathers; 0 for others.
+      first_slice: In a loop body, index of the first argument that is a slice of a stack.
     """
     given = [_value(variable.aval, size_of) for variable in jaxpr.invars]
     squares = is_square or [False] * len(given)
@@ -186,7 +182,6 @@ def _written_out(
 
 
 def _needed(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
-    """Returns the nodes that results depend on."""
     needed, kept = set(results), []
     for node in reversed(nodes):
         if any(value in needed for value in node.makes):
@@ -196,7 +191,7 @@ def _needed(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
 
 
 def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
-    """Cuts each slice of a stack right before its first use."""
+    """Inserts each slice of a stack right before its first use."""
     uncut, complete = set(slices), []
     for node in nodes:
         for value in node.reads:
@@ -230,7 +225,7 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
 
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
-    """Returns whether something other than a product or a fused sum reads it."""
+    """Returns whether something other than a matmul or a fused reduction reads it."""
     readers = {nodes[reader].name for reader in _behind_views(value, nodes)}
     return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
@@ -255,7 +250,7 @@ def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
 
 
 def _makes_squares(node: Node) -> bool:
-    """Returns whether a node is queries times keys, judged by its shapes."""
+    """Returns whether a node is queries times keys, judging by shapes."""
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.params["dimension_numbers"]
@@ -264,7 +259,7 @@ def _makes_squares(node: Node) -> bool:
 
 
 def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
-    """Yields nodes that read a value, through views in the same format."""
+    """Yields nodes that read a value, through views of the same dtype."""
     for reader in value.readers:
         node = nodes[reader]
         if node.name in _VIEWS and node.name != "convert_element_type":
@@ -275,16 +270,13 @@ def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
 
 
 def _body_of(loop: Node) -> Any:
-    """Returns the program inside a scan; since jax 0.12 nothing wraps it."""
+    """Returns the jaxpr inside a scan; since JAX 0.12 nothing wraps it."""
     program = loop.params["jaxpr"]
     return getattr(program, "jaxpr", program)
 
 
 def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
-    """Returns how many arrays precede those that a loop slices or stacks.
-
-    These have one dimension less inside; the names of the counts differ between jax versions.
-    """
+    """Returns the number of arrays before those sliced or stacked, with one dim less inside."""
     return next(
         (
             place
@@ -319,7 +311,7 @@ def _handed_on(node: Node) -> dict[int, int]:
 
 
 def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
-    """Returns the programs inside a node, and how often they run."""
+    """Returns the programs inside a node, and their number of iterations."""
     if node.name == "scan":
         inside = _body_of(node)
         body = traced(

@@ -1,12 +1,10 @@
-"""How many bytes of UTF-8 each token id spells: what bits per byte are divided by.
+"""UTF-8 bytes per token id, the denominator of bits per byte.
 
-Defined where a text is the ids' bytes one after the other: tokenizers of bytes, byte-level BPE,
-tiktoken, and vocabularies of characters that fall back to bytes (Llama 2, Gemma). Elsewhere, where
-text is lowercased or unknown words share an id, ids do not say how long the text was.
+Defined for tokenizers whose text is the concatenation of the ids' bytes: byte tokenizers,
+byte-level BPE, tiktoken, and vocabularies with byte fallback (Llama 2, Gemma). Undefined where text
+is lowercased or unknown words share an id.
 
-Imports no jax.
-
-Legend: V ids of the tokenizer.
+V: ids of the tokenizer.
 """
 
 import base64
@@ -28,45 +26,34 @@ from MaxText.input_pipeline.tokenization.sentence_piece import (
 )
 from MaxText.input_pipeline.tokenization.tiktoken_file import TIKTOKEN_NAME, TiktokenTokenizer
 
-# What vocabularies of characters write for a space.
-_SPACE = "\u2581"
+_SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
-# Text in which every byte of UTF-8 occurs: characters of one and two bytes, and one for each byte
-# that begins longer ones.
+# Contains every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
 _EVERY = "".join(
     map(chr, [*range(0x801), *range(0x1000, 0x10001, 0x1000), *range(0x40000, 0x110000, 0x40000)])
 )
 
-# White space, ligatures, wide and combined characters, a line end: normalisation changes one of
-# them at least.
+# Any normalization changes at least one of these characters.
 _PROBE = " a  b\u00a0\ufb01\uff21e\u0301\u3000\tc\r\nd "
 
 
 class NotExact(Exception):
-    """A tokenizer whose ids do not tell the bytes of the text; the message says why."""
+    """Raised, with the reason, if ids do not determine text bytes."""
 
 
 class IdBytes(NamedTuple):
-    """Bytes by id.
+    """Bytes by id."""
 
-    Attributes:
-      counts_V: int32, bytes of UTF-8; 0 for control ids.
-      spaced_V: bool, ids that begin with the space that the tokenizer puts before each text. As the
-        first id of a text such an id spells one byte less. All False where it puts none.
-    """
-
-    counts_V: np.ndarray
+    counts_V: np.ndarray  # int32, UTF-8 bytes; 0 for control ids
+    # bool, ids that begin with the space that the tokenizer prepends to each text, if any. As the
+    # first id of a text, such an id has one byte less.
     spaced_V: np.ndarray
 
 
 def bytes_of_ids(tokenizer: TextTokenizer) -> IdBytes:
-    """The bytes of each id.
-
-    Raises:
-      NotExact: they are not defined.
-    """
+    """Returns the bytes of each id. Raises NotExact if they are not defined."""
     if isinstance(tokenizer, ByteTokenizer):
         spelled, puts_space = {byte: bytes([byte]) for byte in range(256)}, False
     elif isinstance(tokenizer, TiktokenTokenizer):
@@ -86,7 +73,7 @@ def bytes_of_ids(tokenizer: TextTokenizer) -> IdBytes:
 
 
 def _file(tokenizer: TextTokenizer, name: str) -> bytes:
-    """A file of the tokenizer, as it writes it."""
+    """Returns the contents of a file that the tokenizer saves."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         return (Path(folder) / name).read_bytes()
@@ -143,7 +130,7 @@ def _byte_level(
         raise NotExact(f"its tokenizer.json normalises text ({', '.join(sorted(other))})")
     if any(part.get("add_prefix_space") for part in cutters):
         raise NotExact("its tokenizer.json puts a space before a text that begins with none")
-    # One character stands for one byte.
+    # One character represents one byte.
     ((spelling, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(_EVERY)
     if not vocabulary.keys() >= set(spelling):
         raise NotExact("its tokenizer.json has no id for some bytes")
@@ -172,7 +159,7 @@ _SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 
 def _parts(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    """Yields parts of a normalizer, pre-tokenizer or decoder, flattened."""
     if entry is None:
         return
     inner = next((entry[name] for name in _SEQUENCES if name in entry), None)

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations of contexts, many at a time."""
+"""Batched log-probabilities of continuations of contexts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,41 +11,28 @@ from MaxText.inference.trained_model import TrainedModel
 
 
 class Continuation(NamedTuple):
-    """What is scored: `ids` after `context`. Both hold at least one id."""
+    """Ids to score after a context. Both hold at least one id."""
 
     context: Sequence[int]
     ids: Sequence[int]
 
 
 class Score(NamedTuple):
-    """What the model says of a continuation.
+    """Score of a continuation."""
 
-    Attributes:
-      log_probability: in nats, summed over its ids.
-      is_greedy: whether each of its ids is the likeliest at its place.
-    """
-
-    log_probability: float
-    is_greedy: bool
+    log_probability: float  # in nats, summed over the ids
+    is_greedy: bool  # whether each id is the argmax
 
 
-# (number of a continuation, how many of the row's places are its): of each row, in their order.
+# For each row, (continuation index, its number of positions) in order.
 _Owners = list[list[tuple[int, int]]]
 
 
 class ContinuationScorer:
-    """Scores continuations under a trained model.
-
-    Attributes:
-      window: tokens that the model reads at most (max_target_length).
-    """
+    """Scores continuations under a causal model; `window` is max_target_length."""
 
     def __init__(self, trained: TrainedModel):
-        """Compiles nothing yet.
-
-        Raises:
-          UserError: a model that is not causal, or a batch that the devices do not divide.
-        """
+        """Compiles nothing yet. Raises UserError for non-causal models."""
         if not trained.model.section.attention.causal:
             raise UserError(
                 "continuations have a probability under a causal model only, and this one has "
@@ -58,12 +45,10 @@ class ContinuationScorer:
     def score(
         self, continuations: Sequence[Continuation], progress: Progress | None = None
     ) -> list[Score]:
-        """One score for each continuation, in their order.
+        """Returns one score per continuation, in order.
 
-        A context that does not fit into the window loses ids on its left.
-
-        Raises:
-          UserError: a continuation without ids, or one longer than the window.
+        Contexts that exceed the window are truncated on the left. Raises UserError for a
+        continuation without ids or longer than the window.
         """
         rows, owners = self._rows(continuations)
         scores: list[Score | None] = [None] * len(continuations)
@@ -83,7 +68,7 @@ class ContinuationScorer:
         return scores  # type: ignore[return-value]
 
     def _rows(self, continuations: Sequence[Continuation]) -> tuple[list[Row], _Owners]:
-        """Inputs without repetition: answers of one token to a question share theirs."""
+        """Deduplicates inputs: one-token answers to a question share a pass."""
         found: dict[bytes, tuple[np.ndarray, list[int], list[int], list[tuple[int, int]]]] = {}
         for number, (context, ids) in enumerate(continuations):
             if not ids or len(ids) > self.window:
@@ -103,10 +88,11 @@ class ContinuationScorer:
 
 
 def rolling(ids: Sequence[int], prefix: int, window: int) -> list[Continuation]:
-    """A text of any length as continuations, each of its ids in exactly one.
+    """Splits a text into continuations that score each id exactly once.
 
-    Windows lie side by side; the last is moved left until it is full, and scores what the others
-    have not. The first id follows `prefix`. (loglikelihood_rolling of lm-evaluation-harness.)
+    Windows are disjoint, except that the last one is moved left until it is full and scores only
+    the remaining ids. The first id follows `prefix`. Same as loglikelihood_rolling of
+    lm-evaluation-harness.
     """
     found = []
     for start in range(0, len(ids), window):

@@ -1,6 +1,6 @@
-"""Scores a data set: the loss over all targets of a split, source by source.
+"""Loss over all targets of a dataset split, per source.
 
-Legend: B rows, T tokens of a window, V vocab_size.
+B rows, T tokens of a window, V vocab_size.
 """
 
 import time
@@ -29,10 +29,9 @@ Sums = dict[str, jax.Array]
 def make_score_step(
     model: Model, *, count_correct: bool = False
 ) -> Callable[[Any, Batch, IdBytes], Sums]:
-    """Sums over one batch: nats (float32), targets and their bytes (int32).
+    """Returns a step that sums nats, targets and their bytes of a batch.
 
-    Args:
-      count_correct: also `correct`, the targets that are the likeliest id.
+    Nats are float32, counts int32. With `count_correct` it also counts `correct`, the argmax hits.
     """
     objective = model.section.objective
 
@@ -40,7 +39,7 @@ def make_score_step(
         sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
         counts_V, spaced_V = id_bytes
         bytes_BT = counts_V[batch.targets_BT]
-        # After a control id a text begins, with a space that is not its own.
+        # A text that follows a control id begins with a space that the tokenizer added.
         begins_BT = spaced_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
         counts_BT = batch.weights_BT > 0
         correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
@@ -60,24 +59,15 @@ def score_data_set(
     config: Config,
     show: Show = print,
 ) -> list[SourceScore]:
-    """Scores every source.
+    """Scores every source of open_eval_sources; without sources, random tokens.
 
-    Args:
-      opened: the data sets, as open_eval_sources gives them; none for random tokens.
-      text_bytes: what the targets of a source spell.
-      config: the keys of data, masking, evaluation and scoring, and of batches.
-      show: takes lines about what is done.
-
-    Raises:
-      UserError: batches that the devices do not divide, or data that cannot be read so.
+    Raises UserError for batches that the devices do not divide, or unreadable data.
     """
     scorer = _Scorer(trained, config, text_bytes, show)
     return [scorer.score(source) for source in opened or [None]]
 
 
 class _Scorer:
-    """The step compiled for the shapes of batches that occur, and how batches are read."""
-
     def __init__(self, trained: TrainedModel, config: Config, text_bytes: TextBytes, show: Show):
         self._trained = trained
         self._config = config
@@ -93,7 +83,7 @@ class _Scorer:
         self._compiled: dict[Any, Any] = {}
 
     def score(self, source: OpenedSource | None) -> SourceScore:
-        """Reads all batches of a source. Sums are added in double precision, one batch late."""
+        """Scores all batches of a source, fetching sums one batch late."""
         name = "random tokens" if source is None else source.entry.location
         batches = open_source_batches(
             self._config,
@@ -142,11 +132,11 @@ class _Scorer:
         )
 
     def _placed_tables(self, of_ids: IdBytes | None) -> IdBytes:
-        """Of the model's ids, on all devices; zeros where the bytes are not known."""
+        """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
         size = self._shape.vocab_size
         counts_V, spaced_V = np.zeros(size, np.int32), np.zeros(size, bool)
         if of_ids is not None:
-            # A vocabulary may be filled up in the model's table, or have ids that never occur.
+            # The model's vocabulary may be padded, or smaller than the tokenizer's.
             known = min(size, len(of_ids.counts_V))
             counts_V[:known] = of_ids.counts_V[:known]
             spaced_V[:known] = of_ids.spaced_V[:known]
@@ -154,7 +144,7 @@ class _Scorer:
         return IdBytes(jax.device_put(counts_V, whole), jax.device_put(spaced_V, whole))
 
     def _step_for(self, batch: Batch, tables: IdBytes) -> tuple[Any, float]:
-        """The step compiled for batches like this one, and the seconds that took now."""
+        """Returns the step compiled for this structure, and compile seconds."""
         kind = jax.tree.structure(batch)
         if kind in self._compiled:
             return self._compiled[kind], 0.0
@@ -165,7 +155,7 @@ class _Scorer:
 
 
 def _add(sums: dict[str, Any], new: Sums | None) -> None:
-    """Adds what a batch gave; Python's floats are double, its integers have no end."""
+    """Accumulates in double-precision floats and unbounded integers."""
     for name in sums if new is not None else ():
         value = new[name]  # type: ignore[index]
         sums[name] += float(value) if name == "nats" else int(value)

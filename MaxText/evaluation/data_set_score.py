@@ -1,4 +1,4 @@
-"""What scoring a data set gives: sums by source, for the terminal and for JSON. Imports no jax."""
+"""Results of scoring a dataset, per source, for the terminal and JSON."""
 
 import dataclasses
 import math
@@ -11,65 +11,51 @@ from MaxText.metrics.tables import ruled_table
 
 @dataclasses.dataclass(frozen=True)
 class SourceScore:
-    """Sums over the targets of one source, or of several together.
-
-    Attributes:
-      name: what named the source.
-      nats: sum of cross entropy, or of another loss where that is what the model minimises.
-      num_targets: predicted tokens; each counts once.
-      num_bytes: bytes of UTF-8 that the targets spell; None where that is not known.
-      why_no_bytes: the reason for None.
-      num_batches: that were read.
-      seconds: wall time, without compiling.
-      facts: which data these are: tokens and documents of the split, digests.
-      correct: targets that were the likeliest id; None where they were not counted, which is all
-        but masked language models.
-      other_loss: loss_type where the loss is no log-probability, so that there is neither
-        perplexity nor bits per byte. That of entmax would be infinite for ids of probability 0.
-    """
+    """Sums over the targets of one or several sources."""
 
     name: str
-    nats: float
+    nats: float  # summed cross entropy, or the model's other loss
     num_targets: int
-    num_bytes: int | None
+    num_bytes: int | None  # UTF-8 bytes of the targets; None if unknown
     why_no_bytes: str
     num_batches: int
-    seconds: float
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    correct: int | None = None
+    seconds: float  # wall time without compilation
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # split sizes and digests
+    correct: int | None = None  # argmax hits; None except for masked language models
+    # loss_type if the loss is no log-probability, without perplexity and bits per byte. For entmax
+    # these would be infinite at ids of probability 0.
     other_loss: str = ""
 
     @property
     def loss(self) -> float:
-        """Nats per target; NaN without any."""
+        """Nats per target; NaN without targets."""
         return self.nats / self.num_targets if self.num_targets else math.nan
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean over all targets; None for another loss."""
+        """Exponential of the loss; None for losses that are no log-probability."""
         return None if self.other_loss else perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers; None without known bytes, and for other losses."""
+        """Bits per UTF-8 byte, comparable across tokenizers; None if undefined."""
         if self.other_loss or not self.num_bytes:
             return None
         return self.nats / math.log(2) / self.num_bytes
 
     @property
     def masked_accuracy(self) -> float | None:
-        """Share of the hidden tokens that were the likeliest id."""
+        """Share of hidden tokens that were the argmax."""
         if self.correct is None:
             return None
         return self.correct / self.num_targets if self.num_targets else math.nan
 
     @property
     def tokens_per_second(self) -> float:
-        """Targets scored in a second."""
         return self.num_targets / self.seconds if self.seconds else math.nan
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with what follows from the sums."""
+        """Returns JSON values, including the derived metrics."""
         row = {
             "source": self.name,
             "loss": self.loss,
@@ -92,7 +78,7 @@ class SourceScore:
 
 
 def total(scores: Sequence[SourceScore]) -> SourceScore:
-    """All sources together: their sums, not the mean of their means."""
+    """Sums all sources, so that means are weighted by targets."""
     sizes = [score.num_bytes for score in scores]
     missing = [score.why_no_bytes for score in scores if score.num_bytes is None]
     correct = [score.correct for score in scores]
@@ -110,7 +96,7 @@ def total(scores: Sequence[SourceScore]) -> SourceScore:
 
 
 def table(scores: Sequence[SourceScore]) -> str:
-    """A row for each source and one for all, then what is missing and why."""
+    """Formats one row per source, a total, and notes on missing metrics."""
     whole = total(scores)
     header = ["source", "targets", "bytes", "loss", "perplexity", "bits/byte"]
     if whole.correct is not None:

@@ -1,6 +1,6 @@
-"""What eval.py does, in order: the request, the data, the weights, the scores, the file.
+"""Main sequence of eval.py: request, data, weights, scores, output file.
 
-What may be refused is looked at before weights are read; all but the data before jax is imported.
+User errors are detected before weights are loaded, and all but data errors before jax is imported.
 """
 
 import datetime
@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
 
 def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
-    """Scores what the command line asks for, prints it and writes it.
+    """Scores what the command line requests; prints and writes the scores.
 
-    Returns:
-      What is written as JSON.
-
-    Raises:
-      UserError: no weights, no data, or what cannot be scored.
+    Returns the written JSON. Raises UserError for missing weights or data, and for unscorable
+    input.
     """
     asked = score_request.read(loaded)
     config, scoring = asked.config, asked.config.scoring
     weights = _find_weights(config)
-    results.output_path(scoring.eval_output, weights)  # raises where nothing could be written
+    results.output_path(scoring.eval_output, weights)  # raises if not writable
     _check_output_is_new(scoring)
     if scoring.harness_tasks:
         check_harness(config)
@@ -56,9 +53,9 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
         )
         found |= _score_tasks(tasks, trained, tokenizer, config, show)
     whole = _described(trained) | found
-    import jax  # which is loaded by now
+    import jax  # already imported
 
-    # A run that goes on may have saved another step since.
+    # A run in progress may have saved another step since.
     output = results.output_path(scoring.eval_output, trained.folder)
     if output is not None and jax.process_index() == 0:
         results.write(output, whole, show)
@@ -66,7 +63,7 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
 
 
 def _check_output_is_new(scoring: Scoring) -> None:
-    """Refuses to write the scores over what is scored."""
+    """Refuses to overwrite the scored file with the scores."""
     output = Path(scoring.eval_output).expanduser().absolute()
     for name in ("lambada_path", "wikitext_path"):
         read = getattr(scoring, name)
@@ -78,27 +75,16 @@ def _check_output_is_new(scoring: Scoring) -> None:
 
 
 class _DataSet(NamedTuple):
-    """Data that are opened.
-
-    Attributes:
-      config: the configuration that they are read with.
-      opened: the sources; none for random tokens.
-      text_bytes: what their targets spell.
-      tokenizer_sha256: of the weights' tokenizer; empty without one.
-    """
+    """Opened data and the configuration to read them with."""
 
     config: Config
-    opened: "list[OpenedSource]"
+    opened: "list[OpenedSource]"  # empty for random tokens
     text_bytes: TextBytes
-    tokenizer_sha256: str
+    tokenizer_sha256: str  # of the weights' tokenizer; empty without one
 
 
 def _find_weights(config: Config) -> str:
-    """The step folder, or folder of Hugging Face, that the weights are read from.
-
-    Raises:
-      UserError: nothing there.
-    """
+    """Returns the checkpoint step folder or Hugging Face folder of the weights."""
     from MaxText.checkpointing import layout
     from MaxText.conversion import hugging_face_folder
 
@@ -109,10 +95,9 @@ def _find_weights(config: Config) -> str:
 
 
 def _open_data_set(asked: score_request.Request, weights: str, show: Show) -> _DataSet:
-    """Opens what is scored; records of text are read with the tokenizer of the weights.
+    """Opens the data to score, using the tokenizer of the weights for text.
 
-    Raises:
-      UserError: data that are not there or do not fit; or tokenizer_path was typed and is none.
+    Raises UserError for missing or unsuitable data, or an unreadable user-set tokenizer_path.
     """
     from MaxText.input_pipeline.run_batches import open_eval_sources  # imports jax
 
@@ -182,7 +167,6 @@ def _score_tasks(
 
 
 def _described(trained: TrainedModel) -> dict[str, Any]:
-    """Which weights were scored, and where."""
     devices = trained.layout.mesh.devices.flat
     return {
         "weights": trained.source,

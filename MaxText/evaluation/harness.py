@@ -1,8 +1,6 @@
-"""A trained model as a model of lm-evaluation-harness (EleutherAI), registered there as "maxtext".
+"""The "maxtext" model of lm-evaluation-harness (EleutherAI).
 
-Log-probabilities, rolling log-probabilities and generated text agree with what the harness's own
-model "hf" gives for the same weights in transformers. To be imported, this needs
-pip install '.[lm-eval]'.
+Results agree with the harness's "hf" model for the same weights in transformers.
 """
 
 import functools
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from MaxText.inference.engine import Engine
     from MaxText.inference.token_choice import Choice
 
-# Of generation_kwargs -> field of generation.token_choice.Choice.
+# generation_kwargs -> field of inference.token_choice.Choice
 _CHOICES = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -53,24 +51,18 @@ _NEXT_ARGUMENT = re.compile(r",(?=\s*[A-Za-z_]\w*=)")
 
 @register_model("maxtext")
 class MaxTextLM(TemplateLM):
-    """What the harness asks of a model, answered by trained weights on the devices of this process.
+    """A harness model that runs trained weights on the devices of this process.
 
         lm = MaxTextLM.open("load_parameters_path=maxtext_output/quickstart")
         lm_eval.simple_evaluate(model=lm, tasks=["lambada_openai"])
 
-    Attributes:
-      was_asked: whether a request has come; what fails before is not the model's fault.
+    `was_asked` tells whether a request came; errors before that are not caused by the model.
     """
 
     def __init__(self, trained: TrainedModel, tokenizer: ModelTokenizer, show: Show = print):
-        """
-        Args:
-          trained: open_trained_model gives it.
-          tokenizer: open_tokenizer gives it.
-          show: receives lines about the progress of what takes long.
+        """Takes the results of open_trained_model and open_tokenizer.
 
-        Raises:
-          UserError: a model or tokenizer that cannot be scored with.
+        Raises UserError if the model or tokenizer cannot score text.
         """
         from MaxText.evaluation.continuations import ContinuationScorer
 
@@ -88,14 +80,9 @@ class MaxTextLM(TemplateLM):
 
     @classmethod
     def open(cls, arguments: str | Sequence[str], show: Show = print) -> "MaxTextLM":
-        """Opens weights as eval.py does.
+        """Opens weights from a command line, given as one string or several.
 
-        Args:
-          arguments: of a command line, as one string or several: at least
-            load_parameters_path=RUN, and any other key=value or config file.
-
-        Raises:
-          UserError: mistakes in the arguments, or weights that cannot be opened.
+        It must include load_parameters_path=RUN. Raises UserError for bad arguments or weights.
         """
         words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
         loaded = own_configuration.load(words)
@@ -113,7 +100,7 @@ class MaxTextLM(TemplateLM):
     def create_from_arg_string(
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> "MaxTextLM":
-        """As `open`, from the harness's model_args: key=value,key=value."""
+        """Opens weights from the harness's model_args string, key=value,key=value."""
         words = [word.strip() for word in _NEXT_ARGUMENT.split(arg_string) if word.strip()]
         _refuse_other_settings(additional_config)
         return cls.open(words)
@@ -122,32 +109,31 @@ class MaxTextLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "MaxTextLM":
-        """As `open`, from the harness's model_args as a dict."""
+        """Opens weights from the harness's model_args dict."""
         _refuse_other_settings(additional_config)
         return cls.open([f"{name}={value}" for name, value in arg_dict.items()])
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """End-of-text id."""
         return self._end
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context follows: beginning of text, else its end."""
+        """Id before a text without context: beginning of text, else end of text."""
         return self._first
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
         return self._scorer.window
 
     @property
     def max_gen_toks(self) -> int:
-        """New tokens where a task does not say how many; as of the harness's own models."""
+        """Default number of new tokens, as in the harness's own models."""
         return 256
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness notes beside its results."""
+        """Returns metadata that the harness stores with its results."""
         return {
             "model_source": self._trained.source,
             "model_num_parameters": self._trained.model.num_parameters,
@@ -157,9 +143,9 @@ class MaxTextLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text, with what the model's texts begin with unless the text has it already.
+        """Returns ids, adding the prefix unless the text starts with it.
 
-        Control tokens that the text spells out become their ids, as in transformers.
+        Control tokens spelled out in the text become their ids, as in transformers.
         """
         ids = self._texts.encode(string)
         if add_special_tokens is None:
@@ -191,7 +177,7 @@ class MaxTextLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Sum of the log-probabilities of all of a text, in windows side by side."""
+        """Returns the total log-probability of each text, over disjoint windows."""
         from MaxText.evaluation.continuations import rolling
 
         self.was_asked = True
@@ -209,9 +195,9 @@ class MaxTextLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to the first of the strings that a task names.
+        """Returns continuations up to the first stop string of the task.
 
-        While this runs, the devices hold the weights twice: in the form that generates fast, too.
+        Holds the weights on device twice meanwhile, because generation uses unstacked parameters.
         """
         self.was_asked = True
         by_settings: dict[str, list[int]] = {}
@@ -233,14 +219,14 @@ class MaxTextLM(TemplateLM):
         return texts
 
     def _engines(self) -> Callable[["Choice"], "Engine"]:
-        """What generates, one for each way to choose tokens."""
+        """Returns a cached factory of engines, one per sampling setting."""
         import jax
         import jax.numpy as jnp
 
         from MaxText.inference.engine import Engine
 
         trained = self._trained
-        # A copy, because `in_parts` gives its argument up, and what is scored needs the weights.
+        # Copied because `in_parts` donates its argument, and scoring still needs the weights.
         parts = trained.model.in_parts(jax.tree.map(jnp.copy, trained.params))
 
         @functools.cache
@@ -255,7 +241,7 @@ class MaxTextLM(TemplateLM):
         settings: Mapping[str, Any],
         engine_for: Callable[["Choice"], "Engine"],
     ) -> Iterator[tuple[int, str]]:
-        """Yields (number of the context, its continuation)."""
+        """Yields (context index, continuation)."""
         from MaxText.inference.generating import Limits, generate
         from MaxText.parallelism.mesh import rows_of_batch
 
@@ -285,7 +271,7 @@ class MaxTextLM(TemplateLM):
 
 
 def _choice(kwargs: Mapping[str, Any]) -> "Choice":
-    """How tokens are chosen, from the normalised generation_kwargs of a task."""
+    """Converts a task's normalized generation_kwargs to sampling settings."""
     from MaxText.inference.token_choice import Choice
 
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
@@ -296,18 +282,18 @@ def _choice(kwargs: Mapping[str, Any]) -> "Choice":
             f"max_gen_toks, do_sample, {', '.join(_CHOICES)}."
         )
     if not sampled:
-        # Then transformers looks at nothing else but the penalty.
+        # Greedy decoding in transformers uses only the penalty.
         return Choice(temperature=0.0, repetition_penalty=kwargs.get("repetition_penalty", 1.0))
-    # transformers draws at temperature 1 where none is set.
+    # transformers samples at temperature 1 by default.
     kwargs["temperature"] = kwargs.get("temperature") or 1.0
     return Choice(**{_CHOICES[name]: value for name, value in kwargs.items()})
 
 
 class _Texts:
-    """Text to ids and back as transformers does it, where control tokens in a text are control ids.
+    """Tokenizer that maps control tokens in a text to control ids.
 
-    Training data has them as text (TextTokenizer), so that no document can forge one; the tasks of
-    the harness spell them out on purpose.
+    This is what transformers does. Training data encodes them as plain text (TextTokenizer), so
+    that no document can forge one; the harness's tasks spell them out on purpose.
     """
 
     def __init__(self, tokenizer: ModelTokenizer):
@@ -320,24 +306,24 @@ class _Texts:
             self._whole.no_padding()
 
     def encode(self, text: str) -> list[int]:
-        """Ids without what texts begin with."""
+        """Returns ids without the prefix."""
         if self._whole is None:
             return self._plain.encode([text])[0].tolist()
         return self._whole.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def spelled(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included."""
+        """Decodes ids, including control tokens."""
         return self._plain.decode(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without control tokens."""
+        """Decodes ids without control tokens."""
         if self._whole is None:
             return self._tokenizer.decode(ids)
         return self._whole.decode(list(ids), skip_special_tokens=True)
 
 
 def _refuse_other_settings(settings: Mapping[str, Any] | None) -> None:
-    """Arguments of simple_evaluate that mean something to its own models only."""
+    """Refuses simple_evaluate arguments for the harness's own models."""
     remedies = {"batch_size": "eval_per_device_batch_size", "device": "hardware"}
     for name, value in (settings or {}).items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, run by eval.py. Imports neither jax nor the harness by itself."""
+"""Runs lm-evaluation-harness for eval.py; imports it and jax lazily."""
 
 import difflib
 import functools
@@ -15,16 +15,15 @@ from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Show, TrainedModel
 
-# For the standard errors of metrics that have no formula. The harness's own default takes minutes.
+# For standard errors of metrics without a formula. The harness's default takes minutes.
 _BOOTSTRAP_SAMPLES = 1000
 
 
 def check_harness(config: Config) -> None:
-    """Finds what is wrong before the model is opened; imports the harness, which takes seconds.
+    """Checks the harness tasks before the model is loaded.
 
-    Raises:
-      UserError: a model that is not causal, the harness is not installed, harness_task_path is no
-        folder, or a task is unknown.
+    Importing lm_eval takes seconds. Raises UserError for a non-causal model, a missing harness or
+    task folder, or an unknown task.
     """
     if not config.model.attention.causal:
         raise UserError(
@@ -39,17 +38,14 @@ def check_harness(config: Config) -> None:
 def run_harness(
     trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show = print
 ) -> dict[str, Any]:
-    """Runs harness_tasks and shows their table.
+    """Runs harness_tasks and prints their table.
 
-    Returns:
-      For JSON: results, configurations, versions and numbers of samples, by task.
-
-    Raises:
-      UserError: as check_harness; or a task that cannot be read.
+    Returns results, configurations, versions and sample counts by task, as JSON values. Raises
+    UserError as check_harness does, or if a task cannot be read.
     """
     section = config.scoring
     names, manager = _find_tasks(section.harness_tasks, section.harness_task_path)
-    # Standard errors would be taken in forked processes; jax has threads, which a fork loses.
+    # Bootstrapping would fork, which is unsafe with jax's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     import lm_eval  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
@@ -73,8 +69,7 @@ def run_harness(
     except UserError:
         raise
     except Exception as error:
-        # A task reads its data and writes its questions before it asks the model anything. That
-        # runs code of the task, which raises what it likes.
+        # Before its first request, a task runs its own code, which may raise anything.
         if lm.was_asked:
             raise
         reason = str(error).strip().splitlines() or [""]
@@ -92,10 +87,10 @@ def run_harness(
     return json.loads(json.dumps(plain, default=handle_non_serializable))
 
 
-# Listing the harness's tasks takes seconds, and the check and the run both need the list.
+# Cached because listing the harness's tasks takes seconds and is needed twice.
 @functools.lru_cache(maxsize=1)
 def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
-    """The tasks that names and patterns stand for, and the harness's TaskManager."""
+    """Resolves task names and patterns; also returns the harness's TaskManager."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "harness_tasks needs lm-evaluation-harness, which is not installed: "
@@ -125,7 +120,7 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
 
 
 def _about_files(folder: str) -> str:
-    """What keeps the task files of a folder from being found."""
+    """Explains why the task files of a folder are not found."""
     if not folder:
         return " Task files of yours are found with harness_task_path=FOLDER."
     files = sorted(Path(folder).rglob("*.yaml"))

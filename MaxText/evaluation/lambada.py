@@ -1,7 +1,6 @@
-"""LAMBADA: the last word of a passage, predicted from all before it.
+"""LAMBADA (Paperno et al. 2016): prediction of the last word of a passage.
 
-Paperno et al., 2016. Causal models are scored as by task lambada_openai of lm-evaluation-harness.
-Imports no jax.
+Causal models are scored like task lambada_openai of lm-evaluation-harness.
 """
 
 import itertools
@@ -27,17 +26,16 @@ KEY = "lambada_path"
 
 
 class Passage(NamedTuple):
-    """A passage: all before its last space, and the last word with that space."""
+    """Text before the last space, and the last word including that space."""
 
     context: str
     word: str
 
 
 def read(path: str) -> list[Passage]:
-    """Passages of a file: .jsonl with the field "text", else plain text, one passage a line.
+    """Reads passages: .jsonl with the field "text", else one passage per line.
 
-    Raises:
-      UserError: no such file, or a passage that has no two words; names the line.
+    Raises UserError if the file is missing, or names the line with fewer than two words.
     """
     text = read_text_file(path, KEY)
     place = f"{KEY}={path}"
@@ -66,7 +64,7 @@ def score(
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
 ) -> TaskScore:
-    """Share of last words predicted whole, and exp of their mean negative log-probability."""
+    """Returns accuracy on whole last words, and perplexity per word."""
     from MaxText.evaluation.continuations import Continuation
 
     began = time.perf_counter()
@@ -90,14 +88,11 @@ def score_masked(
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
 ) -> TaskScore:
-    """As `score`, for a model that fills in hidden tokens.
+    """Returns accuracy and pseudo-perplexity of a masked language model.
 
-    A word is predicted whole where each of its tokens is the likeliest while all of them are
-    hidden. Its log-probability is that of hide_word. A passage that does not fit into the window
-    loses its beginning.
-
-    Raises:
-      UserError: a last word that has no token of its own, or more than the window.
+    A word is correct if each token is the argmax while all of its tokens are hidden. Its
+    log-probability is that of hide_word. Passages are truncated on the left to the window. Raises
+    UserError for a last word without tokens or longer than the window.
     """
     began = time.perf_counter()
     tokenizer = without_cls(tokenizer, scorer.ids.cls)
@@ -115,7 +110,7 @@ def score_masked(
         lengths.append(len(ids))
     scores = scorer.score(texts, progress)
     loss = -math.fsum(float(one.log_probabilities_C[0]) for one in scores) / len(passages)
-    # All of a word is hidden in the first of its texts.
+    # The first text of each word hides all of its tokens.
     firsts = itertools.accumulate(lengths[:-1], initial=0)
     right = [bool(scores[first].likeliest_C.all()) for first in firsts]
     return TaskScore(
@@ -128,11 +123,11 @@ def score_masked(
 
 
 def _accuracy(right: Sequence[bool]) -> dict[str, float]:
-    """The share of words that were predicted, and its standard error where there are several."""
+    """Returns the accuracy, and its standard error if there are several words."""
     count = len(right)
     accuracy = sum(right) / count
     if count == 1:
         return {"accuracy": accuracy}
-    # Of a mean of zeros and ones, with n - 1 as the harness has it.
+    # Standard error of a Bernoulli mean, with n - 1 as in the harness.
     error = math.sqrt(accuracy * (1 - accuracy) / (count - 1))
     return {"accuracy": accuracy, "accuracy_standard_error": error}

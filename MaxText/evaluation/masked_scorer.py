@@ -1,6 +1,6 @@
-"""Log-probabilities of hidden tokens under a masked language model, many texts at a time.
+"""Batched log-probabilities of hidden tokens under a masked language model.
 
-Legend: C hidden places of a text.
+C: hidden positions of a text.
 """
 
 from collections.abc import Sequence
@@ -15,34 +15,21 @@ from MaxText.inference.trained_model import TrainedModel
 
 
 class HiddenScore(NamedTuple):
-    """What the model says of the hidden tokens of a text.
+    """Scores of the hidden tokens of a text."""
 
-    Attributes:
-      log_probabilities_C: float32, of each hidden token given all that is not hidden, in nats.
-      likeliest_C: bool, whether each is the likeliest id at its place.
-    """
-
-    log_probabilities_C: np.ndarray
-    likeliest_C: np.ndarray
+    log_probabilities_C: np.ndarray  # float32, in nats, given all visible tokens
+    likeliest_C: np.ndarray  # bool, whether each hidden token is the argmax
 
 
 class MaskedScorer:
-    """Scores hidden tokens under a trained model that sees both sides.
+    """Scores hidden tokens under a bidirectional model.
 
-    The model reads a text as it did in training: after CLS where it had one, with the mask at each
-    hidden place, and without random ids.
-
-    Attributes:
-      ids: of mask and CLS.
-      window: tokens of a text that the model reads at most (max_target_length, less one for CLS).
+    Inputs match training, except that no token is replaced by a random one: CLS first if the model
+    was trained with it, and the mask id at hidden positions. `window` excludes CLS.
     """
 
     def __init__(self, trained: TrainedModel, ids: MaskIds):
-        """Compiles nothing yet.
-
-        Raises:
-          UserError: a causal model, or a batch that the devices do not divide.
-        """
+        """Compiles nothing yet. Raises UserError for causal models."""
         if trained.model.section.attention.causal:
             raise UserError(
                 "hidden tokens have a probability under a masked language model only "
@@ -53,10 +40,7 @@ class MaskedScorer:
         self.window = self._reader.window
 
     def score(self, texts: Sequence[Masked], progress: Progress | None = None) -> list[HiddenScore]:
-        """One score for each text, in their order; each is one forward pass of its length.
-
-        Every text has at least one id and at most `window`.
-        """
+        """Returns one score per text, in order. Texts have 1 to `window` ids."""
         scores: list[HiddenScore | None] = [None] * len(texts)
         num_done = 0
         rows = [

@@ -1,10 +1,10 @@
-"""Texts with hidden tokens, for models that were trained to fill them in. Imports no jax.
+"""Texts with hidden tokens for masked language models.
 
-The pseudo-log-likelihood of a text is the sum over its tokens of log p(token | the rest of the
-text), each token hidden in its turn (Salazar et al. 2020, arXiv 1910.14659). Of a word of several
-tokens it promises too much, because the tokens beside the hidden one give it away. Where a word is
-asked for, each of its tokens is therefore hidden together with those after it (Kauf and Ivanova
-2023, arXiv 2305.10588: PLL-word-l2r); the sum is its log-probability by the chain rule.
+Pseudo-log-likelihood sums log p(token | rest of the text) over the tokens, each hidden in turn
+(Salazar et al. 2020, arXiv 1910.14659). It overestimates words of several tokens, because
+neighboring tokens reveal the hidden one. Word scores therefore hide each token together with the
+following ones (PLL-word-l2r, Kauf and Ivanova 2023, arXiv 2305.10588); by the chain rule, the sum
+is the log-probability of the word.
 """
 
 import dataclasses
@@ -19,34 +19,23 @@ from MaxText.inference.model_tokenizer import ModelTokenizer
 
 
 class MaskIds(NamedTuple):
-    """The ids that masked language modelling puts beside those of texts.
-
-    Attributes:
-      mask: stands where a token is hidden.
-      cls: begins every row; None where the model was trained without.
-    """
+    """Ids that masked language modeling adds to a text."""
 
     mask: int
-    cls: int | None
+    cls: int | None  # begins every row; None if the model was trained without it
 
 
 class Masked(NamedTuple):
-    """A part of a text with hidden tokens.
+    """A segment of text with hidden tokens."""
 
-    Attributes:
-      ids: int32 [T], as they are; several of these share one array.
-      hidden: places in `ids`, at least one, in their order.
-    """
-
-    ids: np.ndarray
-    hidden: Sequence[int]
+    ids: np.ndarray  # int32 [T], unmasked; several segments share one array
+    hidden: Sequence[int]  # ascending positions in `ids`, at least one
 
 
 def mask_ids(config: Config, tokenizer: ModelTokenizer) -> MaskIds:
-    """By mlm_mask_id, else by the tokenizer; and by mlm_cls_token_id.
+    """Returns mlm_mask_id, or else the tokenizer's mask, and mlm_cls_token_id.
 
-    Raises:
-      UserError: neither names a mask, or the model has no row for one of the two.
+    Raises UserError if there is no mask, or an id exceeds the model's vocabulary.
     """
     masking, vocab_size = config.masking, config.model.shape.vocab_size
     mask = masking.mlm_mask_id
@@ -70,16 +59,16 @@ def mask_ids(config: Config, tokenizer: ModelTokenizer) -> MaskIds:
 
 
 def without_cls(tokenizer: ModelTokenizer, cls: int | None) -> ModelTokenizer:
-    """The tokenizer for texts that get CLS anyway: one that begins them with CLS, does not."""
+    """Removes CLS from the tokenizer's prefix, for texts that get CLS anyway."""
     if cls is None or tokenizer.prefix[:1] != (cls,):
         return tokenizer
     return dataclasses.replace(tokenizer, prefix=tokenizer.prefix[1:])
 
 
 def hide_word(ids: Sequence[int], start: int) -> Iterator[Masked]:
-    """The word from `start` to the end of a text: hidden whole, then all but its first token...
+    """Hides the word from `start` on, then all but its first token, and so on.
 
-    The log-probability of the word is the sum of those of the first hidden token of each.
+    The word's log-probability is the sum over the first hidden token of each.
     """
     array = np.array(ids, np.int32)
     for place in range(start, len(ids)):
@@ -87,13 +76,10 @@ def hide_word(ids: Sequence[int], start: int) -> Iterator[Masked]:
 
 
 def hide_each(ids: Sequence[int], start: int, window: int) -> Iterator[Masked]:
-    """A text of any length: each token from `start` on is hidden once, alone.
+    """Hides each token from `start` on once, alone, in a text of any length.
 
-    Windows lie side by side; the last is moved left until it is full, and hides what the others
-    have not.
-
-    Args:
-      window: tokens of the text that are read at once, at most.
+    Windows of `window` tokens are disjoint, except that the last one is moved left until it is full
+    and hides only the remaining tokens.
     """
     for begin in range(0, len(ids), window):
         end = min(begin + window, len(ids))

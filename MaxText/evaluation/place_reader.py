@@ -1,6 +1,6 @@
-"""Outputs of a trained model at chosen places of many rows, read in few batches of few shapes.
+"""Model outputs at selected positions of many sequences.
 
-Legend: B rows of a batch, T tokens of a row, C places of a row, D emb_dim, V vocab_size.
+B rows of a batch, T tokens of a row, C positions of a row, D emb_dim, V vocab_size.
 """
 
 import functools
@@ -18,68 +18,40 @@ from MaxText.parallelism.constraints import HIDDEN, constrain
 from MaxText.parallelism.mesh import rows_of_batch
 from MaxText.training.objective import cross_entropy
 
-# Rows shorter than this are padded to it: a program more would cost more than the padding.
-_SHORTEST = 16
-# Places are padded to powers of this, so that few shapes are compiled.
-_PLACES_BASE = 4
-# Logits of a chunk on one device, as floats: 256 MB in float32.
-_CHUNK_LOGITS = 2**26
+_SHORTEST = 16  # padded length of shorter rows: compiling another program would cost more
+_PLACES_BASE = 4  # positions are padded to powers of this, so that few shapes are compiled
+_CHUNK_LOGITS = 2**26  # per chunk and device: 256 MB in float32
 
-# (done, in all)
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (done, total)
 
 
 class Row(NamedTuple):
-    """One input of the model and what is read off its outputs.
+    """One model input and the positions to read."""
 
-    Attributes:
-      ids: int32 [T], without CLS.
-      places: where in `ids` an output is read.
-      targets: the id looked up at each place.
-      hidden: places in `ids` at which the model reads the mask instead.
-    """
-
-    ids: np.ndarray
-    places: Sequence[int]
-    targets: Sequence[int]
-    hidden: Sequence[int] = ()
+    ids: np.ndarray  # int32 [T], without CLS
+    places: Sequence[int]  # positions in `ids` to read
+    targets: Sequence[int]  # the id looked up at each position
+    hidden: Sequence[int] = ()  # positions in `ids` that the mask id replaces
 
 
 class Answer(NamedTuple):
-    """What the model says of a row.
+    """Outputs for one row."""
 
-    Attributes:
-      row: its number among those asked for.
-      losses_C: float32, -log p of each target, in nats.
-      likeliest_C: bool, whether each target is the likeliest id at its place.
-    """
-
-    row: int
-    losses_C: np.ndarray
-    likeliest_C: np.ndarray
+    row: int  # index among the requested rows
+    losses_C: np.ndarray  # float32, -log p of each target, in nats
+    likeliest_C: np.ndarray  # bool, whether each target is the argmax
 
 
 class PlaceReader:
-    """Reads rows of any lengths up to the window.
+    """Runs rows of any length up to `window`.
 
-    Batches hold as many tokens as a batch of evaluation, in rows of similar length. Padding lies
-    right of the tokens. Causal attention does not look there; a model that is not causal gets
-    segments that keep it out. Only outputs at the places of a row go through the head.
-
-    Attributes:
-      window: ids of a row at most: max_target_length, less one where CLS begins each row.
+    Batches hold as many tokens as an evaluation batch, in rows of similar length. Rows are padded
+    on the right; non-causal models get segment ids that mask the padding. Only the requested
+    positions go through the head. `window` excludes CLS.
     """
 
     def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
-        """Compiles nothing yet.
-
-        Args:
-          trained: the model.
-          mask_ids: what stands at hidden places and before each row; None for rows as they are.
-
-        Raises:
-          UserError: a batch that the devices do not divide.
-        """
+        """Compiles nothing yet. Without `mask_ids`, rows get no mask and no CLS."""
         section = trained.model.section
         config, layout = trained.config, trained.layout
         length = section.shape.max_target_length
@@ -96,16 +68,13 @@ class PlaceReader:
         read = functools.partial(
             _read_places, trained.model, num_parts=self._num_parts, vocab=section.shape.vocab_size
         )
-        # Every host asks for all rows and reads all outputs, which are small.
+        # Every host submits all rows and reads all outputs, which are small.
         self._read_places = layout.jit(read, out_shardings=layout.replicated)
 
     def read(self, rows: Sequence[Row]) -> Iterator[list[Answer]]:
-        """The answers of one batch after the other, those with the longest rows first.
-
-        Each row has at least one id and at most `window`.
-        """
+        """Yields answers by batch, longest first. Rows have 1 to `window` ids."""
         waiting: tuple[list[int], Any] | None = None
-        # Outputs are read one batch late, so that the devices always have work.
+        # Outputs are fetched one batch late, to keep the devices busy.
         for numbers, arrays, num_rows in self._batches(rows):
             arrays = jax.device_put(arrays, self._layout.batch_sharding(num_rows))
             outputs = self._read_places(self._params, *arrays)
@@ -118,7 +87,7 @@ class PlaceReader:
     def _batches(
         self, rows: Sequence[Row]
     ) -> Iterator[tuple[list[int], tuple[np.ndarray | None, ...], int]]:
-        """(numbers of rows, (tokens_BT, places_BC, targets_BC, segments_BT), B)."""
+        """Yields (row numbers, (tokens_BT, places_BC, targets_BC, segments_BT), B)."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for number, row in enumerate(rows):
             assert 0 < len(row.ids) <= self.window, len(row.ids)
@@ -130,7 +99,7 @@ class PlaceReader:
             most = max(1, self._num_tokens // (length * parts)) * parts
             for start in range(0, len(alike), most):
                 some = alike[start : start + most]
-                # The rest of a shape: the next power of two, for few programs.
+                # The remainder is padded to a power of two, so that few shapes are compiled.
                 num_rows = min(most, _power_of(2, -(-len(some) // parts)) * parts)
                 arrays = self._arrays([rows[n] for n in some], num_rows, length, num_places)
                 yield some, arrays, num_rows
@@ -138,7 +107,7 @@ class PlaceReader:
     def _arrays(
         self, rows: Sequence[Row], num_rows: int, length: int, num_places: int
     ) -> tuple[np.ndarray | None, ...]:
-        """(tokens_BT, places_BC, targets_BC, segments_BT); what is no row of `rows` is zeros."""
+        """Returns (tokens_BT, places_BC, targets_BC, segments_BT), zero-padded."""
         tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
         places_BC, targets_BC = np.zeros((2, num_rows, num_places), np.int32)
         first = len(self._before)
@@ -156,7 +125,7 @@ class PlaceReader:
 
 
 def padded_length(length: int, window: int) -> int:
-    """The next power of two, or one and a half times one; at most the window."""
+    """Rounds up to 2^n or 1.5 * 2^n, at least 16 and at most the window."""
     power = max(_SHORTEST, _power_of(2, length))
     between = max(_SHORTEST, power * 3 // 4)
     return min(between if length <= between else power, window)
@@ -167,7 +136,7 @@ def _padded_places(count: int) -> int:
 
 
 def _power_of(base: int, least: int) -> int:
-    """The smallest power of `base` that is no less."""
+    """Returns the smallest power of `base` that is at least `least`."""
     power = 1
     while power < least:
         power *= base
@@ -175,7 +144,6 @@ def _power_of(base: int, least: int) -> int:
 
 
 def _answers(rows: Sequence[Row], numbers: Sequence[int], outputs: Any) -> list[Answer]:
-    """Waits for the outputs of a batch."""
     losses_BC, likeliest_BC = (np.asarray(output) for output in outputs)
     answers = []
     for index, number in enumerate(numbers):
@@ -187,7 +155,7 @@ def _answers(rows: Sequence[Row], numbers: Sequence[int], outputs: Any) -> list[
 def _read_places(
     model, params, tokens_BT, places_BC, targets_BC, segments_BT, *, num_parts: int, vocab: int
 ):
-    """-log p of the targets at the places, and whether they are the likeliest ids: [B, C] each."""
+    """Returns -log p of the targets and whether they are the argmax, [B, C] each."""
     decoder = model.merge(params)
     batch = Batch(tokens_BT, targets_BT=None, weights_BT=None, segments_BT=segments_BT)
     h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
@@ -203,7 +171,7 @@ def _read_places(
 
     num_rows, num_places = targets_BC.shape
     at_once = num_places
-    # Places are a power of two, so that halves stay whole.
+    # num_places is a power of two, so it halves evenly.
     while at_once > 1 and num_rows // num_parts * at_once * vocab > _CHUNK_LOGITS:
         at_once //= 2
     if at_once == num_places:

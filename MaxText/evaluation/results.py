@@ -1,4 +1,4 @@
-"""The file that scores are written to. Imports no jax."""
+"""Output file of scores."""
 
 import itertools
 import json
@@ -16,24 +16,14 @@ from MaxText.storage.atomic import write_whole
 from MaxText.storage.file_access import is_url
 from MaxText.storage.paths import path_of
 
-# In a run's folder.
-_FOLDER = "eval"
+_FOLDER = "eval"  # in the run folder
 
 
 def output_path(asked: str, weights: str) -> epath.Path | None:
-    """Where the scores go: the file asked for, else eval/<step>.json in the run of the weights.
+    """Returns the requested file, or eval/<step>.json in the weights' run.
 
-    What was scored of a step before is kept: the next file is eval/<step>-2.json.
-
-    Args:
-      asked: eval_output.
-      weights: folder the weights are read from.
-
-    Returns:
-      None where the weights belong to no run of ours, or to one that cannot be written to.
-
-    Raises:
-      UserError: the file asked for cannot be written.
+    Existing scores are kept: the next file is eval/<step>-2.json. Returns None if the weights
+    belong to no run, or to a read-only one. Raises UserError if the requested file is not writable.
     """
     if asked:
         path = path_of(asked, "eval_output")
@@ -50,7 +40,7 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
 
 
 def _unwritable(path: epath.Path) -> str:
-    """Why a file cannot be written, without making anything; empty where it can."""
+    """Returns why a file cannot be written, or ""; creates nothing."""
     if is_url(str(path)):
         return ""
     local = Path(os.fspath(path)).absolute()
@@ -65,11 +55,7 @@ def _unwritable(path: epath.Path) -> str:
 
 
 def write(path: epath.Path, scores: Mapping[str, Any], show: Callable[[str], None]) -> None:
-    """Writes scores as JSON, all at once. Numbers that JSON does not have become null.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Writes scores as JSON at once, non-finite numbers as null."""
     text = json.dumps(_plain(scores), indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a command line asks eval.py to score. Imports no jax."""
+"""Determines what eval.py scores from its command line."""
 
 from typing import NamedTuple
 
@@ -9,27 +9,20 @@ _NAMES_DATA = ("dataset_path", "grain_eval_files", "dataset_mix", "dataset_type"
 
 
 class Request(NamedTuple):
-    """What to score.
+    """Scoring request."""
 
-    Attributes:
-      config: the configuration, without what the weights' own says only for their training.
-      scores_data: whether a data set is scored: always without tasks; with tasks when one of the
-        keys that name data was typed.
-      names_tokenizer: whether tokenizer_path was typed.
-    """
-
-    config: Config
-    scores_data: bool
-    names_tokenizer: bool
+    config: Config  # without the weights' settings that concern only their training
+    scores_data: bool  # always without tasks; with tasks if the user set a data key
+    names_tokenizer: bool  # whether the user set tokenizer_path
 
 
 def read(loaded: Loaded) -> Request:
-    """Tells what was typed from what the weights' own configuration brought along."""
+    """Separates user-set keys from those that the weights supplied."""
     config, origins = loaded.config, loaded.origins
     typed = any(map(loaded.typed, _NAMES_DATA))
     scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness_tasks)
     if origins["eval_steps"].layer is Layer.SAVED_CONFIG and config.data.dataset_type == "grain":
-        # A run evaluates on a part while it trains, to save time.
+        # Training limits eval_steps to save time; eval.py reads the whole split.
         evaluation = config.evaluation.model_copy(update={"eval_steps": -1})
         config = config.model_copy(update={"evaluation": evaluation})
     return Request(config, scores_data, loaded.typed("tokenizer_path"))

@@ -1,4 +1,4 @@
-"""What a task gives: named numbers, for the terminal and for JSON. Imports no jax."""
+"""Results of a task, for the terminal and JSON."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,24 +9,16 @@ from MaxText.metrics.tables import ruled_table
 
 @dataclasses.dataclass(frozen=True)
 class TaskScore:
-    """The outcome of one task.
-
-    Attributes:
-      task: its name.
-      path: the file that was scored.
-      metrics: name -> value; perplexities, shares between 0 and 1, bits.
-      counts: what was scored: passages, pages, words, bytes, tokens.
-      seconds: wall time of scoring.
-    """
+    """Result of one task."""
 
     task: str
     path: str
-    metrics: Mapping[str, float]
-    counts: Mapping[str, int]
-    seconds: float
+    metrics: Mapping[str, float]  # perplexities, shares between 0 and 1, bits
+    counts: Mapping[str, int]  # of passages, pages, words, bytes, tokens
+    seconds: float  # wall time
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns JSON values."""
         return dataclasses.asdict(self) | {
             "metrics": dict(self.metrics),
             "counts": dict(self.counts),
@@ -34,7 +26,7 @@ class TaskScore:
 
 
 def table(scores: Sequence[TaskScore]) -> str:
-    """All metrics, one on a line, with what they were taken over."""
+    """Formats one row per metric, with the counts it was computed over."""
     rows = []
     for score in scores:
         over = ", ".join(f"{count:,} {unit}" for unit, count in score.counts.items())
@@ -47,5 +39,4 @@ def table(scores: Sequence[TaskScore]) -> str:
 
 
 def _written(value: float) -> str:
-    """With four decimals, or six digits where it is large."""
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""The tasks that eval_tasks names, over files of their own. Imports no jax until they run."""
+"""Tasks of eval_tasks, read from files. Imports jax only to run them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +14,16 @@ from MaxText.inference.trained_model import Show, TrainedModel
 if TYPE_CHECKING:
     from MaxText.evaluation.place_reader import Progress
 
-# Between lines about a task that takes long.
-_SECONDS_PER_LINE = 30.0
+_SECONDS_PER_LINE = 30.0  # between progress lines
 
 
 class Task(NamedTuple):
-    """How a task is read from its file and scored.
-
-    Attributes:
-      key: the configuration key with the path of its file.
-      read: path -> items.
-      score: of a causal model: (items, path, scorer, tokenizer, progress) -> outcome.
-      score_masked: the same of a masked language model, with a MaskedScorer.
-    """
+    """A task: its path key, reader and scorers of causal and masked models."""
 
     key: str
-    read: Callable[[str], Sequence[Any]]
-    score: Callable[..., TaskScore]
-    score_masked: Callable[..., TaskScore]
+    read: Callable[[str], Sequence[Any]]  # path -> items
+    score: Callable[..., TaskScore]  # (items, path, scorer, tokenizer, progress) -> result
+    score_masked: Callable[..., TaskScore]  # the same with a MaskedScorer
 
 
 TASKS = {
@@ -41,11 +33,7 @@ TASKS = {
 
 
 def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
-    """Task -> its passages or pages. Before the model is opened, this finds what is wrong.
-
-    Raises:
-      UserError: a file that is not named, not there, or not what the task needs.
-    """
+    """Returns the items of each task; UserError for missing or bad files."""
     section = config.scoring
     return {
         name: TASKS[name].read(getattr(section, TASKS[name].key)) for name in section.eval_tasks
@@ -59,13 +47,9 @@ def run_tasks(
     config: Config,
     show: Show = print,
 ) -> list[TaskScore]:
-    """Scores all tasks of eval_tasks and shows their table.
+    """Scores the items of read_tasks and prints a table.
 
-    Args:
-      items: what read_tasks gave.
-
-    Raises:
-      UserError: a text that the model has no room for, or a masked model without a mask.
+    Raises UserError for a text that exceeds the window, or a masked model without a mask id.
     """
     from MaxText.evaluation.continuations import ContinuationScorer
     from MaxText.evaluation.masked_scorer import MaskedScorer
@@ -86,7 +70,7 @@ def run_tasks(
 
 
 def progress_lines(name: str, show: Show) -> "Progress":
-    """Shows how far a task is, every half minute."""
+    """Returns a callback that logs progress every half minute."""
     began = last = time.perf_counter()
 
     def progress(done: int, whole: int) -> None:

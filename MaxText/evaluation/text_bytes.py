@@ -1,4 +1,4 @@
-"""How much text the targets of a data set spell. Imports no jax."""
+"""Text bytes of dataset targets."""
 
 import functools
 from pathlib import Path
@@ -13,16 +13,15 @@ from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from MaxText.input_pipeline.run_batches import OpenedSource
 
-# Of the ids of two tokenizers, how many may be spelled differently where both are the same one in
-# files of different kinds: a token of part of a character, or of a space, has no spelling alone.
+# Share of ids that may decode differently if the same tokenizer is stored in two formats: partial
+# characters and spaces do not decode on their own.
 _SAME_TOKENIZER = 0.1
 
 
 class TextBytes:
-    """The bytes of targets, by the tokenizer that made them, else as the preparation counted them.
+    """Counts text bytes of targets by tokenizer, or else by manifest.
 
-    Where neither says it exactly, there is a reason instead: bytes per token of another text or
-    tokenizer are no substitute.
+    Gives a reason if neither is exact: bytes per token of another text or tokenizer would be wrong.
     """
 
     def __init__(
@@ -31,11 +30,9 @@ class TextBytes:
         masked: bool,
         model_tokenizer: TextTokenizer | UserError,
     ):
-        """
-        Args:
-          split: the split that is scored.
-          masked: whether hidden tokens are predicted, which spell no text.
-          model_tokenizer: of the weights, or why there is none.
+        """Takes the tokenizer of the weights, or the error of opening it.
+
+        With `masked`, targets are hidden tokens, which do not form a text.
         """
         self._split = split
         self._masked = masked
@@ -44,7 +41,7 @@ class TextBytes:
         self._of_path = functools.cache(lambda path: load_tokenizer(path, num_threads=1))
 
     def of_ids(self, source: "OpenedSource | None") -> IdBytes | None:
-        """Bytes of each id of a source; None where ids do not tell them."""
+        """Returns bytes per id of a source, or None if they are undefined."""
         try:
             if source is None:
                 raise NotExact("random tokens are no text")
@@ -63,13 +60,12 @@ class TextBytes:
         num_targets: int,
         whole: bool,
     ) -> tuple[int | None, str]:
-        """Bytes of the targets that were scored; else None and why.
+        """Returns the bytes of the scored targets, or None and the reason.
 
         Args:
-          of_ids: what of_ids gave.
-          spelled: the sum of the targets' bytes by it.
-          num_targets: that were scored.
-          whole: whether the whole split was read.
+          of_ids: Result of of_ids.
+          spelled: Sum of the targets' bytes by of_ids.
+          whole: Whether the whole split was read.
         """
         if of_ids is not None:
             return spelled, ""
@@ -81,19 +77,14 @@ class TextBytes:
             return None, why
         manifest = read_manifest(str(folder))
         split = manifest.splits[self._split]
-        # Only what follows a bos includes the first token of each text.
+        # The first token of each text is a target only if a bos precedes it.
         begins = bool(manifest.options.get("add_bos"))
         if begins and whole and num_targets >= split.num_tokens - split.num_documents:
             return split.num_text_bytes, ""
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
     def _tokenizer(self, source: "OpenedSource") -> TextTokenizer:
-        """That made the ids of a source.
-
-        Raises:
-          NotExact: the one that is there is another one.
-          UserError: there is none, or it cannot be read.
-        """
+        """Returns the tokenizer of a source's ids; NotExact or UserError if none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
             if isinstance(self._model_tokenizer, UserError):
@@ -105,7 +96,7 @@ class TextBytes:
         return tokenizer
 
     def mismatch(self, source: "OpenedSource") -> str:
-        """A warning where ids of a source are those of another tokenizer than the model's."""
+        """Returns a warning if the source's tokenizer is not the model's."""
         folder, model = source.data.tokenizer_folder, self._model_tokenizer
         if folder is None or isinstance(model, UserError):
             return ""

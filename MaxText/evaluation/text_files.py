@@ -1,4 +1,4 @@
-"""Reads the files that scores are taken on: lines of text, or lines of JSON. Imports no jax."""
+"""Readers of text and JSON Lines files for tasks."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,7 @@ _JSON_LINES = (".jsonl", ".json")
 
 
 def read_text_file(path: str, key: str) -> str:
-    """A whole file.
-
-    Args:
-      key: the configuration key that names it, for messages.
-
-    Raises:
-      UserError: no path, no such file, not readable, or not UTF-8.
-    """
+    """Reads the file of configuration key `key`; raises UserError on failure."""
     if not path:
         raise UserError(f"{key} is not set. Name the file: {key}=PATH.")
     try:
@@ -34,21 +27,17 @@ def read_text_file(path: str, key: str) -> str:
 
 
 def holds_json(path: str) -> bool:
-    """Whether the file's name says that each line is a JSON object."""
+    """Returns whether the file name indicates JSON Lines."""
     return path.lower().endswith(_JSON_LINES)
 
 
 def json_fields(text: str, field: str, place: str) -> list[tuple[int, str]]:
-    """(line number from 1, text in `field`) of each line that is not blank.
+    """Returns (line number from 1, text in `field`) of each non-blank line.
 
-    Args:
-      place: the file, for messages.
-
-    Raises:
-      UserError: a line is no object with text in that field.
+    Raises UserError, citing `place`, if a line is no object with text in that field.
     """
     found = []
-    # Not splitlines(), which also cuts at separators that JSON lines may hold inside strings.
+    # Unlike splitlines(), keeps other line separators inside JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

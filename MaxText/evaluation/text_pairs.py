@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as continuations of ids. Imports no jax."""
+"""Tokenization of context and continuation."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,15 +8,12 @@ from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, rea
 
 
 def first_id(tokenizer: ModelTokenizer) -> int:
-    """The id that the first id of a text follows: beginning of text, else end of text.
+    """Returns the id before the first id of a text: bos, else eos.
 
-    As lm-evaluation-harness chooses it for the same tokenizer: one whose settings say that it has
-    no beginning-of-text token takes the end, whatever other tokens it has.
-
-    Raises:
-      UserError: the tokenizer has neither.
+    As in lm-evaluation-harness, a tokenizer whose settings set bos_token to null uses eos, whatever
+    other tokens it has. Raises UserError if the tokenizer has neither.
     """
-    # The name of a tokenizer that is no file says nothing of the files here.
+    # A hub id is not a local path, so local files do not belong to it.
     place = tokenizer.folder
     folder = place if place.is_dir() else place.parent
     settings = read_json(folder / CONFIG_NAME) if place.exists() else {}
@@ -40,15 +37,11 @@ def first_id(tokenizer: ModelTokenizer) -> int:
 def encode_pair(
     encode: Callable[[str], Sequence[int]], context: str, continuation: str, first: int | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Ids of a context and of what follows it.
+    """Returns the ids of a context and of its continuation.
 
-    Both are encoded as one text, and the ids past those of the context alone are the
-    continuation's, as lm-evaluation-harness does it: white space at the end of the context goes to
-    the continuation, where words begin with theirs.
-
-    Args:
-      encode: text to ids, with what the model's texts begin with.
-      first: what a continuation without context follows (first_id); None where each has one.
+    As in lm-evaluation-harness, both are encoded as one text and split at the length of the encoded
+    context. Trailing white space of the context moves to the continuation. `first` (first_id)
+    precedes a continuation without context.
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation

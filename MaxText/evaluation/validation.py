@@ -1,4 +1,4 @@
-"""Loss over held-out data: the sum over all targets divided by their number."""
+"""Loss over held-out data, weighted by targets."""
 
 import collections
 import time
@@ -18,14 +18,14 @@ def evaluate(
     *,
     step: int,
 ) -> EvaluationReport:
-    """Runs over all batches, the last partial one included.
+    """Evaluates all batches, including a partial last one.
 
-    Sums are read one batch late, so that the device always has work, and added in double precision.
+    Sums are fetched one batch late, to keep the device busy, and added in double precision.
 
     Args:
       eval_step: (params, batch) -> sums over the batch (training.step.make_eval_step).
-      batches: on devices.
-      step: the last update done before, for the report.
+      batches: On device.
+      step: Last completed training step, for the report.
     """
     began = time.perf_counter()
     totals: dict[str, float] = collections.defaultdict(float)

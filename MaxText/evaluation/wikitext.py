@@ -1,10 +1,8 @@
-"""WikiText: perplexity per word and per byte, page by page.
+"""WikiText (Merity et al. 2016): perplexity per word and byte, page by page.
 
-Merity et al., 2016. As task wikitext of lm-evaluation-harness scores it: the tokenised text is
-written as people write it before the model reads it, while words and bytes are counted in the file
-as it is. Masked language models have a pseudo-perplexity, of tokens hidden one at a time.
-
-Imports no jax.
+Follows task wikitext of lm-evaluation-harness: the model reads detokenized text, but words and
+bytes are counted in the original file. Masked language models get a pseudo-perplexity, with tokens
+hidden one at a time.
 """
 
 import math
@@ -32,7 +30,7 @@ KEY = "wikitext_path"
 _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 _WHITE_SPACE = re.compile(r"\s+")
 
-# How the tokenised text is undone. The order matters: each rule sees what the last has made.
+# Detokenization rules, applied in order.
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("s '"), "s'"),  # plural possessives
     # Marks inside numbers and compounds: 1 @,@ 000, 1 @.@ 5, well @-@ known.
@@ -53,10 +51,10 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def read(path: str) -> list[str]:
-    """Pages of a file: .jsonl with the field "page", else wiki.test.raw or wiki.test.tokens.
+    """Reads pages of a .jsonl file, wiki.test.raw or wiki.test.tokens.
 
-    Raises:
-      UserError: no such file, an empty page (named by its line), or no page at all.
+    JSON lines have the field "page". Raises UserError for a missing file, an empty page (with its
+    line), or no pages.
     """
     text = read_text_file(path, KEY)
     place = f"{KEY}={path}"
@@ -74,9 +72,9 @@ def read(path: str) -> list[str]:
 
 
 def split_pages(text: str) -> list[str]:
-    """Pages of a whole split, each from its title on; what has only white space is left out.
+    """Splits a file at page titles; drops blank pages.
 
-    A page keeps all of its white space, which counts among its bytes.
+    Pages keep all of their white space, which counts among their bytes.
     """
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
@@ -88,14 +86,14 @@ def split_pages(text: str) -> list[str]:
 
 
 def detokenized(page: str) -> str:
-    """A page as people write it: no spaces before commas, none inside brackets, and so on."""
+    """Undoes WikiText's tokenization, such as spaces before commas."""
     for pattern, replacement in _RULES:
         page = pattern.sub(replacement, page)
     return page
 
 
 def count_words(page: str) -> int:
-    """Runs of white space and one: the pieces they cut a page into, empty ones at its ends too."""
+    """Counts white space runs plus one, including leading and trailing ones."""
     return len(_WHITE_SPACE.findall(page)) + 1
 
 
@@ -106,9 +104,9 @@ def score(
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
 ) -> TaskScore:
-    """Perplexity per word, per byte, and bits per byte over all pages.
+    """Returns perplexity per word and byte, and bits per byte.
 
-    Each page is read alone, in windows side by side.
+    Each page is read alone, in disjoint windows.
     """
     from MaxText.evaluation.continuations import rolling
 
@@ -141,13 +139,10 @@ def score_masked(
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
 ) -> TaskScore:
-    """Pseudo-perplexity per word and per token over all pages (Salazar et al. 2020).
+    """Returns pseudo-perplexity per word and token (Salazar et al. 2020).
 
-    Each page is read alone, in windows side by side. Every token of its text is hidden once, which
-    is a forward pass of its window; what the tokenizer puts before a text is read and not hidden.
-
-    Raises:
-      UserError: the tokenizer makes no token of the text.
+    Each page is read alone, in disjoint windows. Hiding each token once costs a forward pass of its
+    window; the tokenizer's prefix is never hidden. Raises UserError if the text has no tokens.
     """
     began = time.perf_counter()
     tokenizer = without_cls(tokenizer, scorer.ids.cls)

@@ -1,4 +1,4 @@
-"""The records of a chain of runs as that of one run, which goes on where the one before ended."""
+"""Joins the records of a chain of runs into one run record."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,14 @@ from etils import epath
 from MaxText.metrics.goodput import PARTS, Goodput
 from MaxText.metrics.run_record import RunRecord
 
-# What counts on from stage to stage, and would begin anew with each.
-_COUNTED = ("progress/tokens", "progress/flops")
+_COUNTED = ("progress/tokens", "progress/flops")  # accumulate over stages
 
 
 def joined(records: Sequence[RunRecord], folder: epath.Path) -> RunRecord:
-    """One record of the stages that a chain has done.
+    """Joins the records of the completed stages of a chain, in order.
 
-    Steps, tokens and operations count on, so that curves are drawn over what was spent since the
-    first stage began. Facts, configuration and state are those of the last record; what the first
-    stage began with is what the chain began with.
-
-    Args:
-      records: of its runs in order, at least one.
-      folder: of the chain.
+    Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
+    configuration and state come from the last record, the lineage from the first.
     """
     first, *others = records
     whole = first
@@ -45,7 +39,7 @@ def _two(before: RunRecord, after: RunRecord) -> RunRecord:
             for row in rows
         ]
 
-    # The beginning of a stage is no restart of the chain.
+    # The start of a stage is not a restart of the chain.
     marks = [row for row in after.marks if row["event"] != "start"]
     return dataclasses.replace(
         after,

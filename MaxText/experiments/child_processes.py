@@ -1,6 +1,6 @@
-"""Starting train.py, and asking jax for its devices, in processes of their own.
+"""Runs train.py, and counts jax devices, in subprocesses.
 
-The program that compares leaves every accelerator to the runs: it opens none itself.
+The comparing program opens no accelerator itself, so that all are free for the runs.
 """
 
 import os
@@ -30,33 +30,26 @@ except UserError as error:
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
-    """Environment variables that set keys: they would beat the configuration of a run."""
+    """Returns environment variables that would override a run's keys."""
     names = {f"M_{name.upper()}" for name in (*all_keys(), *ALIASES)}
     return sorted(names.intersection(environment))
 
 
 def environment_of_runs() -> dict[str, str]:
-    """This process's environment without variables that set keys, which are resolved already."""
+    """Returns the environment without key variables: keys are resolved."""
     leave_out = key_variables(os.environ)
     return {name: value for name, value in os.environ.items() if name not in leave_out}
 
 
 def train_command(config: Path) -> list[str]:
-    """The command that trains a configuration."""
-    # A relative path with "=", which labels contain, could be read as key=value.
+    """Returns the command that trains a configuration."""
+    # A relative path with "=" (labels contain it) would parse as key=value.
     is_like_key = "=" in str(config) and not config.is_absolute()
     return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
 
 
 def count_devices(hardware: str) -> int:
-    """The number of devices that a run on this machine would have.
-
-    Args:
-      hardware: the key of that name.
-
-    Raises:
-      UserError: jax finds no such device.
-    """
+    """Returns the device count of this machine; raises UserError if none."""
     command = [sys.executable, "-c", _COUNT_DEVICES, str(REPOSITORY), hardware]
     done = subprocess.run(
         command, env=environment_of_runs(), capture_output=True, text=True, check=False
@@ -69,6 +62,6 @@ def count_devices(hardware: str) -> int:
 
 
 def last_lines(log: Path, count: int = 12) -> str:
-    """The end of a log, indented."""
+    """Returns the end of a log, indented."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"

@@ -1,4 +1,4 @@
-"""A whole comparison from request to report: what compare.py does.
+"""Main sequence of compare.py, from request to report.
 
 Modules that import jax are imported after the configurations were accepted.
 """
@@ -18,24 +18,18 @@ from MaxText.experiments.variants import Variant, expand, other_differences
 
 Show = Callable[[str], None]
 
-# Of the default folder; file systems allow about twice as many characters.
+# Of the default folder; file systems allow about twice as many.
 _LONGEST_NAME = 120
 
 
 def compare(
     request: Request, problems: Sequence[Problem], command: Sequence[str], show: Show
 ) -> None:
-    """Plans, runs what is left to run (or prints how), and reports what has finished.
+    """Plans, runs (or prints) the remaining runs, and reports the results.
 
-    Args:
-      request: what was asked for.
-      problems: mistakes found in it.
-      command: the program and its arguments as typed, to be printed.
-      show: takes lines of text.
-
-    Raises:
-      UserError: a mistake, a budget that cannot be met, or a run that failed.
-      KeyboardInterrupt: after the run at work has ended.
+    `problems` are mistakes already found in the request; `command` is the typed command line, to be
+    printed. Raises UserError for mistakes, an unreachable budget or a failed run, and
+    KeyboardInterrupt once the current run has ended.
     """
     variants = expand(request, problems)
     free = free_by_label(request, variants)
@@ -95,7 +89,7 @@ def compare(
 
 
 def _num_devices(request: Request, hardware: str) -> int:
-    """Devices that the runs are made for."""
+    """Returns the device count that runs are planned for."""
     if request.num_devices is not None and request.launch == "print":
         return request.num_devices
     present = child_processes.count_devices(hardware)
@@ -108,21 +102,21 @@ def _num_devices(request: Request, hardware: str) -> int:
 
 
 def _keep_to_cpu() -> None:
-    """This process only reads shapes; accelerators are for the runs."""
+    """Leaves accelerators to the runs: this process only evaluates shapes."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
 
 
 def _commented(show: Show, request: Request) -> Show:
-    """With launch=print, all that is no command is a comment, so that the output is a script."""
+    """Comments lines out for launch=print: the output is a shell script."""
     if request.launch == "run":
         return show
     return lambda line: show(f"# {line}".rstrip())
 
 
 def default_folder(request: Request, variants: Sequence[Variant]) -> Path:
-    """A name that the same command gives again."""
+    """Returns a folder that the same command reproduces."""
     swept = dict.fromkeys(name for variant in variants for name in variant.swept)
     stems = [Path(path).stem for path in request.configs]
     name = "_".join(["compare", *stems, *swept, request.match])
@@ -130,10 +124,9 @@ def default_folder(request: Request, variants: Sequence[Variant]) -> Path:
 
 
 def free_by_label(request: Request, variants: Sequence[Variant]) -> dict[str, str]:
-    """What is solved for in each configuration.
+    """Returns the key to solve for, by configuration label.
 
-    Raises:
-      ConfigurationError: the names do not fit the configurations or what is matched.
+    Raises ConfigurationError if `free` does not fit the configurations or `match`.
     """
     names = request.free or (default_free(request.match),)
     num_sources = max(len(request.configs), 1)
@@ -164,14 +157,12 @@ def free_by_label(request: Request, variants: Sequence[Variant]) -> dict[str, st
 
 
 def launch_lines(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
-    """Shell lines that run the configurations, and the one that gathers what they gave.
+    """Returns shell lines that run the configurations and gather results.
 
-    Args:
-      chains: configurations; those of one chain run one after another, on one line.
-      command: the program and its arguments.
+    Each chain is a single line, because its runs must be sequential.
     """
     variables = child_processes.key_variables(os.environ)
-    # Whoever starts the lines may have the same variables set; the files hold what they gave.
+    # The shell may have the same variables set; the files already contain their values.
     without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
 
     def line(config: Path) -> str:
@@ -182,7 +173,7 @@ def launch_lines(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> li
 
 
 def _short(path: str) -> str:
-    """A path from the working folder, if it is inside."""
+    """Shortens a path inside the working directory to a relative one."""
     here = str(Path.cwd()) + os.sep
     return path.removeprefix(here)
 
@@ -210,7 +201,7 @@ def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> 
                 continue
             progress.begin(run, running.steps_done(run.folder))
             code = running.train(run, descriptor, progress.steps)
-            # A record of a run that says it is done can be read, or what is wrong with it is said.
+            # After exit code 0 the record must be readable: read_run raises otherwise.
             record = record_of(run) if code else read_run(run.folder)
             if record is None or record.state not in FINISHED:
                 raise UserError(

@@ -1,8 +1,7 @@
-"""What a comparison consists of, and comparison.json, by which the same command goes on.
+"""Comparison plan, saved in comparison.json for the same command to resume.
 
-The file holds what was asked for, what was measured, what was solved for, and which run folders
-belong to which configuration. A command that asks for something else is refused instead of mixing
-two comparisons in one folder. Only the seeds may change: that adds runs, or leaves some out.
+The file holds the request, measurements, solved keys and run folders. Requests that differ are
+refused, instead of mixing two comparisons in one folder; only the seeds may change.
 """
 
 import dataclasses
@@ -25,55 +24,33 @@ _FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What decides the plan, besides the configurations.
-
-    Attributes:
-      match: what is made equal.
-      budget: how much of it; None is what the first configuration has.
-      free: label -> what is solved for.
-      tolerance: largest deviation from the budget, as a share.
-      num_devices: that the runs are made for.
-    """
+    """Request that determines the plan, apart from the configurations."""
 
     match: str
-    budget: float | None
-    free: Mapping[str, str]
-    tolerance: float
+    budget: float | None  # None uses the amount of the first configuration
+    free: Mapping[str, str]  # label -> key to solve for
+    tolerance: float  # largest relative deviation from the budget
     num_devices: int
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStage:
-    """One run of a configuration after solving.
+    """One run of a solved configuration."""
 
-    Attributes:
-      changes: key -> new value.
-      parameters: of the model.
-      flops: of the run.
-      tokens: of the run.
-      steps: of the run.
-      seconds: of training steps in the run; None where time is not matched.
-    """
-
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # key -> new value
     parameters: int
     flops: float
     tokens: int
     steps: int
-    seconds: float | None = None
+    seconds: float | None = None  # in training steps; None unless match=time
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """One configuration after solving.
-
-    Attributes:
-      stages: its runs in order, mostly one alone.
-      deviation: of the matched amount from the budget, as a share.
-    """
+    """A solved configuration."""
 
     stages: tuple[PlannedStage, ...]
-    deviation: float
+    deviation: float  # of the matched amount, relative to the budget
 
     @property
     def changed(self) -> set[str]:
@@ -82,61 +59,49 @@ class Planned:
 
     @property
     def parameters(self) -> int:
-        """Of the model at the end."""
+        """Parameters of the final model."""
         return self.stages[-1].parameters
 
     @property
     def flops(self) -> float:
-        """Of all stages."""
         return sum(stage.flops for stage in self.stages)
 
     @property
     def tokens(self) -> int:
-        """Of all stages."""
         return sum(stage.tokens for stage in self.stages)
 
     @property
     def flops_per_token(self) -> float:
-        """Operations of training on one token, over all stages."""
+        """Training FLOPs per token, over all stages."""
         return self.flops / self.tokens if self.tokens else 0.0
 
     @property
     def steps(self) -> int:
-        """Of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     @property
     def seconds(self) -> float | None:
-        """Of training steps in all stages; None where time is not matched."""
+        """Seconds in training steps of all stages; None unless match=time."""
         seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
         return sum(seconds) if seconds else None
 
 
 @dataclasses.dataclass
 class Plan:
-    """A comparison.
-
-    Attributes:
-      folder: of the comparison.
-      question: what was asked.
-      identities: label -> every key of the configuration as it stands, flat.
-      measurements: name of a stage (stage_name) -> rounds -> seconds of single steps.
-      budget: the amount that all have; None before solving.
-      planned: label -> what solving gave; empty before.
-      seeds: of the runs.
-    """
+    """A comparison."""
 
     folder: Path
     question: Question
-    identities: dict[str, dict[str, Any]]
+    identities: dict[str, dict[str, Any]]  # label -> flat configuration before solving
+    # stage name -> rounds -> seconds per step
     measurements: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
-    budget: float | None = None
-    planned: dict[str, Planned] = dataclasses.field(default_factory=dict)
+    budget: float | None = None  # None before solving
+    planned: dict[str, Planned] = dataclasses.field(default_factory=dict)  # by label, once solved
     seeds: tuple[int, ...] = ()
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Name of a stage -> run folders of its seeds, relative to the comparison's folder."""
+        """Run folders by stage name, relative to the comparison's folder."""
         counts = {label: len(planned.stages) for label, planned in self.planned.items()}
         return {
             stage_name(label, stage): [
@@ -147,7 +112,7 @@ class Plan:
         }
 
     def save(self) -> None:
-        """Writes comparison.json, whole or not at all, into the folder, which exists."""
+        """Atomically writes comparison.json. The folder must exist."""
         content = {
             "format": _FORMAT,
             "question": dataclasses.asdict(self.question),
@@ -164,17 +129,17 @@ class Plan:
 
 
 def stage_numbers(count: int) -> list[int | None]:
-    """Numbers of stages from 1; a run that is alone has none."""
+    """Returns stage numbers from 1, or [None] for a single run."""
     return [None] if count == 1 else list(range(1, count + 1))
 
 
 def stage_name(label: str, stage: int | None) -> str:
-    """Name of a stage of a configuration. Labels have no spaces, so it is no other one's."""
+    """Returns a unique name of a stage: labels contain no spaces."""
     return label if stage is None else f"{label} stage {stage}"
 
 
 def run_path(seed: int, stage: int | None = None) -> Path:
-    """A run's folder, relative to that of its configuration."""
+    """Returns a run's folder, relative to that of its configuration."""
     folder = Path(f"seed_{seed}")
     return folder if stage is None else folder / f"stage_{stage}"
 
@@ -182,12 +147,10 @@ def run_path(seed: int, stage: int | None = None) -> Path:
 def open_plan(
     folder: Path, variants: Sequence[Variant], question: Question, seeds: Sequence[int]
 ) -> Plan:
-    """The plan of a folder, new or as an earlier command left it.
+    """Loads the plan of a folder, or creates it.
 
-    A plan of which no run has begun is dropped if it differs.
-
-    Raises:
-      UserError: the folder belongs to another comparison; lists what differs.
+    A plan that differs is replaced if none of its runs has begun. Otherwise raises UserError
+    listing the differences.
     """
     fresh = Plan(
         folder, question, {one.label: one.identity for one in variants}, seeds=tuple(seeds)
@@ -266,49 +229,37 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run of a comparison.
-
-    Attributes:
-      label: of its configuration.
-      seed: of data order and initial weights.
-      config: resolved, with the folder it writes to.
-      folder: the run's.
-      weight: its share of the whole work, in seconds or FLOPs.
-      stage: from 1; None of a run alone.
-      previous: the run that this one begins from, of which it is the next stage.
-    """
+    """One training run of a comparison."""
 
     label: str
-    seed: int
+    seed: int  # of data order and initial weights
     config: Config
     folder: Path
-    weight: float
-    stage: int | None = None
-    previous: "Run | None" = None
+    weight: float  # share of the total work, in seconds or FLOPs
+    stage: int | None = None  # from 1; None for a single run
+    previous: "Run | None" = None  # run of the previous stage
 
     @property
     def name(self) -> str:
-        """For people."""
         name = f"{self.label} seed {self.seed}"
         return name if self.stage is None else f"{name} stage {self.stage}"
 
     @property
     def config_path(self) -> Path:
-        """Where its configuration is written, beside its folder."""
+        """Path of the run's configuration file, next to its folder."""
         return self.folder.with_name(f"{self.folder.name}.yml")
 
     @property
     def log(self) -> Path:
-        """What train.py prints."""
+        """Log of train.py's output."""
         return self.folder / "train.log"
 
 
-# The runs of one configuration and seed in order: mostly one, or the stages.
-Chain = Sequence[Run]
+Chain = Sequence[Run]  # one configuration and seed: a single run, or its stages in order
 
 
 def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[Chain]:
-    """Every chain, seed by seed, so that a comparison that is stopped leaves whole pairs."""
+    """Returns all chains, seed by seed, so that interruption leaves pairs."""
     return [_chain(plan, variant, seed) for seed in plan.seeds for variant in variants]
 
 
@@ -330,7 +281,7 @@ def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
 
 
 def run_config(config: Config, changes: Mapping[str, Any], folder: Path, seed: int) -> Config:
-    """The configuration of one run: solved keys, seeds, its own folder, a loss at the end."""
+    """Returns a run's config: solved keys, seeds, folder, final evaluation."""
     keys = flat(config) | dict(changes)
     if keys["eval_interval"] == -1:
         keys["eval_interval"] = keys["steps"]

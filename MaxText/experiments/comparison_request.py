@@ -1,7 +1,7 @@
-"""What the command line of compare.py asks for, read and checked without jax.
+"""Parses and checks the command line of compare.py, without jax.
 
-The program's own words (OWN_WORDS) are taken out of the command line. What is left are
-configuration files, and key=value words that are laid over each of them.
+Apart from the program's own arguments (OWN_WORDS) it consists of configuration files, and of
+key=value arguments that apply to each of them.
 """
 
 import dataclasses
@@ -33,16 +33,16 @@ OWN_WORDS = (
     "num_devices",
     "sweep",
 )
-# Keys that are set for each run; given for all of them they would be overwritten in silence.
+# Keys that are set per run. A value for all runs would be silently overwritten.
 SET_PER_RUN = {
     "data_shuffle_seed": "seeds=",
     "init_weights_seed": "seeds=",
     "metrics_file": "the folder of each run",
 }
-# Names for what may be solved for, besides the names of keys.
+# Names of what to solve for, besides key names.
 WIDTH, DEPTH, SLOTS, STEPS = "width", "depth", "slots", "steps"
 _FREE_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
-# The key behind a name, where it is another word.
+# Key of a name, if it differs.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
 
 _AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]*)", re.IGNORECASE)
@@ -52,37 +52,23 @@ _TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A comparison as it was asked for.
+    """A requested comparison."""
 
-    Attributes:
-      configs: paths of configuration files as typed; empty when keys alone are compared.
-      keys: key=value words laid over every configuration.
-      match: what is made equal.
-      seeds: one run of each configuration for each of them.
-      budget: how much of it; None takes what the first configuration has. Seconds for time.
-      free: what is solved for, one for all configurations or one for each; empty is the default.
-      tolerance: largest accepted deviation from the budget, as a share.
-      launch: run here, or print the lines that run.
-      output: folder of the comparison; None names it after the configurations.
-      num_devices: devices that a run is made for; None counts those of this machine.
-      sweep: what was typed as sweep=, as config_files reads values; None if nothing.
-    """
-
-    configs: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()  # paths of configuration files as typed
+    keys: tuple[str, ...] = ()  # key=value for every configuration
     match: Match = "params"
     seeds: tuple[int, ...] = (0,)
-    budget: float | None = None
-    free: tuple[str, ...] = ()
-    tolerance: float = 0.02
+    budget: float | None = None  # None uses the first configuration; seconds for match=time
+    free: tuple[str, ...] = ()  # one for all configurations or one each; empty for the default
+    tolerance: float = 0.02  # largest relative deviation from the budget
     launch: Launch = "run"
-    output: Path | None = None
-    num_devices: int | None = None
-    sweep: Any = None
+    output: Path | None = None  # None names the folder after the configurations
+    num_devices: int | None = None  # None counts those of this machine
+    sweep: Any = None  # as config_files parses values
 
 
 class _Refused(Exception):
-    """A word that cannot be understood; carries the problem."""
+    """An invalid argument, with its problem."""
 
     def __init__(self, what: str, *facts: tuple[str, str]):
         super().__init__(what)
@@ -90,16 +76,15 @@ class _Refused(Exception):
 
 
 def default_free(match: Match) -> str:
-    """What is solved for when nobody says it."""
+    """Returns the default key to solve for."""
     return WIDTH if match == "params" else STEPS
 
 
 def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
-    """Reads a command line without options.
+    """Parses the command line.
 
-    Returns:
-      The request, and every mistake in the program's own words; the configurations themselves are
-      checked by `variants.expand`.
+    Returns the request and all problems in the program's own arguments. `variants.expand` checks
+    the configurations.
     """
     configs, keys, problems = [], [], []
     texts: dict[str, str] = {}
@@ -151,7 +136,7 @@ def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
 
 
 def _meant(name: str) -> list[str]:
-    """The nearest known words, if the nearest of all is one of this program."""
+    """Returns the nearest known words, if the first is one of this program."""
     keys = all_keys()
     if not name or name in keys or name in ALIASES:
         return []
@@ -173,7 +158,7 @@ def _readers(match: str) -> dict[str, Callable[[str], Any]]:
 
 
 def _output(text: str, keys: Sequence[str]) -> Path | None:
-    """The folder of the comparison: output=, or where a run of that name would go."""
+    """Returns the comparison's folder from output= or run_name."""
     typed = dict(word.split("=", 1) for word in keys if "=" in word)
     base, name = typed.get("base_output_directory", ""), typed.get("run_name", "")
     if text:
@@ -218,7 +203,7 @@ def _items(text: str) -> list[str]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    """`3` is 0, 1, 2; `[3]` and `4,7` are lists."""
+    """Parses seeds: `3` is 0, 1, 2; `[3]` and `4,7` are lists."""
     if "," not in text and not text.startswith("["):
         return tuple(range(_whole("seeds", text, least=1)))
     seeds = tuple(_whole("seeds", item, least=0) for item in _items(text))

@@ -1,10 +1,9 @@
-"""What must hold for every architecture and every part: the suite behind check_part.py.
+"""Conformance checks for architectures and parts, run by check_part.py.
 
-Most of it is read from one compiled program: the loss with gradients of a small model, the same
-scanned and with everything recomputed, logits of sequences that differ in one token, and logits
-from the decode state.
+Most checks read one compiled program: loss and gradients of a small model, the same scanned and
+with full remat, logits of sequences that differ in one token, and logits from the decode state.
 
-Legend: B sequences, T tokens, V vocab_size.
+B sequences, T tokens, V vocab_size.
 """
 
 import functools
@@ -33,8 +32,8 @@ from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize, make_train_step
 
-LENGTH, PROMPT, CUT = 12, 5, 5  # tokens: of a sequence, of a prompt, of the first document
-LENGTHS = np.array([PROMPT, 2])  # of prompts
+LENGTH, PROMPT, CUT = 12, 5, 5  # tokens of a sequence, a prompt, and the first document
+LENGTHS = np.array([PROMPT, 2])  # of the two prompts
 SIZES: dict[str, Any] = {
     "base_emb_dim": 16,
     "base_num_query_heads": 4,
@@ -63,13 +62,7 @@ MESHES: tuple[dict[str, int], ...] = (
 
 
 class Check(NamedTuple):
-    """One property.
-
-    Attributes:
-      name: in the table.
-      problem: what is wrong with a subject, or None.
-      remedy: what to look at.
-    """
+    """One property; `problem` returns what is wrong with a subject, or None."""
 
     name: str
     problem: Callable[["Subject"], str | None]
@@ -77,38 +70,23 @@ class Check(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What the program of a subject gave.
+    """Outputs of a subject's program."""
 
-    Attributes:
-      losses: and gradients, of both models.
-      logits: of `variants`, [B, T, V].
-      prompt: logits of prompts, by prefill; None without a decode state.
-      steps: logits of one token after another from there.
-      fell: how far a step against the gradient lowers the loss, 1 being what the gradient says.
-    """
-
-    losses: list[tuple[Any, Any]]
-    logits: np.ndarray
-    prompt: np.ndarray | None
-    steps: np.ndarray | None
-    fell: float
+    losses: list[tuple[Any, Any]]  # (loss, gradients) of both models
+    logits: np.ndarray  # of `variants`, [B, T, V]
+    prompt: np.ndarray | None  # prefill logits; None without a decode state
+    steps: np.ndarray | None  # logits of subsequent decode steps
+    fell: float  # measured loss decrease along the gradient, relative to the predicted one
 
 
 class Subject:
-    """A small model to be checked.
+    """A small model to check.
 
-    Attributes:
-      config: of the model.
-      models: of the model, and of the same scanned (or unrolled) and with full remat.
-      decodes: whether it has a decode state.
+    `models` holds it twice: as configured, and with the other scan_layers and full remat.
     """
 
     def __init__(self, configure: Callable[..., Config], *, decodes: bool = True):
-        """Compiles nothing yet.
-
-        Args:
-          configure: (keys that differ) -> configuration.
-        """
+        """Compiles nothing yet. `configure` maps overridden keys to a configuration."""
         self.configure, self.decodes = configure, decodes
         self.config = config = configure()
         scans, model = config.model.memory.scan_layers, config.model
@@ -116,12 +94,12 @@ class Subject:
         other = configure(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, 2)
-        # Keys of a kind that compiles fast.
+        # This PRNG implementation compiles fast.
         self.key = jax.random.key(1, impl="unsafe_rbg") if config.model.is_random else None
 
     @functools.cached_property
     def params(self) -> Parameters:
-        """Numbers about as large as trained ones, also where training starts at 0."""
+        """Random parameters of trained magnitude, also for zero-initialized ones."""
         generator = np.random.default_rng(0)
 
         def draw(path, leaf):
@@ -136,7 +114,7 @@ class Subject:
 
     @property
     def operations(self) -> list[int]:
-        """Operations of both losses with their gradients."""
+        """Matrix product FLOPs of both losses with their gradients."""
         return [
             products(equation.params["jaxpr"].jaxpr)
             for equation in self._traced.jaxpr.eqns
@@ -150,14 +128,13 @@ class Subject:
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
         loss, gradients = losses[0]
         square = sum(np.sum(np.square(gradient)) for gradient in jax.tree.leaves(gradients))
-        fall = 0.003  # so short a step that the loss falls by what the gradient says
+        fall = 0.003  # so small that the loss is linear
         moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, gradients)
         fell = float(loss - run(moved)[0][0][0]) / fall
         prompt, steps = decoded or (None, None)
         return Ran(losses, logits, prompt, steps, fell)
 
     def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
-        """The loss of a batch."""
         sums = loss_sums(
             model.merge(params), batch, model.section.objective, self.key, training=True
         )
@@ -178,7 +155,7 @@ class Subject:
 
 
 def random_batch(config: Config, num_rows: int, seed: int = 0, *, documents: bool = True) -> Batch:
-    """Random tokens and uneven weights; with `documents`, two of them in each row."""
+    """Returns random tokens and 0/1 weights, optionally two documents per row."""
     generator, length = np.random.default_rng(seed), config.model.shape.max_target_length
     shape, cut = (num_rows, length), length // 3
     tokens = generator.integers(0, config.model.shape.vocab_size, (num_rows, length + 1))
@@ -195,8 +172,10 @@ def random_batch(config: Config, num_rows: int, seed: int = 0, *, documents: boo
 
 
 def variants() -> Batch:
-    """Two packed documents; one token changed in either of them; each as the start of one alone;
-    and the first one followed by padding, of two kinds.
+    """Returns related sequences, [7, LENGTH].
+
+    Two packed documents; one token changed in the first, then in the second; each document alone,
+    followed by other tokens; the first followed by two kinds of padding.
     """
     tokens, more = np.random.default_rng(1).integers(0, 32, (2, LENGTH))
     first, second, padded = tokens.copy(), tokens.copy(), tokens.copy()
@@ -220,7 +199,7 @@ def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
 
 
 def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
-    """Logits of prompts and of the tokens after them, one by one."""
+    """Returns logits of prompts, and of the following tokens decoded one by one."""
     lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
     h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
@@ -237,7 +216,7 @@ def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def products(jaxpr: Any) -> int:
-    """Operations of all products of matrices in a traced program, loops as often as they run."""
+    """Returns the matrix product FLOPs of a jaxpr, with scans multiplied out."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -246,7 +225,7 @@ def products(jaxpr: Any) -> int:
             outputs = math.prod(equation.outvars[0].aval.shape)
             total += 2 * outputs * math.prod(left[dimension] for dimension in contracted)
         if equation.primitive.name == "ragged_dot_general":
-            # Each row of the left with one matrix, or each row of both with each other.
+            # Each row of the left times one matrix, or rows of both sides contracted.
             left, outputs = equation.invars[0].aval, equation.outvars[0].aval
             total += 2 * left.size * outputs.shape[-1]
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -263,7 +242,7 @@ def _named(tree: Any) -> dict[str, np.ndarray]:
 
 
 def _differ(found: Any, wanted: Any, tolerance: float) -> str | None:
-    """Which array differs by more than a share of its largest number, and by how much."""
+    """Describes the first array with error > `tolerance` times its maximum."""
     ours = _named(found)
     for name, expected in _named(wanted).items():
         largest = np.abs(expected).max() or 1.0
@@ -274,7 +253,6 @@ def _differ(found: Any, wanted: Any, tolerance: float) -> str | None:
 
 
 def _initialization(subject: Subject) -> str | None:
-    """The same finite numbers from the same key."""
     draws = (Model(subject.config.model).initialize for _ in range(2))
     return _drawn_twice(*map(jax.jit, draws))
 
@@ -305,7 +283,7 @@ def _causality(subject: Subject) -> str | None:
         if changed[:place].any():
             early = place - int(np.argmax(changed))
             return f"a token changes the output of tokens up to {early} before it"
-        # Sums over a whole sequence may round differently.
+        # Reductions over a whole sequence may round differently.
         if np.abs(logits[row] - logits[0])[end:].max(initial=0) > 2e-5:
             return "a token changes the output of another document behind it"
         if not changed[place]:
@@ -353,7 +331,7 @@ def _gradients(subject: Subject) -> str | None:
         if not np.any(gradient):
             return f"{name} has no gradient"
     if subject.config.model.attention.static_sgu:
-        return None  # no gradient passes through it
+        return None  # blocks gradients
     if not abs(subject.ran.fell - 1) < 0.2:
         return f"the loss falls {subject.ran.fell:.2f} times as far as the gradient says"
     return None
@@ -368,7 +346,7 @@ def _scan_and_remat(subject: Subject) -> str | None:
 
 def _flops(subject: Subject) -> str | None:
     if subject.config.model.dense_connections.dense_conn:
-        return None  # their sums are no products in the traced program
+        return None  # its sums are not dot_general in the jaxpr
     for ours, model in zip(subject.operations, subject.models, strict=True):
         formula = count_flops(model, LENGTH).executed_per_token or 0.0
         formula *= subject.batch.tokens_BT.size
@@ -378,7 +356,7 @@ def _flops(subject: Subject) -> str | None:
 
 
 def _formats(subject: Subject) -> str | None:
-    """Those of a model in bfloat16; nothing is computed."""
+    """Checks dtypes in bfloat16 and decode state shapes abstractly."""
     model = Model(subject.configure(dtype="bfloat16").model)
     for what, found, wanted in (
         ("hidden states", lambda params: model.merge(params).hidden(variants())[0], jnp.bfloat16),
@@ -426,7 +404,7 @@ def _prefill_states(decoder: Any, capacity: int) -> Any:
 
 
 def _devices(subject: Subject) -> str | None:
-    """The loss and the gradients of one device, on several meshes."""
+    """Compares loss and gradients on several meshes with one device."""
     devices = jax.devices()
     if len(devices) < 8:
         return None
@@ -452,7 +430,7 @@ def _devices(subject: Subject) -> str | None:
 
 
 def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., Any]]:
-    """A model, what makes its first train state, and its train step."""
+    """Returns a model, its train state initializer and its train step."""
     model, schedule = Model(config.model), learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
@@ -460,7 +438,7 @@ def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., A
 
 
 def _resume(subject: Subject) -> str | None:
-    """Two steps from a state that was saved are the same, bit for bit, in a new program."""
+    """Checks that a step from a saved state is bitwise equal in a new program."""
     config = subject.configure(learning_rate=0.01, steps=4)
     _, initialize, step = _trainer(config)
     step = jax.jit(step)
@@ -477,7 +455,7 @@ def _resume(subject: Subject) -> str | None:
 
 
 def _growth(subject: Subject) -> str | None:
-    """Doubles the layers, the slots and each size that the part's own keys set."""
+    """Doubles layers, slots and every size key of the part itself."""
     values, arrays = flat(subject.config), _named(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
     source = Source("SMALL", None, metadata, leaves_by_path(arrays), read, {}, read, None)
@@ -490,7 +468,7 @@ def _growth(subject: Subject) -> str | None:
         except UserError:
             continue  # refused
         if settled.growth is None:
-            continue  # no weight depends on it
+            continue  # no weight depends on this key
         larger = Subject(lambda config=settled.config, **_: config)
         model, fresh = larger.models[0], jax.tree.map(jnp.asarray, larger.params)
         params = grown_parameters(settled.growth, model.abstract, fresh)
@@ -502,12 +480,12 @@ def _growth(subject: Subject) -> str | None:
 
 
 def _first_state(subject: Subject) -> str | None:
-    """Parameters and the optimizer's state."""
+    """Checks initialization of parameters and optimizer state."""
     return _drawn_twice(*(jax.jit(_trainer(subject.config)[1]) for _ in range(2)))
 
 
 def _updates(subject: Subject) -> str | None:
-    """Steps on one batch: finite, of every parameter, and down."""
+    """Checks that steps are finite, move all parameters and reduce the loss."""
     _, initialize, step = _trainer(subject.configure(learning_rate=0.003, steps=8))
     step, first = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
     state, losses = first, []
@@ -530,7 +508,7 @@ def _updates(subject: Subject) -> str | None:
 
 
 def _step_on_devices(subject: Subject) -> str | None:
-    """What two steps add to the parameters, on one device and on several meshes."""
+    """Compares parameter updates of two steps on several meshes with one device."""
     devices, batch = jax.devices(), random_batch(subject.config, 8)
     if len(devices) < 8:
         return None
@@ -552,7 +530,7 @@ def _step_on_devices(subject: Subject) -> str | None:
     for sizes in MESHES:
         found = moved(**sizes)
         for name, numbers in wanted.items():
-            # On average: rules that divide by a gradient's size magnify rounding where it is small.
+            # On average, because normalized updates magnify rounding of small gradients.
             error = np.abs(found[name] - numbers).mean() / np.abs(numbers).mean()
             if not error <= 0.02:
                 words = " ".join(f"{name}={size}" for name, size in sizes.items())
@@ -576,7 +554,7 @@ CHECKS = (
     Check("resume", _resume, "everything that training changes has to be a weight"),
     Check("growth", _growth, "an axis is slots only where a slot with key 0 adds nothing"),
 )
-# Of an optimizer.
+# Checks of an optimizer.
 OPTIMIZER_CHECKS = (
     Check("initialization", _first_state, "init() depends on the parameters alone"),
     Check("updates", _updates, "update() returns a direction that is subtracted, in its format"),
@@ -586,7 +564,7 @@ OPTIMIZER_CHECKS = (
 
 
 def result(check: Check, subject: Subject) -> str | None:
-    """What is wrong with a subject; a check that raises has failed."""
+    """Returns the problem of a subject; an exception counts as one."""
     try:
         return check.problem(subject)
     except Exception as error:  # a part can raise anything

@@ -1,4 +1,4 @@
-"""What a run of a configuration holds and takes, from its abstract model: nothing is trained."""
+"""Size and cost of a run from its abstract model, without training."""
 
 import dataclasses
 import functools
@@ -12,35 +12,22 @@ from MaxText.layers.model import Model
 from MaxText.run.quantities import Quantities
 from MaxText.training import backend_defaults
 
-# Speed has no part in these figures.
-_NO_PEAK = PeakFlops(0.0, "not needed")
+_NO_PEAK = PeakFlops(0.0, "not needed")  # costs do not depend on speed
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Sizes of one run.
-
-    Attributes:
-      parameters: of the model.
-      flops_per_token: operations of training on one token, over the run.
-      flops: operations of the whole run, over all devices.
-      tokens: that all updates see, over all devices.
-      steps: updates.
-    """
+    """Size and cost of one run, over all devices."""
 
     parameters: int
-    flops_per_token: float
+    flops_per_token: float  # training FLOPs, mean over the run
     flops: float
     tokens: int
     steps: int
 
 
 def cost(config: Config, num_devices: int) -> Cost:
-    """The cost of a run on a number of devices.
-
-    Raises:
-      UserError: the batch is no whole number of sequences on so many devices.
-    """
+    """Returns the cost of a run; raises UserError if the batch does not fit."""
     plan = batch_plan(config, num_devices)
     quantities = Quantities(
         abstract_model(config.model), config.batch, plan, num_devices, config.run.steps, _NO_PEAK
@@ -56,11 +43,7 @@ def cost(config: Config, num_devices: int) -> Cost:
 
 
 def batch_plan(config: Config, num_devices: int) -> BatchPlan:
-    """What each update sees on a number of devices.
-
-    Raises:
-      UserError: see `cost`.
-    """
+    """Returns the batch schedule; raises UserError as `cost` does."""
 
     def samples(per_device: float) -> int:
         rows = per_device * num_devices
@@ -75,7 +58,7 @@ def batch_plan(config: Config, num_devices: int) -> BatchPlan:
 
 
 def abstract_model(section: ModelSection) -> Model:
-    """The model without arrays. Takes a tenth of a second, so searches ask for it only once."""
+    """Returns the model without arrays; cached, since it takes 0.1 s."""
     return _model_of(section.model_dump_json())
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a training step of each configuration, measured by short runs of train.py itself."""
+"""Measures seconds per training step with short runs of train.py."""
 
 import shutil
 import statistics
@@ -15,30 +15,20 @@ from MaxText.experiments.running import train
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import read_run
 
-# Configurations take turns, so that a slow minute of the machine does not meet one of them alone.
-_ROUNDS = 2
+_ROUNDS = 2  # configurations alternate, so that a slow phase of the machine does not hit only one
 _STEPS = 24
-# The first steps of a process warm caches up and are not those of a long run.
-_LEFT_OUT = 4
-# Holds the short runs until all are done.
-_FOLDER = "measuring"
-# Two rounds that lie farther apart are not worth much.
-_UNSTEADY = 0.1
+_LEFT_OUT = 4  # warm-up steps of a process
+_FOLDER = "measuring"  # of the short runs, deleted afterwards
+_UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 
 def measure(
     plan: Plan, variants: Sequence[Variant], descriptor: int, show: Callable[[str], None]
 ) -> None:
-    """Fills in the measurements that a plan still lacks, and saves it after each.
+    """Adds missing measurements to the plan and saves it after each.
 
-    Args:
-      plan: its measurements are extended.
-      variants: the configurations.
-      descriptor: of `running.hold`.
-      show: takes lines of text.
-
-    Raises:
-      UserError: batches change in the course of a run, or a short run failed.
+    `descriptor` comes from `running.hold`. Raises UserError if batches change during a run, or a
+    short run failed.
     """
     stages = {
         stage_name(variant.label, number): config
@@ -73,14 +63,14 @@ def measure(
 
 
 def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
-    """The median over all rounds."""
+    """Returns the median over all rounds."""
     return statistics.median(seconds for one in rounds for seconds in one)
 
 
 def short_config(config: Config, folder: Path) -> Config:
-    """The configuration of a short run that does nothing but train."""
+    """Returns the configuration of a short run that only trains."""
     keys = flat(run_config(config, {}, folder, seed=0))
-    # What a run begins with has no part in the time of a step, and is not there yet.
+    # Initial weights do not affect the step time, and may not exist yet.
     beginning = {
         name: key.default
         for name, key in all_keys().items()

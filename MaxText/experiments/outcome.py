@@ -1,4 +1,4 @@
-"""What a comparison found: table, sentences, CSV files and the report."""
+"""Results of a comparison: table, sentences and CSV files."""
 
 import csv
 import dataclasses
@@ -16,80 +16,54 @@ from MaxText.metrics.tables import short_count
 from MaxText.reports.wording import ABSENT, loss, operations
 
 COMPLETED, DIVERGED = "completed", "diverged"
-# A diverged run is a result; a run in any other state is to be gone on with.
+# A diverged run is a result; a run in any other state is resumed.
 FINISHED = (COMPLETED, DIVERGED)
-# Seconds of training that lie farther from those planned are mentioned.
-_SPEED_CHANGED = 0.1
+_SPEED_CHANGED = 0.1  # relative deviation from planned seconds that is reported
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """One run, or the runs of a chain, in numbers; a row of runs.csv.
+    """Results of one run, or of a whole chain; a row of runs.csv."""
 
-    Attributes:
-      config: label of its configuration.
-      seed: of data order and initial weights.
-      state: how it ended.
-      validation_loss: of the last evaluation, nats per token; None if it did not complete.
-      validation_tokens: that this loss is the mean of.
-      training_loss: mean of the last updates on record, see RunRecord.training_loss.
-      parameters: of the model at the end.
-      steps: updates done.
-      tokens: seen.
-      flops: operations done.
-      train_seconds: of training steps, without compilation, evaluation and saving.
-      folder: of the run, relative to the comparison's.
-      loss_kind: what the losses are of, see RunRecord.loss_kind.
-    """
-
-    config: str
+    config: str  # label
     seed: int
     state: str
-    validation_loss: float | None
+    validation_loss: float | None  # final, in nats per token; None if the run did not complete
     validation_tokens: float | None
-    training_loss: float | None
-    parameters: int | None
+    training_loss: float | None  # see RunRecord.training_loss
+    parameters: int | None  # of the final model
     steps: int
     tokens: float
     flops: float
-    train_seconds: float
-    folder: str
-    loss_kind: str = ""
+    train_seconds: float  # in training steps, without compilation, evaluation and saving
+    folder: str  # relative to the comparison's folder
+    loss_kind: str = ""  # see RunRecord.loss_kind
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all devices."""
         return self.tokens / self.train_seconds if self.train_seconds else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The runs of one configuration.
-
-    Attributes:
-      label: of the configuration.
-      results: its runs that have finished.
-      loss: validation loss of those that completed.
-      difference: to the first configuration; None for the first itself.
-    """
+    """Finished runs of one configuration."""
 
     label: str
     results: tuple[RunResult, ...]
-    loss: Summary
-    difference: Difference | None
+    loss: Summary  # validation loss of completed runs
+    difference: Difference | None  # to the first configuration; None for the first itself
 
     @property
     def loss_kind(self) -> str:
-        """Of its runs; empty without any."""
         return next((result.loss_kind for result in self.results), "")
 
     @property
     def diverged(self) -> int:
-        """Runs that diverged, which no mean contains."""
+        """Number of diverged runs, which are excluded from means."""
         return sum(result.state == DIVERGED for result in self.results)
 
     def mean(self, name: str) -> float | None:
-        """Mean of a number over the runs that completed and have it."""
+        """Mean of a field over completed runs that have it."""
         numbers = [
             getattr(result, name)
             for result in self.results
@@ -99,7 +73,7 @@ class Group:
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean loss; None where that is no log-probability."""
+        """Exponential of the mean loss; None if it is no log-probability."""
         kind = self.loss_kind
         if self.loss.mean is None or (kind and not kind.startswith("cross-entropy")):
             return None
@@ -107,19 +81,19 @@ class Group:
 
 
 def record_of(run: Run) -> RunRecord | None:
-    """What a run has recorded; None if it has not begun to."""
+    """Returns the run's record; None if it has not started recording."""
     if not (run.folder / EVENTS_FILE).exists():
         return None
     try:
         return read_run(run.folder)
     except UserError:
-        # Most likely it was killed before its first row, and begins again. Whatever else is wrong
-        # with the file is said when the run has ended.
+        # Probably killed before its first row, and will restart. Other problems of the file
+        # are reported once the run has ended.
         return None
 
 
 def is_over(run: Run) -> bool:
-    """Whether there is nothing left to do for a run: it has ended, or has nothing to begin from."""
+    """Returns whether a run ended, or an earlier stage diverged."""
     record = record_of(run)
     if record is not None and record.state in FINISHED:
         return True
@@ -127,7 +101,7 @@ def is_over(run: Run) -> bool:
 
 
 def _has_diverged(run: Run) -> bool:
-    """Whether a run, or one that it begins from, has."""
+    """Returns whether a run or one of its previous stages diverged."""
     record = record_of(run)
     if record is not None and record.state == DIVERGED:
         return True
@@ -135,7 +109,7 @@ def _has_diverged(run: Run) -> bool:
 
 
 def record_of_chain(chain: Chain) -> RunRecord | None:
-    """The record of all that a chain has done, as if it were one run; None until it is over."""
+    """Returns a chain's joined record; None until it is over."""
     if not all(map(is_over, chain)):
         return None
     if len(chain) == 1:
@@ -152,12 +126,7 @@ def record_of_chain(chain: Chain) -> RunRecord | None:
 
 
 def result_of(chain: Chain, record: RunRecord) -> RunResult:
-    """A chain in numbers.
-
-    Args:
-      chain: its runs, mostly one.
-      record: of `record_of_chain`.
-    """
+    """Summarizes a chain and its joined record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
@@ -178,12 +147,7 @@ def result_of(chain: Chain, record: RunRecord) -> RunResult:
 
 
 def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[Group]:
-    """Results by configuration, with differences to the first one.
-
-    Args:
-      labels: of all configurations, in order.
-      results: of the runs that have finished.
-    """
+    """Groups results by label, with differences to the first configuration."""
     losses: dict[str, dict[int, float]] = {label: {} for label in labels}
     for result in results:
         if result.validation_loss is not None:
@@ -211,7 +175,7 @@ HEADER = (
 
 
 def table_rows(groups: Sequence[Group]) -> list[list[str]]:
-    """A row of text per configuration, under HEADER."""
+    """Returns one row per configuration, under HEADER."""
 
     def counted(number: float | None) -> str:
         return ABSENT if number is None else short_count(number)
@@ -235,7 +199,7 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
 
 
 def _kinds(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Kind of loss -> labels, if there is more than one kind."""
+    """Returns labels by kind of loss; empty if all are of the same kind."""
     kinds: dict[str, list[str]] = {}
     for group in groups:
         if group.results:
@@ -248,7 +212,7 @@ def _optional(number: float | None, pattern: str) -> str:
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines: the first column to the left, the others to the right, a rule between."""
+    """Formats a table as lines; only the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for first, *rest in (header, *rows):
@@ -258,7 +222,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
-    """What the numbers say, and what to know before believing it."""
+    """Returns conclusions and caveats."""
     first, *others = groups
     lines = [
         in_words(first.label, group.label, group.difference)
@@ -279,7 +243,7 @@ def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
 
 
 def _other_validation(first: Group, group: Group) -> Iterator[str]:
-    """Whether a configuration was validated on more or less than the first one."""
+    """Warns about validation on more or fewer tokens than the first."""
     tokens = {result.seed: result.validation_tokens for result in first.results}
     for result in group.results:
         ours, theirs = tokens.get(result.seed), result.validation_tokens
@@ -293,7 +257,7 @@ def _other_validation(first: Group, group: Group) -> Iterator[str]:
 
 
 def _reservations(group: Group, plan: Plan) -> Iterator[str]:
-    """What is not as planned in the runs of a configuration."""
+    """Yields deviations of a configuration's runs from the plan."""
     planned = plan.planned[group.label]
     if group.diverged:
         yield f"{group.label}: {group.diverged} diverged, in no mean."
@@ -313,7 +277,7 @@ def _reservations(group: Group, plan: Plan) -> Iterator[str]:
 
 
 def text_lines(groups: Sequence[Group], plan: Plan) -> list[str]:
-    """Table and sentences for the terminal."""
+    """Returns table and sentences for the terminal."""
     return [
         *aligned(HEADER, table_rows(groups)),
         TABLE_NOTE,
@@ -323,7 +287,7 @@ def text_lines(groups: Sequence[Group], plan: Plan) -> list[str]:
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
-    """One row per finished run."""
+    """Writes one row per finished run."""
     names = [field.name for field in dataclasses.fields(RunResult)]
     rows = [
         {name: getattr(result, name) for name in names}
@@ -334,7 +298,7 @@ def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
 
 
 def write_summary_csv(path: Path, groups: Sequence[Group]) -> None:
-    """One row per configuration; differences are to the first."""
+    """Writes one row per configuration, with differences to the first."""
     rows = []
     for group in groups:
         difference = group.difference or Difference(0, None)

@@ -1,4 +1,4 @@
-"""The report of a comparison: the report of its runs, with what was equal and what came out."""
+"""Report of a comparison: that of its runs, plus plan and results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +13,7 @@ from MaxText.metrics.run_record import RunRecord
 from MaxText.reports.content import Section, Table
 from MaxText.reports.writing import write_report
 
-# More would not fit on a line.
-_LABELS_OF_TITLE = 3
+_LABELS_OF_TITLE = 3  # more would not fit on a line
 
 
 def sections(
@@ -23,7 +22,7 @@ def sections(
     groups: Sequence[Group],
     unasked: Sequence[str],
 ) -> list[Section]:
-    """What the report says about the comparison."""
+    """Returns the report's sections on the comparison."""
     found = Section(
         "Result",
         [
@@ -57,8 +56,7 @@ def write(
 ) -> Path:
     """Writes the report into the comparison's folder and returns its path.
 
-    Args:
-      records: one for each chain, of `outcome.record_of_chain`.
+    `records` has one record of `outcome.record_of_chain` per finished chain.
     """
     present = {str(record.folder) for record in records}
     by_label = {

@@ -1,4 +1,4 @@
-"""One run of train.py after another: its output in a log, its steps followed in its events."""
+"""Runs train.py in a subprocess, with a log and step progress."""
 
 import contextlib
 import errno
@@ -18,21 +18,16 @@ from MaxText.metrics.events import EVENTS_FILE
 
 _LOCK = ".running"
 _POLL_SECONDS = 0.25
-# The end of an events file that surely holds a whole row.
-_TAIL_BYTES = 1 << 16
-# What a run may take to end by itself once it was asked to.
-_PATIENCE_SECONDS = 60.0
+_TAIL_BYTES = 1 << 16  # of an events file, enough for at least one whole row
+_PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
 
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[int]:
-    """Keeps two commands from working in one folder; yields the descriptor that does.
+    """Locks a folder against other commands; yields the file descriptor.
 
-    Runs inherit it: a run that outlives a killed command still holds the folder.
-
-    Raises:
-      UserError: another command, or a run that one left behind, is at work; or the folder cannot be
-        written.
+    Runs inherit it, so one that outlives a killed command still holds the folder. Raises UserError
+    if the folder is locked or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +46,7 @@ def hold(folder: Path) -> Iterator[int]:
                     f"another compare.py, or a run that it started, is at work in {folder}. "
                     "Wait for it, end it, or name another folder by output=."
                 ) from error
-            # This file system has no locks; then nothing is kept apart.
+            # The file system has no locks: continue without one.
         yield descriptor
     finally:
         os.close(descriptor)
@@ -59,7 +54,7 @@ def hold(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind the program, so that a run does not outlive it."""
+    """Raises SystemExit on SIGTERM and SIGHUP, so no run outlives the program."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -77,18 +72,10 @@ def signals_as_exceptions() -> Iterator[None]:
 
 
 def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
-    """Runs train.py on a configuration until it ends.
+    """Runs train.py to its end; returns the exit code, negative for a signal.
 
-    Args:
-      run: what is trained; its configuration is written beside its folder.
-      descriptor: of `hold`.
-      on_steps: takes the number of updates done, again and again.
-
-    Returns:
-      The exit code; negative for a signal.
-
-    Raises:
-      KeyboardInterrupt: after the run was interrupted as well and has ended.
+    `on_steps` periodically receives the number of completed steps. On KeyboardInterrupt and other
+    exceptions, the run is interrupted and awaited before the exception propagates.
     """
     write_config(run)
     run.folder.mkdir(exist_ok=True)
@@ -100,7 +87,7 @@ def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(descriptor,),
-            # A group of its own: Ctrl-C reaches it through us, exactly once.
+            # In its own process group, Ctrl-C reaches it exactly once, through us.
             process_group=0,
         )
         try:
@@ -115,7 +102,7 @@ def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
 
 
 def write_config(run: Run) -> None:
-    """Writes the run's configuration beside the place of its folder."""
+    """Writes the run's configuration next to its folder."""
     try:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
         run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
@@ -124,8 +111,8 @@ def write_config(run: Run) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Interrupts a run and waits for it; a second Ctrl-C, or no answer, kills it."""
-    # Shells start background jobs of scripts with SIGINT ignored, and the run has inherited that.
+    """Interrupts a run and waits; kills it on a second Ctrl-C or timeout."""
+    # Shells ignore SIGINT in a script's background jobs, and the run inherits that.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM if is_deaf else signal.SIGINT)
@@ -138,7 +125,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def steps_done(folder: Path) -> int:
-    """Updates that a run has recorded so far."""
+    """Returns the number of steps that a run has recorded so far."""
     try:
         with (folder / EVENTS_FILE).open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -150,7 +137,7 @@ def steps_done(folder: Path) -> int:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # half written, or cut by the tail's beginning
+            continue  # half written, or cut at the start of the tail
         if isinstance(row, dict) and row.get("event") == "step":
             return int(row["step"]) + 1
     return 0

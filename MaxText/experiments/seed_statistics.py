@@ -1,4 +1,4 @@
-"""Means over seeds, and differences of configurations paired by seed."""
+"""Means over seeds, and differences between configurations paired by seed."""
 
 import dataclasses
 import math
@@ -10,13 +10,7 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Some numbers as one.
-
-    Attributes:
-      count: how many.
-      mean: None without numbers.
-      deviation: sample standard deviation (divisor count - 1); None below two numbers.
-    """
+    """Count, mean and sample standard deviation (divisor count - 1)."""
 
     count: int
     mean: float | None
@@ -24,7 +18,6 @@ class Summary:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Summary":
-        """Summarises numbers."""
         return cls(
             count=len(numbers),
             mean=statistics.fmean(numbers) if numbers else None,
@@ -34,42 +27,31 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one configuration lies above another, over the seeds that both have.
-
-    Attributes:
-      count: such seeds.
-      mean: of the differences per seed; None without any.
-      low: lower end of the confidence interval of the mean; None below two seeds.
-      high: its upper end.
-    """
+    """Mean difference over common seeds, with its confidence interval."""
 
     count: int
     mean: float | None
-    low: float | None = None
+    low: float | None = None  # confidence interval of the mean; None below two seeds
     high: float | None = None
 
     @property
     def is_seen(self) -> bool:
-        """Whether the interval leaves 0 out."""
+        """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) -> Difference:
-    """`other` minus `first`, with Student's interval for the mean of paired differences.
+    """Returns `other` minus `first` (seed -> value), paired by seed.
 
-    A seed gives both configurations the same order of the data, so much of what a seed does to the
-    loss is in both and drops out of the difference.
-
-    Args:
-      first: seed -> number.
-      other: seed -> number.
+    The interval is Student's. A seed gives both configurations the same data order, so much of its
+    effect on the loss cancels in the difference.
     """
     summary = Summary.of(
         [other[seed] - first[seed] for seed in sorted(first.keys() & other.keys())]
     )
     if summary.mean is None or summary.deviation is None:
         return Difference(summary.count, summary.mean)
-    # The quantile alone: scipy.stats takes a second to import.
+    # scipy.special, because scipy.stats takes a second to import.
     from scipy.special import stdtrit
 
     quantile = float(stdtrit(summary.count - 1, 0.5 + CONFIDENCE / 2))
@@ -78,7 +60,7 @@ def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) ->
 
 
 def in_words(first: str, other: str, difference: Difference) -> str:
-    """A sentence about the difference of two losses in nats per token."""
+    """Describes the difference of two losses in nats per token."""
     mean, low, high = difference.mean, difference.low, difference.high
     seeds = f"{difference.count} seed{'s' if difference.count > 1 else ''}"
     if mean is None:

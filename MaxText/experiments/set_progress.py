@@ -1,4 +1,4 @@
-"""How far a set of runs is: one bar with the time left on a terminal, else a line now and then."""
+"""Progress of a set of runs: a bar on a terminal, else periodic lines."""
 
 import contextlib
 import statistics
@@ -14,11 +14,10 @@ _SECONDS_BETWEEN_LINES = 60.0
 
 
 class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
-    """Follows runs that are done one after another.
+    """Tracks sequential runs.
 
-    The time left is the work left at the speed of the work done since this program started, and for
-    each run to come the time that runs took up to their first step. A run that goes on from a
-    checkpoint counts from there.
+    The time left is the remaining work at the speed so far, plus the mean startup time for each
+    remaining run. Steps that a resumed run had already done do not count toward the speed.
     """
 
     def __init__(
@@ -28,13 +27,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         show: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
-        """
-        Args:
-          runs: all of them, in order.
-          finished: those that earlier commands finished.
-          show: takes lines where there is no terminal.
-          now: a clock in seconds.
-        """
+        """`finished` runs are from earlier commands; `show` takes lines without a terminal."""
         self._total = sum(run.weight for run in runs)
         self._done = sum(run.weight for run in finished)
         self._numbers = {id(run): number for number, run in enumerate(runs, 1)}
@@ -44,11 +37,10 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         self._run_began = self._began
         self._steps = 0
         self._waiting = len(runs) - len(finished)
-        # Seconds that runs took up to their first step, and whether the run at work is beyond it.
+        # Seconds until the first step of each run, and whether the current run is past it.
         self._starts: list[float] = []
         self._has_started = False
-        # Work that was there already when this program started.
-        self._found = self._done
+        self._found = self._done  # work that existed before this program started
         self._bar: Any = None
         if sys.stderr.isatty():
             self._bar = self._new_bar()
@@ -73,7 +65,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         return bar
 
     def line(self, text: str) -> None:
-        """Shows a line; above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         self._line_at = self._now()
         if self._bar is not None and sys.stdout.isatty():
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -81,7 +73,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
             self._show(text)
 
     def begin(self, run: Run, steps: int) -> None:
-        """A run starts, or goes on; earlier starts recorded `steps` updates."""
+        """Starts or resumes a run, with `steps` completed earlier."""
         self._run, self._steps, self._run_began = run, steps, self._now()
         self._waiting, self._has_started = self._waiting - 1, False
         self._found += self._part(steps)
@@ -89,9 +81,9 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         self._update(steps)
 
     def steps(self, done: int) -> None:
-        """The run has done so many of its updates."""
+        """Reports the number of completed steps."""
         if done > self._steps and not self._has_started:
-            # Steps that were done when they were first seen belong to the start.
+            # Steps done by the first report count as startup.
             self._has_started = True
             self._starts.append(self._now() - self._run_began)
             self._found += self._part(done) - self._part(self._steps)
@@ -102,7 +94,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
             self.line(f"{self._name(run)}: {done}/{run.config.run.steps} steps{self.left()}")
 
     def end(self, run: Run, result: str) -> None:
-        """The run has ended."""
+        """Ends the current run."""
         self._run, self._steps = None, 0
         self._done += run.weight
         self._update(0)
@@ -110,14 +102,14 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         self.line(f"{self._name(run)}: {result}, {took}{self.left()}")
 
     def pass_over(self, run: Run, why: str) -> None:
-        """A run is left out after all."""
+        """Skips a run."""
         self._waiting -= 1
         self._done += run.weight
         self._found += run.weight
         self.line(f"{self._name(run)}: {why}")
 
     def left(self) -> str:
-        """The time left in words, after a comma; nothing while it cannot be told."""
+        """Returns ", about ... left", or "" while unknown."""
         now_done = self._done + self._part(self._steps)
         now = self._now()
         is_starting = self._run is not None and not self._has_started

@@ -1,4 +1,4 @@
-"""From configurations to a solved plan, and how the plan looks."""
+"""Solves a plan, and formats it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,7 @@ from MaxText.metrics.tables import short_count
 
 
 def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> None:
-    """Fills in the budget and what each configuration becomes under it.
-
-    Raises:
-      UserError: the budget cannot be met.
-    """
+    """Sets budget and solved configurations; UserError if out of reach."""
     question = plan.question
 
     measured = {name: seconds_per_step(rounds) for name, rounds in plan.measurements.items()}
@@ -77,7 +73,7 @@ def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> Non
 
 
 def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
-    """The configurations with what was solved for in place."""
+    """Returns the variants with solved keys applied."""
     return [
         dataclasses.replace(
             variant,
@@ -93,7 +89,7 @@ def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
 
 
 def changes_in_words(plan: Plan, variants: Sequence[Variant]) -> list[str]:
-    """A line per configuration: what was changed to meet the budget."""
+    """Returns one line per stage: the keys changed to meet the budget."""
     lines = []
     for variant in variants:
         planned = plan.planned[variant.label].stages
@@ -116,7 +112,7 @@ def _changes_in_words(before: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 
 
 def budget_in_words(plan: Plan, variants: Sequence[Variant]) -> str:
-    """What is equal, how much it is, and where the number is from."""
+    """Describes the budget and its source."""
     assert plan.budget is not None
     pattern = {"flops": ".4g", "time": ",.1f"}.get(plan.question.match, ",.0f")
     amount = format(plan.budget, pattern)
@@ -125,7 +121,7 @@ def budget_in_words(plan: Plan, variants: Sequence[Variant]) -> str:
 
 
 def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Header and a row of text per configuration."""
+    """Returns the table header and one row per configuration."""
     timed = any(one.seconds is not None for one in plan.planned.values())
     header = ["configuration", "parameters", "FLOPs/token", "FLOPs", "tokens", "steps"]
     header += ["seconds", "off the budget"] if timed else ["off the budget"]
@@ -143,7 +139,7 @@ def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
-    """The plan for the terminal."""
+    """Returns the plan for the terminal."""
     devices = plan.question.num_devices
     return [
         f"match={plan.question.match}: {budget_in_words(plan, variants)}; "
@@ -156,5 +152,5 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
 
 
 def changed_keys(plan: Plan) -> Mapping[str, set[str]]:
-    """Label -> keys that were solved for."""
+    """Returns solved keys by label."""
     return {label: one.changed for label, one in plan.planned.items()}

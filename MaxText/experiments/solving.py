@@ -1,11 +1,11 @@
-"""Solving for one key of a configuration, so that a run holds or takes a given amount.
+"""Solves for one key that meets a budget (parameters, FLOPs, tokens, time).
 
-The amount grows with the key, so a search by halves over whole numbers finds the two neighbours of
-the budget. Values that break a rule of the configuration (heads that do not divide the width, odd
-rotary dimensions) are passed over.
+The amount grows with the key, so bisection over integers finds the two neighbors of the budget.
+Values that break a configuration rule (heads that do not divide the width, odd rotary dimensions)
+are skipped.
 
-A configuration is a tuple of stages, mostly one alone. In a chain the key of every stage changes in
-proportion to that of the last one; steps are those of all stages together.
+A configuration is a tuple of stages, mostly one. In a chain, the key of every stage scales with
+that of the last one; steps are the total of all stages.
 """
 
 import dataclasses
@@ -26,17 +26,15 @@ from MaxText.experiments.costs import cost
 UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
-# No search goes beyond these. Widths above would not be a model any more.
+# Largest values to search.
 _MOST = {STEPS: 10**12}
 _MOST_OF_OTHERS = 2**20
-# Neighbours that are looked at for one that no rule forbids.
-_LONGEST_WALK = 512
-# Multiples that sizes of products are kept to, where the size is at least so many times as large:
-# hardware likes them, and coarser ones would not leave a choice.
+_LONGEST_WALK = 512  # candidates tried until one breaks no rule
+# Matrix sizes stay multiples of these, for hardware efficiency, if at least _TIMES as large:
+# coarser steps would leave no choice.
 _MULTIPLES = (64, 8, 2, 1)
 _TIMES = 16
-# How far the feed-forward may leave its proportion to meet the budget closely.
-_MLP_SHARE = 0.2
+_MLP_SHARE = 0.2  # by which the feed-forward may change its proportion to meet the budget
 
 Stages = tuple[Config, ...]
 Amount = Callable[[Stages], float]
@@ -44,29 +42,18 @@ Amount = Callable[[Stages], float]
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """A configuration that meets the budget.
+    """A configuration that meets the budget."""
 
-    Attributes:
-      stages: with the solved keys.
-      changes: of each stage: key -> (old, new), empty if the budget was met as it was.
-      amount: what it holds or takes.
-    """
-
-    stages: Stages
-    changes: tuple[dict[str, tuple[Any, Any]], ...]
+    stages: Stages  # with the solved keys
+    changes: tuple[dict[str, tuple[Any, Any]], ...]  # per stage: key -> (old, new)
     amount: float
 
 
 def amount_of(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
-    """The function whose value is made equal.
+    """Returns the function of the stages whose value is made equal.
 
-    Args:
-      match: what is made equal.
-      num_devices: that a run is made for.
-      seconds_per_step: of each stage, measured; only for time.
-
-    Returns:
-      A function of the stages: the parameters of the last one, or what all of them take.
+    Parameters are those of the last stage; other amounts are summed. `seconds_per_step` has one
+    measurement per stage, for match=time.
     """
 
     def amount(stages: Stages) -> float:
@@ -91,19 +78,15 @@ def solve(
     match: Match,
     tolerance: float,
 ) -> Solution:
-    """Changes the free key of a configuration until the amount is nearest to the budget.
+    """Changes the free key until the amount is nearest to the budget.
 
     Args:
-      label: of the configuration, for messages.
-      stages: as they stand.
-      free: width, depth, slots, steps, or the name of a whole-number key.
-      amount: grows with the free key.
-      budget: the amount wanted.
-      match: what the amount is of.
-      tolerance: largest accepted deviation, as a share of the budget.
+      free: width, depth, slots, steps, or the name of an integer key.
+      amount: Must grow with the free key.
+      tolerance: Largest accepted relative deviation.
 
     Raises:
-      UserError: the amount does not depend on the key, or no value comes near enough.
+      UserError: The amount does not depend on the key, or no value comes close enough.
     """
     if amount(stages) == budget:
         return Solution(stages, ({},) * len(stages), budget)
@@ -134,7 +117,7 @@ def solve(
             solved = _with_fitting_rest(solved, amount, budget)
         if abs(amount(solved) / budget - 1) <= tolerance:
             break
-    # What the configuration has already may be the nearest, then nothing is changed.
+    # The unchanged configuration may be the nearest.
     if abs(amount(stages) - budget) <= abs(amount(solved) - budget):
         solved = stages
     reached = amount(solved)
@@ -144,7 +127,7 @@ def solve(
 
 
 def _helpful(match: Match, config: Config) -> tuple[str, ...]:
-    """What changes an amount, most useful first."""
+    """Returns the keys that change an amount, most useful first."""
     if match == "flops":
         return STEPS, WIDTH, DEPTH
     if match == "params":
@@ -153,14 +136,14 @@ def _helpful(match: Match, config: Config) -> tuple[str, ...]:
 
 
 def _has_fixed_width(config: Config) -> bool:
-    """Whether heads of a given size, which slots make, allow one width only."""
+    """Returns whether slot attention with a fixed head_dim determines the width."""
     return config.model.attention.attention_projections != "dense" and (
         config.model.shape.head_dim != -1
     )
 
 
 def _is_of_slots(config: Config) -> bool:
-    """Whether the feed-forward is slots, so that base_mlp_dim has no effect."""
+    """Returns whether the feed-forward is slots, which ignore base_mlp_dim."""
     return config.model.feed_forward.feed_forward_type == "pattention"
 
 
@@ -196,7 +179,7 @@ def _unreachable(
 
 
 class _Search:
-    """Values of the free key in order, with the amounts they give."""
+    """Ordered values of the free key and the amounts they give."""
 
     def __init__(self, stages: Stages, free: str, amount: Amount):
         self.free = free
@@ -214,27 +197,26 @@ class _Search:
 
     @property
     def last(self) -> Config:
-        """The last stage as it stands."""
         return self._stages[-1]
 
     def _start(self, keys: Mapping[str, Any]) -> int:
         value = int(keys[self.key])
-        # slot_num says so itself.
+        # slot_num=-1 means base_emb_dim.
         return keys["base_emb_dim"] if self.free == SLOTS and value == -1 else value
 
     def keep_to_multiples_of(self, step: int) -> None:
-        """Takes only values that `step` divides from here on."""
+        """Restricts further values to multiples of `step`."""
         self.step = step
         self.least = max(self._bound, step)
 
     def amount(self, value: int) -> float:
-        """The amount at an allowed value."""
+        """Returns the amount at an allowed value."""
         found = self._at(value)
         assert found is not None
         return found
 
     def stages(self, value: int) -> Stages | None:
-        """The stages with the free key at `value`; None if a rule forbids it."""
+        """Returns the stages at `value` of the key; None if a rule forbids it."""
         if value == self.start:
             return self._stages
         found = []
@@ -248,9 +230,9 @@ class _Search:
         return tuple(found)
 
     def _parts(self, value: int) -> list[int]:
-        """The free key of each stage."""
+        """Returns the free key of each stage."""
         if self.free == STEPS:
-            # Rounded where stages meet, so that they add up to the value.
+            # Rounds cumulative ends, so that stages add up to the value.
             ends = [round(value * end / self.start) for end in itertools.accumulate(self._starts)]
             return [end - begin for begin, end in itertools.pairwise([0, *ends])]
         return [
@@ -259,7 +241,7 @@ class _Search:
         ]
 
     def _changes(self, number: int, part: int) -> dict[str, Any]:
-        """What follows the free key in a stage."""
+        """Returns the free key and the keys that follow it in a stage."""
         keys, factor = self._flats[number], part / self._starts[number]
         changes: dict[str, Any] = {self.key: part}
         if self.free == WIDTH and not _is_of_slots(self._stages[number]):
@@ -274,16 +256,15 @@ class _Search:
         return None if stages is None else self._amount(stages)
 
     def first_from(self, low: int) -> int | None:
-        """The first allowed value from `low` on."""
+        """Returns the first allowed value from `low` on."""
         upwards = range(self._rounded_up(low), self.most + 1, self.step)
         return self._first_allowed(upwards)
 
     def nearest(self, middle: int, low: int, high: int) -> int | None:
-        """The allowed value among low..high that is nearest to the middle."""
+        """Returns the allowed value within low..high that is nearest to `middle`."""
         return self._first_allowed(_outwards(self._rounded_up(middle), self.step, low, high))
 
     def best(self, neighbours: list[int], budget: float) -> int:
-        """The one of some allowed values that comes nearest to the budget."""
         return min(neighbours, key=lambda value: abs(self.amount(value) - budget))
 
     def _first_allowed(self, values: Iterable[int]) -> int | None:
@@ -294,15 +275,15 @@ class _Search:
         return -(-value // self.step) * self.step
 
     def around(self, budget: float) -> list[int]:
-        """The largest allowed value whose amount is at most the budget, and the next one.
+        """Returns the largest allowed value within the budget, and the next one.
 
-        One of them alone where the budget is beyond all values.
+        Returns only one of them if the budget is beyond all values.
         """
         below = above = self.start
         if self.amount(self.start) <= budget:
             while self.amount(above) <= budget:
                 below = above
-                # The last doubling may go beyond the most.
+                # The last doubling may exceed the maximum.
                 following = self.first_from(2 * below) or self.nearest(
                     self.most, below + 1, self.most
                 )
@@ -325,7 +306,7 @@ class _Search:
 
 
 def _outwards(middle: int, step: int, low: int, high: int) -> Iterator[int]:
-    """Multiples of step from the middle outwards, those within low..high only."""
+    """Yields multiples of `step` from the middle outward, within low..high."""
     for distance in itertools.count():
         down, up = middle - distance * step, middle + distance * step
         if down < low and up > high:
@@ -337,7 +318,7 @@ def _outwards(middle: int, step: int, low: int, high: int) -> Iterator[int]:
 
 
 def _in_proportion(size: int, factor: float, step: int) -> int:
-    """A size times a factor, as the nearest multiple of `step` above 0."""
+    """Returns size * factor, rounded to a positive multiple of `step`."""
     return max(round(size * factor / step), 1) * step
 
 
@@ -346,14 +327,14 @@ def _multiple(size: int) -> int:
 
 
 def _finer(step: int) -> list[int]:
-    """A multiple and the smaller ones, for budgets that it steps over."""
+    """Returns `step` and finer ones, for budgets between its multiples."""
     return [step, *(multiple for multiple in _MULTIPLES if multiple < step)]
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config | None:
-    """The configuration with some keys changed; None if a bound or a rule of train.py forbids that.
+    """Returns the changed configuration; None if a bound or rule forbids it.
 
-    A schedule that is as long as the run stays so.
+    A schedule that spans the whole run keeps doing so.
     """
     values = flat(config)
     if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
@@ -365,16 +346,15 @@ def changed(config: Config, changes: dict[str, Any]) -> Config | None:
 
 
 def broken_rules(config: Config) -> list[str]:
-    """What train.py would refuse the configuration for."""
+    """Returns the messages of train.py's broken configuration rules."""
     checks = (rule.check(config) for rule in RULES if not rule.programs or "train" in rule.programs)
     return [message for message in checks if message]
 
 
 def _with_fitting_rest(stages: Stages, amount: Amount, budget: float) -> Stages:
-    """Lets the feed-forward, or slots where it is made of them, take up what is left of the budget.
+    """Tunes the feed-forward (MLP width or slots) to absorb what is left.
 
-    Widths come in multiples, so the best one misses by up to half of one; some columns more or less
-    in the feed-forward, which keeps its proportion otherwise, meet the budget closely.
+    Widths come in multiples, so the best one misses the budget by up to half a multiple.
     """
     search = _Search(stages, SLOTS if _is_of_slots(stages[-1]) else _MLP, amount)
     search.step = _multiple(search.start)

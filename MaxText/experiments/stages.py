@@ -1,11 +1,11 @@
-"""`stages:` of a file: one configuration as a chain of runs, each beginning from the one before.
+"""Stages: a chain of runs, each starting from the previous one.
 
     stages:
       - {steps: 150, slot_num: 64}
       - {steps: 100, slot_num: 128, growth_data: continue}
 
-Each stage lays its keys over the file. From the second on a stage begins with the parameters of the
-one before (load_parameters_path), which grow if the model has become larger. Imports no jax.
+Each stage overrides keys of the file. From the second on, it starts from the previous parameters
+(load_parameters_path), which grow if the model is larger.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from MaxText.config import values
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 
-# Stands for the folder of the stage before, which each run of a chain has another one of.
+# Placeholder for the previous stage's folder, which differs for each run.
 PREVIOUS = "the_stage_before"
 _SOURCE = "load_parameters_path"
-# The keys that no stage may set, and what does.
+# Keys that no stage may set -> reason.
 SET_PER_STAGE = {
     _SOURCE: "the stage before is where a stage begins",
     "load_full_state_path": "the stage before is where a stage begins",
@@ -26,11 +26,7 @@ SET_PER_STAGE = {
 
 
 def read_stages(value: Any) -> list[dict[str, Any]]:
-    """The keys of each stage, in order.
-
-    Raises:
-      values.WrongValue: it is no list of two mappings or more.
-    """
+    """Returns each stage's keys; WrongValue unless two or more mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
         raise values.WrongValue(
             f"{values.show(value)} is no list of mappings; write one mapping of keys for each stage"
@@ -41,35 +37,27 @@ def read_stages(value: Any) -> list[dict[str, Any]]:
 
 
 def source_words(stage: int) -> list[str]:
-    """What a stage is loaded with besides its keys.
-
-    Args:
-      stage: from 0.
-    """
+    """Returns the arguments that load the previous stage; none for stage 0."""
     return [f"{_SOURCE}={PREVIOUS}"] if stage else []
 
 
 def source_keys(previous: str) -> dict[str, Any]:
-    """Keys of a run that begins where another one ended.
-
-    Args:
-      previous: the other one's folder.
-    """
+    """Returns the keys of a run that starts from the run in folder `previous`."""
     return {_SOURCE: previous}
 
 
-# What a run has that another one begins from, whatever its configuration says.
+# Keys of a run that another stage starts from, whatever its configuration says.
 KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
 def differing(stages: Sequence[Config]) -> set[str]:
-    """Names of the keys that are not the same in all stages."""
+    """Returns the keys that differ between stages."""
     first, *others = map(flat, stages)
     return {name for name in first for other in others if other[name] != first[name]}
 
 
 def named_by_stage(stages: Sequence[Config], left_out: Sequence[str]) -> Mapping[str, Any]:
-    """The keys that differ between stages, with the stage in their name; empty for a single run."""
+    """Returns differing keys named "<key> of stage <n>"; empty for a single run."""
     flats = [flat(stage) for stage in stages]
     return {
         f"{name} of stage {number}": keys[name]

@@ -1,4 +1,4 @@
-"""The configurations of a comparison: files, sweeps, stages, and how they differ; without jax."""
+"""Configurations of a comparison and their differences; without jax."""
 
 import contextlib
 import dataclasses
@@ -27,11 +27,10 @@ from MaxText.experiments.stages import (
     source_words,
 )
 
-# The program whose rules every configuration must pass: it does the runs.
-_PROGRAM = "train.py"
+_PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
 
-# Keys that name or show a run and have no part in its result.
+# Keys that name a run or affect only its output, not its result.
 _PLACE = ("run_name", "base_output_directory", *SET_PER_RUN)
 _SHOWN_SECTIONS = ("decoding", "scoring", "monitoring", "guard", "mesh", "run")
 _WITHOUT_EFFECT = {
@@ -40,7 +39,7 @@ _WITHOUT_EFFECT = {
     "save_checkpoint_on_completion", "max_to_keep", "keep_period", "eval_interval",
     "data_cache_dir", "grain_worker_count", "prepare_num_workers", "num_vocab_tiling",
 }  # fmt: skip
-# Differences of these make losses of two models different things.
+# Keys that make losses incomparable if they differ.
 _UNLIKE_LOSSES = {
     "vocab_size", "max_target_length", "dataset_type", "dataset_path", "dataset_mix",
     "grain_train_files", "grain_eval_files", "train_split", "eval_split", "eval_steps",
@@ -51,31 +50,23 @@ _UNLIKE_LOSSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One configuration of a comparison, before anything is solved for.
+    """One configuration of a comparison, before solving."""
 
-    Attributes:
-      label: short and unique; also the name of its folder.
-      source: which of the files it comes from, from 0.
-      swept: names of the keys that a sweep set.
-      stages: resolved: one configuration for each run of a chain, in order; mostly one alone.
-    """
-
-    label: str
-    source: int
-    swept: tuple[str, ...]
-    stages: tuple[Config, ...]
+    label: str  # short and unique; also names its folder
+    source: int  # index of its file
+    swept: tuple[str, ...]  # keys set by a sweep
+    stages: tuple[Config, ...]  # resolved; one per run of a chain
 
     @property
     def config(self) -> Config:
-        """The last stage, whose loss is judged."""
+        """Last stage, whose loss is compared."""
         return self.stages[-1]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Every key that can matter to a run, flat; what is set per run is left out.
+        """Flat keys that can affect a run, except those set per run.
 
-        Of a chain these are the keys of the last stage, the steps of all stages together, and each
-        stage's value of what differs between them.
+        For a chain: keys of the last stage, total steps, and each stage's value of differing keys.
         """
         keys = {name: value for name, value in flat(self.config).items() if name not in _PLACE}
         steps = sum(stage.run.steps for stage in self.stages)
@@ -83,14 +74,9 @@ class Variant:
 
 
 def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
-    """Every configuration that a request names, in order.
+    """Returns all requested configurations in order.
 
-    Args:
-      request: as it was read.
-      problems: mistakes found so far, said together with those found here.
-
-    Raises:
-      ConfigurationError: lists every mistake of all configurations once.
+    Raises ConfigurationError listing `problems` and every mistake in any configuration once.
     """
     found = list(problems)
     if not request.configs and request.sweep is None:
@@ -162,17 +148,10 @@ def _load_stages(
     place: str,
     chain: tuple[list[dict[str, Any]], str] | None,
 ) -> tuple[Config, ...]:
-    """The configurations of a variant, one for each stage.
+    """Returns one configuration per stage.
 
-    Args:
-      request: as it was read.
-      source: which of its files.
-      assignment: keys of the sweep, and
-      place: where they were written.
-      chain: keys of each stage, and where they were written; None for a single run.
-
-    Raises:
-      ConfigurationError: lists every mistake of all stages.
+    `chain` holds the keys of each stage and where they were written; None for a single run. Raises
+    ConfigurationError for all stages at once.
     """
     given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
     swept = _words(assignment, place)
@@ -200,7 +179,7 @@ def _own_name(name: str) -> str:
 
 
 def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
-    """`key=value` as it would be typed -> where it was written."""
+    """Returns `key=value` as it would be typed -> its origin."""
     return {f"{name}={typed(value)}": place for name, value in assignment.items()}
 
 
@@ -212,7 +191,7 @@ def _check_names(
     given: Mapping[str, str],
     refused: Mapping[str, str],
 ) -> None:
-    """Refuses keys that are set for each run, or given elsewhere as well."""
+    """Refuses keys that are set per run, or also given elsewhere."""
     for name in assignment:
         own = _own_name(name)
         if own in refused:
@@ -227,12 +206,12 @@ def _check_names(
 
 
 def _load(request: Request, source: int, words: Mapping[str, str]) -> Config:
-    """One configuration: a file, the keys of the command line, and words written elsewhere."""
+    """Loads a configuration; `words` maps extra arguments to their origin."""
     path = [request.configs[source]] if request.configs else []
     try:
         return load([*path, *request.keys, *words], _PROGRAM, for_compare=True).config
     except ConfigurationError as error:
-        # These words are laid over like typed ones, but were written elsewhere.
+        # These words apply like typed ones, but originate elsewhere.
         places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
         raise ConfigurationError(
             [
@@ -243,14 +222,11 @@ def _load(request: Request, source: int, words: Mapping[str, str]) -> Config:
 
 
 def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
-    """A sweep as the list of its variants, each a mapping of keys to values.
+    """Expands a sweep into a list of key-value mappings.
 
-    A mapping of keys to lists is the product of the lists, the last key changing fastest. A list of
-    mappings is one after the other, each a product of its own. A value that is no list counts as a
-    list of one.
-
-    Raises:
-      values.WrongValue: it is neither, or is empty.
+    A mapping of keys to lists is their product, with the last key varying fastest. A list of
+    mappings concatenates their products. A scalar counts as a list of one. Raises WrongValue for
+    anything else, or an empty sweep.
     """
     if isinstance(sweep, list):
         if not sweep:
@@ -276,7 +252,7 @@ def _product(part: Any) -> list[dict[str, Any]]:
 
 
 def typed(value: Any) -> str:
-    """A value of a sweep as it would be typed after `key=`."""
+    """Formats a sweep value as it would be typed after `key=`."""
     if isinstance(value, values.Plain):
         return str(value)
     if isinstance(value, list):
@@ -285,7 +261,7 @@ def typed(value: Any) -> str:
 
 
 def _stems(paths: Sequence[str]) -> list[str]:
-    """Names of files without folder and ending, with the folder where two are the same."""
+    """Returns file stems, prefixed with the folder name if ambiguous."""
     if not paths:
         return [""]
     stems = [Path(path).stem for path in paths]
@@ -297,7 +273,7 @@ def _stems(paths: Sequence[str]) -> list[str]:
 
 
 def _label(stem: str, assignment: Mapping[str, Any], several_sources: bool) -> str:
-    """Words speak for themselves; numbers and switches need the name of their key."""
+    """Returns a label that names keys only for numbers and switches."""
     parts = [stem] if several_sources or not assignment else []
     for name, value in assignment.items():
         items = value if isinstance(value, list) else [value]
@@ -321,7 +297,7 @@ def _unique(labels: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _notices_once():
-    """Lets each notice of many loadings through once."""
+    """Deduplicates notices on stderr over many loads."""
     buffer = io.StringIO()
     try:
         with contextlib.redirect_stderr(buffer):
@@ -332,20 +308,17 @@ def _notices_once():
 
 
 def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
-    """Lines about keys that differ between configurations and may spoil the comparison.
+    """Returns lines on differing keys that may invalidate the comparison.
 
-    These are keys outside the model that nobody swept or solved for, and in any case those that
-    make the loss of one configuration another thing than that of the other.
-
-    Args:
-      variants: the configurations, with what was solved for in place.
-      solved: label -> keys that were solved for.
+    These are keys outside the model that were neither swept nor solved for, and always those that
+    make the losses incomparable. `variants` have solved keys applied; `solved` maps labels to
+    these.
     """
     on_purpose = {name for variant in variants for name in variant.swept}
     on_purpose |= set().union(*solved.values())
     for variant in variants:
         if len(variant.stages) > 1:
-            # The steps of a chain are those of all stages, and each has a schedule of its own.
+            # Steps of a chain are totals, and each stage has its own schedule.
             on_purpose |= differing(variant.stages) - {"steps"} | {"learning_rate_schedule_steps"}
     passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
     keys = all_keys()

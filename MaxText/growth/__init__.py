@@ -1,1 +1,1 @@
-"""Growth: parameters of a smaller model as the start of a larger one (docs/growth.md)."""
+"""Growth: initializes a larger model from the parameters of a smaller one (docs/growth.md)."""

@@ -1,4 +1,4 @@
-"""Plan of a change of slots or depth, parameter by parameter; reads no numbers.
+"""Plans a change of slots or depth, parameter by parameter; reads no arrays.
 
 Only the logical axes decide what may change: `slots`, the parameter tokens of Pattention (Wang et
 al. 2024), and `layers`; every other size must agree.
@@ -22,7 +22,7 @@ Role = Literal["key", "value", "bias"]
 
 
 class AxisSizes(NamedTuple):
-    """Size of an axis as stored and as wanted."""
+    """Stored and wanted size of an axis."""
 
     axis: int
     old: int
@@ -34,28 +34,22 @@ class AxisSizes(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """Origin of one parameter.
-
-    Attributes:
-      slots, layers: Sizes along the axis; None without it.
-      role: "key" if slots are produced, "value" if summed over, "bias" if added to; None without
-        slots.
-    """
+    """The change of one parameter."""
 
     name: str
     old: Leaf
     new: Leaf
-    slots: AxisSizes | None
+    slots: AxisSizes | None  # None without the axis
     layers: AxisSizes | None
-    role: Role | None
+    role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
 
     @property
     def copied(self) -> bool:
-        """Whether every number is taken as it is."""
+        """Whether all values are copied unchanged."""
         return not any(sizes and sizes.differ for sizes in (self.slots, self.layers))
 
     def takes_fresh(self, mode: Mode) -> bool:
-        """Returns whether new slots get the numbers of a fresh model instead of zero."""
+        """Returns whether new slots are freshly initialized instead of zero."""
         if self.slots is None or self.slots.new <= self.slots.old:
             return False
         return mode == "random" or (mode == "function_preserving" and self.role == "value")
@@ -76,7 +70,7 @@ class GrowthPlan(NamedTuple):
 
     @property
     def slots(self) -> dict[str, tuple[int, int]]:
-        """Parameter name -> (slots stored, slots now), where they differ."""
+        """Parameter name -> (stored slots, new slots), where they differ."""
         return {
             name: (leaf.slots.old, leaf.slots.new)
             for name, leaf in self.leaves.items()
@@ -85,28 +79,25 @@ class GrowthPlan(NamedTuple):
 
     @property
     def stored_slots(self) -> dict[str, int]:
-        """Parameter name -> slots stored."""
         return {name: leaf.slots.old for name, leaf in self.leaves.items() if leaf.slots}
 
     @property
     def layers(self) -> tuple[int, int] | None:
-        """(layers stored, layers now) if they differ, else None."""
+        """(stored layers, new layers) if they differ, else None."""
         stacked = (leaf.layers for leaf in self.leaves.values() if leaf.layers)
         return next(((sizes.old, sizes.new) for sizes in stacked if sizes.differ), None)
 
     @property
     def changes(self) -> bool:
-        """Whether any shape changes."""
         return bool(self.slots or self.layers)
 
     @property
     def adds_slots(self) -> bool:
-        """Whether any array has more slots than stored."""
         return any(new > old for old, new in self.slots.values())
 
     @property
     def drops(self) -> list[str]:
-        """Returns descriptions of stored parts that are dropped."""
+        """Descriptions of stored slots and layers that are dropped."""
         slots = {name: f"{old} -> {new}" for name, (old, new) in self.slots.items() if new < old}
         words = [f"{SLOTS} {slots_by_place(slots)}"] if slots else []
         if self.layers and self.layers[1] < self.layers[0]:
@@ -115,7 +106,7 @@ class GrowthPlan(NamedTuple):
 
 
 class Misfits(Exception):
-    """The stored parameters are not those of a smaller or larger model; one problem each."""
+    """Raised if stored parameters cannot become those of a model; lists all problems."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
@@ -124,10 +115,6 @@ class Misfits(Exception):
 
 def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
     """Compares stored parameters with those of a model.
-
-    Args:
-      stored: Parameter name -> shape and format.
-      wanted: Parameter name -> facts, with logical axes.
 
     Raises:
       Misfits: Parameters are missing or extra, or differ in another axis than slots and layers.
@@ -158,14 +145,13 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
 
 
 def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
-    """Returns why the number of layers cannot change; None if it can, or does not."""
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
         return None
     connected = _has_connections(wanted)
     if not connected and _singles(stored) == _singles(wanted):
-        return None  # repeats of a cycle, of which any number has the same shapes
+        return None  # any number of repeats of a cycle has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
     if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
@@ -174,7 +160,6 @@ def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]
 
 
 def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Returns the number of layers of these parameters."""
     rows = {}
     for name, shape in shapes.items():
         folder, first, *rest = *name.split("/"), ""
@@ -186,7 +171,6 @@ def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def _singles(names: Iterable[str]) -> set[str]:
-    """Returns the numbers of layers that are stored one by one."""
     parts = (name.split("/") for name in names)
     return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
 
@@ -204,7 +188,7 @@ def _is_floating(leaf: Leaf) -> bool:
 
 
 def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
-    """Describes the sizes that may not differ and do; None if there are none."""
+    """Describes size changes that are not allowed ("" for another rank); None without any."""
     if len(old.shape) != len(info.shape):
         return ""
     changed = [
@@ -241,15 +225,14 @@ def new_part(
     index: Index | None = None,
     fresh: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """Returns a part of a new array: stored numbers in the leading slots, then `fresh` ones.
+    """Returns a part of a new array: stored values in the leading slots, then `fresh` ones.
 
-    Layer j of the new model is layer floor(j * old / new) of the old one, so that a deeper model
-    repeats layers evenly and a shallower one omits layers evenly.
+    Layer j of the new model is layer floor(j * old / new) of the old one, so that layers are
+    repeated or omitted evenly.
 
     Args:
-      stored: The whole stored array.
       index: Part of the new array, one slice per axis; None for all of it.
-      fresh: Numbers of the new slots: an array like the part, or one number.
+      fresh: Values of the new slots: an array like the part, or a scalar.
     """
     shape = leaf.new.shape
     index = (slice(None),) * len(shape) if index is None else index

@@ -1,4 +1,4 @@
-"""Placement of grown arrays on devices, one at a time."""
+"""Places grown arrays on devices, one at a time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,17 +12,14 @@ from MaxText.growth.growth_plan import Index, LeafPlan, new_part
 from MaxText.growth.settling import Growth
 from MaxText.training.optimizer import DIRECTION
 
-# Running means of squared gradients, by optax's name: those of Adam and of Muon's Adam.
-_SECOND_MOMENT = "nu"
+_SECOND_MOMENT = "nu"  # optax's name, in Adam and in Muon's Adam
 _OPT_STATE = "opt_state/"
 
 
 def grown_parameters(growth: Growth, abstract_params: Any, fresh_params: Any) -> Any:
-    """Returns the parameters of the larger model, each device with its part of every array.
+    """Returns the parameters of the larger model, with the shardings of `abstract_params`.
 
-    Args:
-      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
-      fresh_params: Drawn for the larger model with these shardings. Deleted array by array.
+    `fresh_params` are drawn for the larger model with these shardings, and deleted array by array.
     """
     fresh = _by_name(fresh_params)
     for name, leaf in growth.plan.leaves.items():
@@ -46,13 +43,8 @@ def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any)
 
     First moments of new slots are zero. Their second moments are zero with growth_moments=reused;
     with warmed each is the mean over the old slots of its array, so that a new slot's first updates
-    are as large as an old one's. Counts are taken over, or Adam would correct the bias of a mean
-    that has none. The schedule restarts.
-
-    Args:
-      growth: Its source must hold a train state.
-      abstract_opt_state: jax.ShapeDtypeStruct with the shardings wanted.
-      fresh_opt_state: Deleted array by array.
+    are as large as an old one's. Counts are kept, or Adam would correct a bias that is not there.
+    The schedule restarts. `fresh_opt_state` is deleted array by array.
 
     Raises:
       UserError: The source has no such state.
@@ -75,11 +67,10 @@ def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any)
 def _moment_plans(
     growth: Growth, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, LeafPlan]:
-    """Returns path in the optimizer's state -> plan, for what is taken over."""
     plans, problems = {}, []
     for name, leaf in wanted.items():
         if name.split("/")[0] != str(DIRECTION):
-            continue  # the place in the schedule
+            continue  # the schedule's step
         new = Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
         old = growth.source.others.get(_OPT_STATE + name)
         parameter = _parameter_of(name, growth.plan.leaves)
@@ -120,7 +111,6 @@ def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
         return None
     axis = leaf.slots.axis
     means = stored.mean(axis, dtype=np.float32, keepdims=True)
-    # Along the layers as the array itself.
     one_slot = tuple(1 if i == axis else size for i, size in enumerate(leaf.new.shape))
     same = leaf._replace(
         old=Leaf(means.shape, means.dtype), new=leaf.new._replace(shape=one_slot), slots=None
@@ -134,14 +124,14 @@ def _placed(
     wanted: jax.ShapeDtypeStruct,
     drawn: jax.Array | np.ndarray | None,
 ) -> jax.Array:
-    """Returns one grown array when it is complete: its inputs may be deleted afterwards."""
+    """Returns one grown array once it is complete, so that its inputs may be deleted."""
     sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shards: dict[tuple[tuple[int, int], ...], Any] = {}
     if isinstance(drawn, jax.Array):
         shards = {_span(shard.index, leaf): shard.data for shard in drawn.addressable_shards}
 
     def part(index: Index | None) -> np.ndarray:
-        assert index is not None  # jax gives one for each device
+        assert index is not None  # jax passes one for each device
         if shards:
             return new_part(leaf, stored, index, np.asarray(shards[_span(index, leaf)]))
         return new_part(leaf, stored, index, 0.0 if drawn is None else np.asarray(drawn[index]))

@@ -1,9 +1,11 @@
 """Record of a run's growth, as JSON in its checkpoints.
 
-mode                     value of growth_mode slots                    {parameter name: [stored,
-now]} where the two differ layers                   [stored, now] or null zoom
-keys of the configuration that the growth fixed moments, data            values of growth_moments
-and growth_data old_slots_learning_rate  factor of the updates of pre-existing slots
+mode                     value of growth_mode
+slots                    {parameter name: [stored, now]} where the two differ
+layers                   [stored, now] or null
+zoom                     keys of the configuration that the growth fixed
+moments, data            values of growth_moments and growth_data
+old_slots_learning_rate  factor of the updates of pre-existing slots
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, float]) -> Record:
-    """Returns the record of a growth; `zoom` are the keys that were fixed."""
+    """Returns the record of a growth that fixed the keys `zoom`."""
     rate = section.growth_old_slots_learning_rate
     return {
         "mode": section.mode_of_growth,
@@ -49,10 +51,7 @@ def smaller_model(metadata: Mapping[str, Any]) -> str:
 
 
 def sizes(record: Record) -> dict[str, str]:
-    """Describes the changed sizes; empty for a record of a zoom alone.
-
-    {"slots": "24 -> 40 (attention), 96 -> 160 (feed-forward)", "layers": "18 -> 24"}
-    """
+    """Describes changed sizes: {"slots": "24 -> 40 (attention)", "layers": "18 -> 24"}."""
     slots = {name: f"{old} -> {new}" for name, (old, new) in record["slots"].items()}
     found = {"slots": slots_by_place(slots)} if slots else {}
     if record["layers"]:
@@ -63,9 +62,7 @@ def sizes(record: Record) -> dict[str, str]:
 def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
     """Returns the facts of a `growth` event, short enough for one line.
 
-    Args:
-      folder: Of the smaller model.
-      grown: Of the larger one that convert.py made of it; empty if the run itself grew.
+    `grown` is the larger model that convert.py made of `folder`; empty if the run itself grew.
     """
     others = {
         name: value

@@ -1,4 +1,4 @@
-"""Growth decisions before a model is built: which parameters grow, and the zoom."""
+"""Resolves growth before a model is built: which parameters grow, and the zoom."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,55 +19,39 @@ _RATE = "growth_old_slots_learning_rate"
 
 
 class Growth(NamedTuple):
-    """Parameters that are to grow.
+    """Parameters that are to grow."""
 
-    Attributes:
-      source: The smaller model.
-      mode: Initialization of new slots.
-      moments: Optimizer state: "zeroed", "reused" or "warmed".
-      position: Data position to continue at, or None to restart.
-    """
-
-    source: Source
+    source: Source  # the smaller model
     plan: GrowthPlan
-    mode: Mode
-    moments: str
-    position: dict[str, Any] | None
+    mode: Mode  # initialization of new slots
+    moments: str  # optimizer state: "zeroed", "reused" or "warmed"
+    position: dict[str, Any] | None  # data position to continue at; None to restart
 
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """A configuration with a fixed zoom, and its growth.
+    """A configuration with a fixed zoom, and its growth."""
 
-    Attributes:
-      config: The configuration to build a model of.
-      growth: To be done at the start of this run, or None.
-      record: How the run's parameters grew, now or at its first start; None if they did not. Kept
-        with each checkpoint (run/lineage.py), as the source may be gone by then.
-      lines: Messages for the user.
-    """
-
-    config: Config
-    growth: Growth | None = None
+    config: Config  # to build a model of
+    growth: Growth | None = None  # to be done at the start of this run
+    # How the run's parameters grew, now or at its first start, or None. Saved with each checkpoint
+    # (run/lineage.py), as the source may be gone by then.
     record: Record | None = None
-    lines: Sequence[str] = ()
+    lines: Sequence[str] = ()  # messages for the user
 
     @property
     def old_slots(self) -> dict[str, int]:
-        """Parameter name -> pre-existing slots, which come first."""
         return old_slots(self.record)
 
     @property
     def old_slots_learning_rate(self) -> float:
-        """Factor of their updates in this run."""
         return self.record["old_slots_learning_rate"] if self.record else 1.0
 
 
 def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
-    """Fixes what a run's starting point decides; reads sizes and JSON, no arrays.
+    """Resolves the growth of a run from its starting point; reads no arrays.
 
-    Args:
-      own: Checkpoints of this run, oldest first; the newest readable one decides.
+    `own` are checkpoints of this run, oldest first; the newest readable one decides.
 
     Raises:
       UserError: The stored parameters do not fit, or cannot become the model in this way.
@@ -91,13 +75,13 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
 def _as_recorded(
     config: Config, checkpoints: Sequence[layout.Stored], *, is_resumed: bool
 ) -> Settled:
-    """Settles a run that resumes a whole state, its own or another run's."""
+    """Resolves a run that restores a full state, its own or another run's."""
     metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
     record = latest(metadata)
-    # Whether growth fixed it, the user, or a config file of the first start: it is trained with it.
-    # The user's own is left alone; restoring says where it differs.
+    # The zoom that the run was trained with, whoever fixed it. One that the user sets stays, and
+    # restoring reports the difference.
     keys = zoom.inherited(zoom.stored_config(metadata), config)
-    if not metadata.get(layout.PARAMETERS_ONLY):  # where no run goes on, which restoring says
+    if not metadata.get(layout.PARAMETERS_ONLY):  # else no run to resume, which restoring reports
         record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
         keys |= rate
     lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
@@ -107,7 +91,6 @@ def _as_recorded(
 def _recorded_rate(
     config: Config, record: Record | None, stored: layout.Stored, is_resumed: bool
 ) -> tuple[Record | None, dict[str, float]]:
-    """Returns the record with the current rate of old slots, and the key if it lacks it."""
     asked = config.checkpoint.growth_old_slots_learning_rate
     if record is None or not old_slots(record):
         if _asked_rate(config):
@@ -130,13 +113,12 @@ def _recorded_rate(
 
 
 def _asked_rate(config: Config) -> dict[str, float]:
-    """Returns the key that distinguishes old slots, if it is set to."""
     asked = config.checkpoint.growth_old_slots_learning_rate
     return {} if asked is None or asked == 1 else {_RATE: asked}
 
 
 def settle_source(config: Config, source: Source) -> Settled:
-    """Settles a run without checkpoints; `source` is what load_parameters_path names."""
+    """Resolves a run without checkpoints; load_parameters_path names `source`."""
     from MaxText.conversion.weight_source import model_of
 
     section = config.checkpoint
@@ -177,7 +159,7 @@ def _settled_without_change(
                 f"{name}={value}: {source.folder} has the slots and layers of this model, so "
                 "nothing grows. load_full_state_path takes optimizer state and data position, too."
             )
-    # What convert.py grew is trained for the first time here.
+    # A model that convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
     record = latest(source.metadata) if grown_by_itself else None
     asked = _asked_rate(config)
@@ -202,7 +184,6 @@ def _words(keys: Mapping[str, float]) -> str:
 
 
 def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
-    """Compares load_parameters_path_slot_number, -1 for none, with what is stored."""
     stored = growth.stored_slots
     if number == -1:
         return
@@ -223,7 +204,7 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
 
 
 def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]:
-    """Returns the numbers that can be called slot_num of a stored model."""
+    """Returns the numbers that may be called slot_num of a stored model."""
     counts = {slot_place(name): slots for name, slots in stored.items()}
     if config is not None:
         section = config.model.pattention
@@ -234,7 +215,7 @@ def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]
     bases = {slots / 4 if place == "ffn" else slots for place, slots in counts.items()}
     if len(bases) == 1 and (base := bases.pop()) == int(base):
         return [int(base)]
-    # Each place has a number of its own, of which none is more right than another.
+    # Each place has its own number, and none is more right than another.
     return sorted(set(counts.values()))
 
 
@@ -275,11 +256,9 @@ def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Sour
 
 
 def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> dict[str, float]:
-    """Returns keys that keep the stored zoom; empty if it follows the number of slots."""
     stored = zoom.stored_config(source.metadata)
     if growth.slots and mode != "function_preserving":
-        # As TokenFormer's JAX code, which leaves the scale to the user; what a user or an earlier
-        # growth has fixed stays.
+        # As in TokenFormer's JAX code, the user sets the scale; one that is already fixed stays.
         return zoom.inherited(stored, config, by_keys=True)
     if not growth.adds_slots:
         return zoom.inherited(stored, config)

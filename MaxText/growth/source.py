@@ -1,4 +1,4 @@
-"""The smaller model that a run grows from: sizes first, then one array at a time."""
+"""The smaller model that a run grows from; arrays are read one at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,37 +17,23 @@ _PARAMS = "params/"
 
 
 class Source(NamedTuple):
-    """Stored parameters, not yet read.
-
-    Attributes:
-      step: The update after which they were saved, if known.
-      metadata: See matching.checkpoint_metadata; empty if there is none.
-      parameters: Name -> shape and format.
-      read: Returns a parameter by name.
-      others: Path -> shape and format of the rest of a train state, such as moments.
-      read_other: Returns an array of the rest by path.
-      stored: The checkpoint; None for a Hugging Face checkpoint.
-    """
+    """Stored parameters, not yet read."""
 
     folder: str
-    step: int | None
-    metadata: Mapping[str, Any]
-    parameters: Mapping[str, Leaf]
-    read: Callable[[str], np.ndarray]
-    others: Mapping[str, Leaf]
-    read_other: Callable[[str], np.ndarray]
-    stored: layout.Stored | None
+    step: int | None  # step at which they were saved, if known
+    metadata: Mapping[str, Any]  # as of matching.checkpoint_metadata; empty if there is none
+    parameters: Mapping[str, Leaf]  # name -> shape and dtype
+    read: Callable[[str], np.ndarray]  # returns a parameter by name
+    others: Mapping[str, Leaf]  # path -> shape and dtype of the rest of a train state (moments)
+    read_other: Callable[[str], np.ndarray]  # returns an array of the rest by path
+    stored: layout.Stored | None  # the checkpoint; None for a Hugging Face checkpoint
 
     def plan(
         self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
     ) -> GrowthPlan:
-        """Returns the plan for a wanted model.
+        """Returns the plan for a wanted model; raises UserError with all misfits.
 
-        Args:
-          config_flat: Its configuration by key, to name what differs.
-
-        Raises:
-          UserError: Lists every parameter that does not fit.
+        `config_flat` is its configuration by key, to name what differs.
         """
         try:
             return plan(self.parameters, parameters)
@@ -60,7 +46,7 @@ class Source(NamedTuple):
             raise UserError("\n".join(lines)) from None
 
     def position(self) -> dict[str, Any]:
-        """Returns the data position; raises a UserError if it is not stored."""
+        """Returns the data position; raises UserError if it is not stored."""
         position = None
         if self.stored and (self.stored.folder / layout.POSITION).exists():
             position = read_position(self.stored)
@@ -73,13 +59,13 @@ class Source(NamedTuple):
 
 
 def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
-    """Finds the parameters that load_parameters_path names; reads no numbers.
+    """Opens the parameters that load_parameters_path names, without reading arrays.
 
     Args:
       path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
 
     Raises:
-      UserError: Nothing there, or it cannot be read.
+      UserError: Nothing is there, or it cannot be read.
     """
     from MaxText.conversion.hugging_face_folder import is_folder
 

@@ -1,7 +1,7 @@
 """The zoom of Pattention's scores, which must not change while slots are added.
 
-Theta multiplies by sqrt(n). With n larger the function changes although every new key is zero,
-unless the number used in training is kept: zoom_dim (model.pattention in the configuration).
+Theta multiplies by sqrt(n). A larger n changes the function even if every new key is zero, unless
+zoom_dim (model.pattention in the configuration) keeps the n of training.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,14 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan
 
-# normalize_type whose scale is sqrt(zoom).
-ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")
-# normalize_type under which a key of zero adds nothing: its score is 0 and Theta(0) is 0, and
-# neither a sum of squares nor gelu of the other scores sees it.
+ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scales by sqrt(zoom)
+# Values of normalize_type under which a zero key adds nothing: Theta(0) is 0, and a score of 0
+# changes neither the sum of squares nor gelu of the other scores.
 PRESERVING = (*ZOOMED, "gelu")
 
 
 def places(config: Config) -> list[SlotPlace]:
-    """Returns the places of a model's slots."""
+    """Returns the places where a model has slots."""
     found: list[SlotPlace] = []
     if config.model.attention.attention_projections == "pattention":
         found.append("qkv")
@@ -32,7 +31,7 @@ def places(config: Config) -> list[SlotPlace]:
 
 
 def fixed(config: Config, place: SlotPlace) -> float:
-    """Returns the zoom that the keys set for a place; 0 if it follows the number of slots."""
+    """Returns the configured zoom of a place; 0 if it follows the number of slots."""
     section = config.model.pattention
     own: float = getattr(section, f"{place}_zoom_dim")
     if own == -1:
@@ -41,19 +40,13 @@ def fixed(config: Config, place: SlotPlace) -> float:
 
 
 def is_fixed(config: Config) -> bool:
-    """Returns whether the keys set the zoom of any place."""
     return any(fixed(config, place) for place in places(config))
 
 
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
-    """Returns the keys for slots that were trained with a fixed zoom.
+    """Returns keys that keep the fixed zoom of `stored`; empty if the user sets one.
 
-    Args:
-      stored: Configuration of the stored parameters, None if unknown.
-      by_keys: A place without a fixed zoom goes by its new number of slots, not the stored one.
-
-    Returns:
-      Keys and values; empty if the zoom follows the number of slots, or the user fixes it.
+    With `by_keys`, a place without a fixed zoom follows its new number of slots.
     """
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
     if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
@@ -74,21 +67,14 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     values = metadata.get("config")
     if not values:
         return None
-    # A checkpoint of an earlier version may hold keys that have gone since.
+    # A checkpoint of an earlier version may hold keys that were removed since.
     return build({name: value for name, value in values.items() if name in all_keys()})
 
 
 def trained_with(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
-    """Returns place -> the zoom that the stored slots were trained with.
-
-    Args:
-      stored: Configuration of the stored parameters, None if unknown.
-
-    Raises:
-      UserError: Nothing says which zoom it was.
-    """
+    """Returns place -> the zoom that slots were trained with; raises UserError if unknown."""
     if stored is not None:
         return _zooms(stored, config)
     zooms = {}
@@ -110,7 +96,7 @@ def trained_with(
 
 
 def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
-    """Returns the keys that fix the zoom of each place; empty if they have these values already."""
+    """Returns the keys that fix the zoom of each place; empty if they are set already."""
     if all(fixed(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention
@@ -123,7 +109,7 @@ def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, floa
 
 
 def other_changes(stored: Config | None, config: Config) -> list[str]:
-    """Returns keys of model.pattention that differ, besides sizes and zoom."""
+    """Describes keys of model.pattention that differ, besides sizes and zoom."""
     if stored is None or not places(config):
         return []
     old, new = stored.model.pattention, config.model.pattention
@@ -135,7 +121,6 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
 
 
 def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
-    """Describes keys that fix another zoom."""
     return [
         f"{place}_zoom_dim {zoom:g}, not {fixed(config, place):g}"
         for place, zoom in zooms.items()

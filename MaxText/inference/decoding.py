@@ -1,4 +1,4 @@
-"""Text generation of decode.py: prompts in, texts to the terminal and a file."""
+"""Text generation for decode.py."""
 
 import statistics
 import time
@@ -19,24 +19,22 @@ from MaxText.inference.token_choice import Choice
 from MaxText.inference.trained_model import TrainedModel, open_trained_model
 from MaxText.parallelism.mesh import rows_of_batch
 
-# Writes to the terminal: text, and what ends it.
 Write = Callable[[str], None]
 
 _LONGEST_SHOWN = 2000  # characters of a prompt on the terminal
 
 
 class OtherText(UserError):
-    """The text differs from autoregressive_decode_assert."""
+    """Generated text that differs from autoregressive_decode_assert."""
 
     exit_code = 1
 
 
 def decode(loaded: Loaded, write: Write) -> None:
-    """Continues the prompts of a configuration.
+    """Generates completions for the configured prompts.
 
-    Raises:
-      UserError: No weights or tokenizer, or unusable prompts or output file.
-      OtherText: The text differs from autoregressive_decode_assert.
+    Raises UserError without usable weights, tokenizer, prompts or output file, and OtherText if the
+    text differs from autoregressive_decode_assert.
     """
     config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
@@ -46,10 +44,10 @@ def decode(loaded: Loaded, write: Write) -> None:
         config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
     )
     rows = rows_of_batch(config.batch, trained.layout)
-    if jax.process_index() > 0:  # all hosts have the same texts
+    if jax.process_index() > 0:  # all hosts generate the same texts
         write, output = lambda text: None, Output("", "")
     engine = make_engine(trained, choice_of(section), tokenizer)
-    # Only the engine's own arrays are kept.
+    # Frees the arrays that the engine does not use.
     del trained
     with output:
         texts = _generate(engine, tokenizer, prompts, section, rows, write, output)
@@ -62,7 +60,7 @@ def decode(loaded: Loaded, write: Write) -> None:
 
 
 def choice_of(section: Decoding) -> Choice:
-    """Returns the sampling settings of the chosen strategy."""
+    """Returns the settings of decode_sampling_strategy."""
     settings: dict[str, Any] = {"repetition_penalty": section.repetition_penalty}
     strategy = section.decode_sampling_strategy
     if strategy == "greedy":
@@ -83,7 +81,7 @@ def choice_of(section: Decoding) -> Choice:
 
 
 def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer) -> Engine:
-    """Returns an engine, which takes over the arrays of `trained`."""
+    """Returns an engine that takes over the arrays of `trained`."""
     num_ids = tokenizer.num_ids_of(trained.model.section.shape.vocab_size)
     return Engine(
         trained.model,
@@ -103,7 +101,6 @@ def _generate(
     write: Write,
     output: Output,
 ) -> list[str]:
-    """Returns texts in the order in which they finished."""
     samples = section.decode_num_samples
     asked = [prompt for prompt in prompts for _ in range(samples)]
     ids = [tokenizer.encode(prompt.text) for prompt in asked]
@@ -153,7 +150,7 @@ def _generate(
         f"first tokens after {timing.prompts[0]:.2f} s, compilation included"
     )
     if timing.steps:
-        # The first step of a shape compiles it; rows that have ended count for nothing.
+        # The median excludes compilation, in the first step of a shape. Finished rows do not count.
         median = statistics.median(timing.steps)
         per_step = (num_tokens - len(asked)) / len(timing.steps)
         write(f"; then {median * 1e3:.1f} ms per step, {per_step / median:,.1f} tokens per second")
@@ -167,7 +164,6 @@ def _shown(prompt: Prompt) -> str:
 
 
 def _row(prompt: Prompt, index: int, sample: int, completion: Completion) -> dict[str, Any]:
-    """Returns a line of the output file: the prompt's own fields, and its completion."""
     return {
         **prompt.fields,
         "index": index,

@@ -1,9 +1,9 @@
-"""Compiled text generation: one more token per sequence and step.
+"""Compiled prefill and decode steps of text generation.
 
-Two programs are compiled per shape: prefill (prompts padded to a power of two) and decode. Decode
-states have room for `capacity` tokens, a power of two that grows, and are donated to the next step.
+Prompts are padded to a power of two. Decode states hold a power-of-two `capacity` of tokens, which
+grows on demand, and are donated to the next step.
 
-Legend: B sequences, T tokens of the longest prompt, V vocab_size, D emb_dim.
+B sequences, T tokens of the longest prompt, V vocab_size, D emb_dim.
 """
 
 import dataclasses
@@ -27,43 +27,35 @@ SMALLEST_CAPACITY = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Sequences in progress.
-
-    Attributes:
-      states: Decode states of the mixers and the head.
-      tokens_B: The newest token of each, which no step has read yet.
-      lengths_B: Tokens of each, the newest included.
-      num_drawn_B: Tokens drawn for each, which selects the next draw of its key.
-      seen_BV: bool, ids in each; None without a repetition penalty.
-    """
+    """Sequences in progress."""
 
     states: States
-    tokens_B: jax.Array
-    lengths_B: jax.Array
+    tokens_B: jax.Array  # newest tokens, not yet read by a decode step
+    lengths_B: jax.Array  # including the newest token
     keys_B: jax.Array
-    num_drawn_B: jax.Array
-    seen_BV: jax.Array | None
+    num_drawn_B: jax.Array  # folded into the key of the next draw
+    seen_BV: jax.Array | None  # bool, ids in each sequence; None without a repetition penalty
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """New token of each sequence and its log-probability in nats."""
+    """New tokens and their log-probabilities in nats."""
 
     tokens_B: Any
     log_probabilities_B: Any
 
     def on_host(self) -> "Drawn":
-        """Returns NumPy arrays, when they are ready."""
+        """Blocks until the arrays are ready and returns them as NumPy arrays."""
         return jax.tree.map(np.asarray, self)
 
 
 class Engine:
-    """Continues batches of sequences.
+    """Prefills and continues batches of sequences.
 
     Attributes:
-      window: Maximum tokens of a sequence.
-      row_multiple: Divisor of batch sizes, for the devices that split them.
+      window: Maximum sequence length in tokens.
+      row_multiple: Required divisor of the batch size, from data sharding.
     """
 
     def __init__(
@@ -77,15 +69,14 @@ class Engine:
     ):
         """Compiles nothing yet.
 
-        Args:
-          params: On the devices. With Model.in_parts a step is several times faster.
-          num_ids: Ids of the tokenizer; larger ones are never chosen. None for all.
+        A step is several times faster with `params` from Model.in_parts. Ids from `num_ids`
+        (tokenizer vocabulary size) on are never sampled.
         """
         self.window = model.section.shape.max_target_length
         self.row_multiple = layout.num_batch_parts
         self._model, self._params = model, params
         self._choice, self._num_ids = choice, num_ids
-        # Chosen tokens lie whole on every device, so that every host can read them.
+        # Sampled tokens are replicated, so that every host can read them.
         outputs = {"out_shardings": (None, layout.replicated)}
         self._prompt_step = layout.jit(self._read_prompts, static_argnums=6, **outputs)
         self._token_step = layout.jit(self._read_tokens, donate_argnums=1, **outputs)
@@ -103,10 +94,10 @@ class Engine:
         """Prefills prompts and draws a token for each.
 
         Args:
-          prompts: 1 to `window` ids each; a multiple of row_multiple prompts.
-          names: Two numbers for each; draws depend on the seed, these and the tokens alone.
-          num_drawn: Tokens at the end of each prompt that were drawn for it before.
-          room: Tokens per sequence that will probably be needed; other numbers cost time.
+          prompts: 1 to `window` ids each; their number is a multiple of row_multiple.
+          names: Two numbers per prompt. Draws depend only on these, the seed and the tokens.
+          num_drawn: Trailing tokens of each prompt that were drawn earlier.
+          room: Expected final length. Affects speed only.
         """
         lengths = [len(prompt) for prompt in prompts]
         assert all(1 <= length <= self.window for length in lengths), lengths
@@ -115,7 +106,7 @@ class Engine:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         capacity = max(padded, self._capacity(room))
-        # NumPy arrays, which all hosts have alike, become whole arrays on every device.
+        # NumPy arrays, the same on all hosts, become replicated arrays.
         return self._prompt_step(
             self._params,
             tokens,
@@ -127,17 +118,14 @@ class Engine:
         )
 
     def step(self, sequences: Sequences) -> tuple[Sequences, Drawn]:
-        """Reads the newest token of each sequence and draws the next. Donates its argument.
+        """Decodes one token per sequence. Donates `sequences`.
 
-        The caller calls `with_room` first, and keeps sequences that count shorter than `window`.
+        Call `with_room` first, and keep unfinished sequences shorter than `window`.
         """
         return self._token_step(self._params, sequences)
 
     def with_room(self, sequences: Sequences, length: int) -> Sequences:
-        """Returns the sequences with room for `length` tokens.
-
-        Grows fourfold: every capacity is another compiled program.
-        """
+        """Grows to `length` tokens, at least fourfold: every capacity compiles another program."""
         capacity = capacity_of(sequences.states)
         if capacity is None or length <= capacity:
             return sequences
@@ -162,7 +150,7 @@ class Engine:
         key, fold = jax.random.key(seed), jax.random.fold_in
         sequences = Sequences(
             states=states,
-            tokens_B=lengths_B,  # replaced by the drawn ones
+            tokens_B=lengths_B,  # placeholder, replaced in _draw
             lengths_B=lengths_B,
             keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
             num_drawn_B=num_drawn_B,
@@ -190,8 +178,6 @@ class Engine:
     ) -> tuple[Sequences, Drawn]:
         head_state, places_B1 = sequences.states[-1], sequences.lengths_B[:, None] - 1
         logits_BV = decoder.logits(h_B1D, head_state, places_B1)[:, 0]
-        # A draw depends on the sequence's own key and how many came before it, and on nothing
-        # else in the batch.
         keys_B = jax.vmap(jax.random.fold_in)(sequences.keys_B, sequences.num_drawn_B)
         seen_BV = sequences.seen_BV
         tokens_B, log_probabilities_B = next_token(
@@ -214,5 +200,5 @@ def _with_capacity(sequences: Sequences, capacity: int) -> Sequences:
 
 
 def power_of_two(number: int, least: int) -> int:
-    """Returns the smallest power of two from `least` on that is not below `number`."""
+    """Returns the smallest power of two >= max(number, least)."""
     return max(least, 1 << (number - 1).bit_length())

@@ -1,4 +1,4 @@
-"""The sample that train.py writes at its end."""
+"""Text sample written at the end of train.py."""
 
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,10 @@ def write_sample(
     tokenizer_folder: Path,
     run_folder: Any,
 ) -> str:
-    """Continues the configured prompt with the dataset's tokenizer; writes sample.txt.
+    """Generates from the configured prompt and writes sample.txt.
 
-    The parameters stay stacked: a text this short is not worth a second copy.
-
-    Returns:
-      Prompt and continuation.
+    Returns the text. Parameters stay stacked: so short a text is not worth a second, unstacked
+    copy.
     """
     section = config.decoding
     tokenizer = tokenizer_at(str(tokenizer_folder), config)

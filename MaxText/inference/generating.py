@@ -1,4 +1,4 @@
-"""Completion of any number of prompts, in batches."""
+"""Batched completion of prompts."""
 
 import dataclasses
 import math
@@ -10,65 +10,48 @@ from MaxText.errors import UserError
 from MaxText.inference.engine import Drawn, Engine
 from MaxText.inference.text_stream import TextStream
 
-# New tokens for which the first batch of states has room; more of them grow the states.
+# New tokens that fit into the first decode states; more tokens grow them.
 _FORESEEN = 512
 
-# end: an end id; stop: a stop string; length: max_new_tokens, or the window is full.
+# end: an end id; stop: a stop string; length: max_new_tokens or a full window.
 FinishReason = Literal["end", "stop", "length"]
 
 
 @dataclasses.dataclass
 class Completion:
-    """The completion of a prompt.
+    """Completion of one prompt."""
 
-    Attributes:
-      prompt: Its ids, as far as the model read them.
-      num_dropped: Leading ids of the prompt beyond the window.
-      tokens: New ids, an end id included.
-      log_probabilities: Of the new ids, at temperature 1, in nats.
-      finish_reason: None while it continues.
-      text: Of the new ids, up to a stop string; empty without a decoder of text.
-    """
-
-    prompt: list[int]
-    num_dropped: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probabilities: list[float] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    text: str = ""
+    prompt: list[int]  # without the dropped ids
+    num_dropped: int = 0  # leading ids that did not fit the window
+    tokens: list[int] = dataclasses.field(default_factory=list)  # including an end id
+    log_probabilities: list[float] = dataclasses.field(default_factory=list)  # nats, temperature 1
+    finish_reason: FinishReason | None = None  # None while unfinished
+    text: str = ""  # up to a stop string; empty without a detokenizer
 
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds of generation.
-
-    Attributes:
-      prompts: Of each prefill, compilation included.
-      steps: Of each decode step.
-    """
+    """Seconds per prefill (including compilation) and per decode step."""
 
     prompts: list[float] = dataclasses.field(default_factory=list)
     steps: list[float] = dataclasses.field(default_factory=list)
 
 
-# (number of the prompt, what became certain of its text)
+# Takes (prompt index, new text that can no longer change).
 ShowPiece = Callable[[int, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """End of a completion.
+    """Stopping criteria.
 
-    Attributes:
-      max_new_tokens: -1 for the room in the window. Beyond the window a sequence continues from the
-        newer half of its tokens.
-      ends: Ids that end a text.
-      stops: Strings at which a text ends; needs a decoder of text.
+    With max_new_tokens=-1 the window is filled. Generation past the window continues from the newer
+    half of the tokens.
     """
 
     max_new_tokens: int = -1
     ends: frozenset[int] = frozenset()
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # strings that end a text; they require a detokenizer
 
 
 def generate(
@@ -83,20 +66,15 @@ def generate(
     show_piece: ShowPiece | None = None,
     timing: Timing | None = None,
 ) -> Iterator[tuple[int, Completion]]:
-    """Yields (number of the prompt, its completion), batch by batch, in order within a batch.
+    """Yields (prompt index, completion), in order within each batch.
 
-    Prompts of like length share a batch, the longest first. A completion depends on its prompt, its
-    name and the seed, not on its batch, up to rounding.
+    Batches group prompts of similar length, longest first. Up to rounding, a completion depends
+    only on its prompt, name and the seed, not on its batch. Raises UserError for non-finite logits.
 
     Args:
-      rows: Prompts of a batch; rounded up to what the devices split evenly.
-      names: Two numbers from 0 for each prompt that distinguish its draws; by default its number
-        and 0.
-      decode: ids -> text, for the text of completions.
-      show_piece: Takes text as soon as it is certain.
-
-    Raises:
-      UserError: The model's numbers are not finite.
+      rows: Batch size; rounded up to a multiple of engine.row_multiple.
+      names: Two non-negative numbers per prompt that seed its draws; default (index, 0).
+      decode: Detokenizer for the text of completions.
     """
     assert decode is not None or not limits.stops, "stop strings need text"
     num_rows = -(-min(rows, len(prompts)) // engine.row_multiple) * engine.row_multiple
@@ -116,19 +94,19 @@ def generate(
 
 
 def _fitting(prompt: Sequence[int], max_new_tokens: int, window: int) -> tuple[list[int], int]:
-    """Returns what is read of a prompt, and the number of new tokens wanted."""
+    """Returns the ids of a prompt to read and the number of new tokens."""
     room = window - len(prompt)
     if max_new_tokens == -1:
         max_new_tokens = room if room > 0 else window // 2
     if len(prompt) <= window:
         return list(prompt), max_new_tokens
-    # A prompt that is too long keeps its end, and the window up to half for what follows.
+    # Keeps the end of a long prompt and reserves at most half of the window for new tokens.
     return list(prompt[min(max_new_tokens, window // 2) - window :]), max_new_tokens
 
 
 @dataclasses.dataclass
 class _Row:
-    """A sequence in progress; `dropped` counts its leading ids that are no longer read."""
+    """A sequence in progress; `dropped` counts leading ids no longer read."""
 
     number: int
     name: tuple[int, int]
@@ -144,7 +122,7 @@ class _Row:
         return self.completion.finish_reason is None
 
     def context(self, window: int) -> list[int]:
-        """Returns what to prefill: all, or the newer half of a full window."""
+        """Returns the ids to prefill: all, or the newer half of a full window."""
         ids = self.completion.prompt + self.completion.tokens
         if len(ids) - self.dropped > window:
             self.dropped = len(ids) - window // 2
@@ -171,7 +149,7 @@ class _Row:
             self._show(self.stream.finish())
             completion.text = self.stream.text
             if self.stream.stopped:
-                completion.finish_reason = "stop"  # by the characters that were held back
+                completion.finish_reason = "stop"  # found in the text that was held back
 
     def _show(self, piece: str) -> None:
         if piece and self.show_piece is not None:
@@ -179,7 +157,6 @@ class _Row:
 
 
 def _run(engine: Engine, batch: list[_Row], num_rows: int, seed: int, timing: Timing) -> None:
-    """Generates until every sequence has ended, restarting from the newer half of full windows."""
     while going := [row for row in batch if row.goes_on]:
         contexts = [row.context(engine.window) if row.goes_on else [0] for row in batch]
         filling = num_rows - len(batch)
@@ -193,8 +170,8 @@ def _run(engine: Engine, batch: list[_Row], num_rows: int, seed: int, timing: Ti
             room=length + min(max(row.wanted for row in going), _FORESEEN),
         )
         while going:
-            # The next step starts before the last one's tokens are looked at, so that the devices
-            # have work; its token is dropped where a sequence has ended.
+            # Dispatches the next step before reading the last one's tokens, to keep the devices
+            # busy. Tokens after the end of a sequence are dropped.
             newest = drawn.on_host
             more = any(len(row.completion.tokens) + 1 < row.wanted for row in going)
             room = length <= engine.window

@@ -1,4 +1,4 @@
-"""The tokenizer of trained weights, with beginnings and ends of texts."""
+"""Tokenizer of trained weights, with its begin and end ids."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,30 +25,23 @@ from MaxText.storage.file_access import is_url, path_type
 
 @dataclasses.dataclass(frozen=True)
 class ModelTokenizer:
-    """Text as ids and back.
-
-    Attributes:
-      prefix: Ids at the beginning of every text: bos if the model was trained with it.
-      ends: Ids that end a text.
-      folder: Folder or file it was read from.
-    """
+    """Encodes and decodes text for a model."""
 
     tokenizer: TextTokenizer
-    prefix: tuple[int, ...]
+    prefix: tuple[int, ...]  # bos if the model was trained with it
     ends: tuple[int, ...]
-    folder: Path
+    folder: Path  # folder or file it was loaded from
 
     def num_ids_of(self, rows: int) -> int:
-        """Returns the ids that a model with so many rows may choose, without table padding."""
+        """Returns the number of ids to sample from, without embedding padding."""
         return min(self.tokenizer.entry.vocab_size, rows)
 
     def encode(self, text: str) -> list[int]:
-        """Returns prefix and ids of a text. An empty text without prefix is the end of another."""
+        """Returns prefix and ids. An empty text without a prefix becomes an end id."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
         return ids or list(self.ends[:1])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, without prefix and ends."""
         control = {*self.prefix, *self.ends}
         return self.tokenizer.decode([i for i in ids if i not in control])
 
@@ -62,17 +55,11 @@ def open_tokenizer(
 ) -> ModelTokenizer:
     """Finds and loads the tokenizer of trained weights.
 
-    Only tokenizer_path if it was typed. Otherwise tokenizer_path if it exists, else the tokenizer
-    next to the weights (a Hugging Face checkpoint, or a run imported from one), else the dataset's,
-    else tokenizer_path as a hub id.
-
-    Args:
-      weights: TrainedModel.folder.
-      metadata: TrainedModel.metadata.
-      typed: Whether tokenizer_path was typed (Loaded.typed).
-
-    Raises:
-      UserError: None found, one that cannot be read, or one with more ids than the model has.
+    Uses only tokenizer_path if the user set it (`typed`). Otherwise tries tokenizer_path if it
+    exists, the tokenizer next to the weights (a Hugging Face checkpoint, or a run imported from
+    one), the one of the dataset, and tokenizer_path as a hub id, in this order. `weights` and
+    `metadata` are those of TrainedModel. Raises UserError if there is none, or as tokenizer_at
+    does.
     """
     asked = config.preparation.tokenizer_path
     folder = None if typed and asked else _find(config, weights)
@@ -87,16 +74,15 @@ def open_tokenizer(
 
 
 def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> ModelTokenizer:
-    """Returns the tokenizer of a folder, a file or a hub id; `ends` default to its own.
+    """Loads the tokenizer of a folder, file or hub id.
 
-    Raises:
-      UserError: It cannot be read, or has more ids than the model.
+    `ends` default to its own. Raises UserError if it cannot be read or has more ids than the model.
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
     where = Path(path).expanduser()
     beside = where if where.is_dir() else where.parent
     begins = _begins_with_bos(beside)
-    # What is said in so many words counts; else what a tokenizer.json puts before a text.
+    # An explicit setting takes precedence over a tokenizer.json's post-processor.
     prefix = _post_processed(beside) if begins is None else ()
     if (begins or config.preparation.add_bos) and not prefix and tokenizer.entry.bos_id is not None:
         prefix = (tokenizer.entry.bos_id,)
@@ -109,17 +95,17 @@ def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> Model
             "tokenizer_path=..."
         )
     if tokenizer.entry.bos_id is not None and tokenizer.entry.bos_id >= rows:
-        # Trained without it, where a text is preceded by the end of another.
+        # The model was trained without bos: eos of the preceding text begins a text.
         tokenizer.entry = tokenizer.entry.model_copy(update={"bos_id": None})
     own = tokenizer.entry.eos_id
     return ModelTokenizer(tokenizer, prefix, ends or ((own,) if own is not None else ()), where)
 
 
 def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
-    """Returns the largest id of texts, their beginnings and ends; -1 without any.
+    """Returns the largest id in texts, including prefix and end; -1 if none.
 
-    Training accepts a model without rows for ids that its data do not have: padding, masks, and a
-    bos that no document begins with.
+    Training accepts models without embeddings for ids that the data lack: padding, masks, and a bos
+    that no document begins with.
     """
     unused = {entry.bos_id, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
     return next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
@@ -129,7 +115,7 @@ def _find(config: Config, weights: str) -> Path | None:
     asked = config.preparation.tokenizer_path
     if asked and Path(asked).expanduser().exists():
         return Path(asked).expanduser()
-    # <run>/checkpoints/<step>: a run keeps its tokenizer in its folder.
+    # weights is <run>/checkpoints/<step>; the tokenizer is in the run folder.
     if is_url(weights):
         run = weights.rstrip("/").rsplit("/", 2)[0]
         if found := _copied(f"{run}/{RUN_FOLDER_NAME}", config):
@@ -156,7 +142,7 @@ def _copied(url: str, config: Config) -> Path | None:
 
 
 def _begins_with_bos(folder: Path) -> bool | None:
-    """Returns whether documents or texts there begin with bos; None if unknown."""
+    """Returns whether texts of this folder begin with bos; None if unknown."""
     if (folder / MANIFEST_NAME).is_file():
         return bool(read_manifest(str(folder)).options.get("add_bos"))
     said = read_json(folder / CONFIG_NAME).get("add_bos_token")
@@ -164,7 +150,7 @@ def _begins_with_bos(folder: Path) -> bool | None:
 
 
 def _post_processed(folder: Path) -> tuple[int, ...]:
-    """Returns the ids that a tokenizer.json puts before every text."""
+    """Returns the ids that a tokenizer.json prepends to every text."""
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         return ()
@@ -180,7 +166,7 @@ def _post_processed(folder: Path) -> tuple[int, ...]:
 
 
 def _ends(weights: Path, metadata: Mapping[str, Any]) -> Iterator[int]:
-    """Yields ids that end a text by Hugging Face's files, or by what an import recorded of them."""
+    """Yields end ids from Hugging Face files or from the import's metadata."""
     noted = metadata.get("hugging_face") or {}
     for name, key in ((GENERATION_CONFIG, "generation_config"), (CONFIG, "config")):
         value = noted.get(key)

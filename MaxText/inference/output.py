@@ -1,4 +1,4 @@
-"""The file of decode_output."""
+"""Output file of decode.py (decode_output)."""
 
 import json
 import os
@@ -9,18 +9,10 @@ from MaxText.errors import UserError
 
 
 class Output:
-    """JSON lines, one per finished text. Replaces the file when the first text comes."""
+    """JSON lines, one per finished text. Overwrites the file at the first text."""
 
     def __init__(self, name: str, prompt_file: str):
-        """Checks the file name.
-
-        Args:
-          name: Of the file; empty for none.
-          prompt_file: Must be another one; empty for none.
-
-        Raises:
-          UserError: It cannot be written, or is the file of the prompts.
-        """
+        """Checks that `name` is writable and not the prompt file; empty names mean none."""
         self._path = Path(name).expanduser() if name else None
         self._file: IO[str] | None = None
         if self._path is None:
@@ -32,7 +24,7 @@ class Output:
             )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Shows that it can be written, and leaves what is there.
+            # Checks write access without truncating an existing file.
             self._path.open("a", encoding="utf-8").close()
         except OSError as error:
             raise self._unwritable(error) from error
@@ -41,10 +33,9 @@ class Output:
         return UserError(f"decode_output={self._path} cannot be written: {error.strerror}.")
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes a line; raises a UserError if it cannot."""
         if self._path is None:
             return
-        # A lone surrogate of a prompt's fields becomes the escape that it was read from.
+        # Writes a lone surrogate of a prompt's fields as the escape it was read from.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
         try:
             if self._file is None:
@@ -67,4 +58,4 @@ def _same(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:
-        return False  # one of them is not there yet
+        return False  # one of them does not exist yet

@@ -1,4 +1,4 @@
-"""Configuration of programs that run trained weights, which may name the weights alone."""
+"""Loads configurations of programs that may be given only trained weights."""
 
 import os
 from collections.abc import Sequence
@@ -13,16 +13,15 @@ from MaxText.config.saved import under_todays_names
 
 _KEY = "load_parameters_path"
 _NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
-# Sections in which a run's weights decide. Devices, folders and schedules are of the machine and
-# the run that trained.
+# Sections taken from the weights. Devices, folders and schedules belong to the training run.
 _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 
 
 def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
-    """Resolves a command line; without config file and preset, load_parameters_path brings one.
+    """Resolves a command line that may name only load_parameters_path.
 
-    Raises:
-      UserError: Every problem of the configuration; or no weights where the path points.
+    The weights supply the configuration if there is neither a config file nor a preset. Raises
+    UserError for configuration problems, or if there are no weights at the path.
     """
     gathered = import_modules.gather(arguments, {}, os.environ)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
@@ -34,14 +33,14 @@ def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
     shapes = {s.name: s.value for s in gathered.settings if s.name == "max_target_length"}
     own = _own_configuration(path.origin.raw, shapes)
     if own is not None and any(gathered.last(name) for name in _NAMES_DATA):
-        # Other data are asked for: those of the training are none of them.
+        # The user chose other data, so none of the training data keys apply.
         values = {name: own.values[name] for name in own.values if name not in _NAMES_DATA}
         own = OwnConfiguration(values, own.place)
     return load_arguments(arguments, program, own=own)
 
 
 def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded:
-    """Does so for train.py, which takes only that of a Hugging Face checkpoint."""
+    """Resolves train.py's command line; only Hugging Face weights supply one."""
     from MaxText.conversion import hugging_face_folder
 
     path = import_modules.gather(arguments, {}, os.environ).last(_KEY)

@@ -8,7 +8,7 @@ from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
-# What a line of the output adds to the fields of a prompt's line.
+# Fields that the output adds to those of a prompt's line.
 ADDED_FIELDS = (
     "index", "sample", "completion", "finish_reason", "num_prompt_tokens", "tokens",
     "log_probabilities",
@@ -16,21 +16,16 @@ ADDED_FIELDS = (
 
 
 class Prompt(NamedTuple):
-    """A text to continue.
-
-    Attributes:
-      fields: Of its line in a .jsonl file, which the output repeats; else empty.
-    """
+    """A text to continue, and its .jsonl fields, which the output repeats."""
 
     text: str
     fields: dict[str, Any]
 
 
 def read_prompts(section: Decoding) -> list[Prompt]:
-    """Returns the prompts of prompt_file, else the one of prompt.
+    """Returns the prompts of prompt_file, or else the one in `prompt`.
 
-    Raises:
-      UserError: The file cannot be read, is empty, or a line of it has no prompt.
+    Raises UserError if the file is unreadable or empty, or a line has no prompt.
     """
     if not section.prompt_file:
         return [Prompt(without_surrogates(section.prompt), {})]

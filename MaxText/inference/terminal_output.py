@@ -1,4 +1,4 @@
-"""Unbuffered text output to any terminal."""
+"""Text output to any terminal."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def writer() -> Callable[[str], None]:
-    """Returns a function that writes to the standard output.
+    """Returns a function that writes unbuffered to standard output.
 
-    Characters that the terminal's encoding lacks are escaped. After a broken pipe (head, less)
-    nothing more is shown, and the work continues for the sake of its files.
+    Escapes characters that the terminal's encoding lacks. Discards output after a broken pipe
+    (head, less), so that the program still writes its files.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]

@@ -2,21 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
-_LONGEST_CHARACTER = 8  # tokens; more of them are no character that is still to be completed
-_KNOWN_OF_PROMPT = 16  # ids of the prompt that say how the first new one is written
+_INCOMPLETE = "\ufffd"  # decoded from an incomplete character
+_LONGEST_CHARACTER = 8  # in tokens; a longer run is invalid, not incomplete
+_KNOWN_OF_PROMPT = 16  # prompt ids that give context to the first new one
 
 
 class TextStream:
-    """The text of a growing list of ids.
+    """Incremental detokenizer.
 
-    A character may take several tokens, and a tokenizer may write a token differently after
-    another, so the newest tokens are decoded together with those before them. The possible
-    beginning of a stop string is held back.
-
-    Attributes:
-      text: Everything certain, without the stop string.
-      stopped: Whether a stop string has come.
+    A character may span several tokens, and a token may decode differently after another one, so
+    the newest tokens are decoded together with preceding ones. A possible start of a stop string is
+    held back. `text` is all final text without the stop string.
     """
 
     def __init__(
@@ -25,21 +21,18 @@ class TextStream:
         stops: Sequence[str] = (),
         prompt: Sequence[int] = (),
     ):
-        """Starts an empty text after a prompt.
-
-        A tokenizer may drop the space of what it takes for the first word, hence the prompt.
-        """
+        """Starts after `prompt`: tokenizers may drop the space before a first word."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
         self._ids = list(prompt[-_KNOWN_OF_PROMPT:])
-        # Ids from `_first` to `_known` are decoded again with each new one: their text is known.
+        # Ids from `_first` to `_known` have final text and are decoded again as context.
         self._first, self._known = 0, len(self._ids)
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Takes the next id; returns the newly certain text."""
+        """Takes the next id and returns the text that became final."""
         self._ids.append(token)
         known = self._decode(self._ids[self._first : self._known])
         both = self._decode(self._ids[self._first :])
@@ -50,7 +43,7 @@ class TextStream:
         return self._show(both[len(known) :], final=False)
 
     def finish(self) -> str:
-        """Returns the rest, incomplete characters included."""
+        """Returns the remaining text, including incomplete characters."""
         if self.stopped:
             return ""
         known = self._decode(self._ids[self._first : self._known])

@@ -1,19 +1,16 @@
 """Sampling of the next token: greedy, or from a filtered distribution.
 
-Steps, in this order; disabled ones are not compiled:
+Applied in this order; disabled steps are not compiled: repetition penalty, temperature, softmax or
+entmax, top_k, nucleus, min_p, typical, eta.
 
-  repetition penalty, temperature, softmax or entmax, top_k, nucleus, min_p, typical, eta.
+Definitions follow transformers' logits processors: each filter sees the distribution renormalized
+after the previous ones. Differences: ids tied with the last kept one are kept, so that results do
+not depend on vocabulary order; thresholds have a relative tolerance of 1e-6, because 0.38 + 0.35
+can be less than 0.73 in float32; entmax is an addition. Instead of sorting, mass filters find their
+threshold exactly by 31 bisections over the float32 range, in a twentieth of the time of a sort on
+CPU.
 
-Every filter sees the renormalized distribution of the ones before it, as transformers' logits
-processors do, with the same definitions. Differences: ids tied with the last one kept are kept too,
-so that chances never depend on the numbering of a vocabulary; a bound missed by one part in a
-million counts as reached, because a float32 softmax can make 0.38 + 0.35 less than 0.73; entmax has
-no counterpart there.
-
-Nothing is sorted: the threshold of a filter by mass is found exactly by 31 bisections of the range
-of float32. On a CPU this takes a twentieth of the time of a sort.
-
-Legend: B sequences, V vocab_size.
+B sequences, V vocab_size.
 """
 
 import dataclasses
@@ -25,45 +22,40 @@ import jax.numpy as jnp
 from MaxText.errors import UserError
 from MaxText.layers.entmax import entmax
 
-# Relative error up to which a sum of float32 probabilities reaches a bound.
-_SLACK = 1e-6
+_SLACK = 1e-6  # relative tolerance for float32 sums of probabilities
 _BITS_OF_INFINITY = 0x7F800000
 _LARGEST_SETTING = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Sampling settings. The defaults draw from the model's own softmax.
+    """Sampling settings. The defaults sample from the model's softmax.
 
     Attributes:
-      temperature: Divides the logits. 0 takes the argmax, the lowest of equals; then only
+      temperature: Divides the logits. 0 is argmax (lowest id among ties), where only
         repetition_penalty has an effect.
-      top_k: Keeps the k most likely ids. 0 is off.
-      nucleus_p: Keeps the smallest set of most likely ids with this probability (Holtzman et al.
-        2020, "top-p"). 1 is off.
-      min_p: Keeps ids with at least this fraction of the largest probability (Nguyen et al. 2024).
-        0 is off.
-      typical_p: Keeps the smallest set with this probability, of the ids whose surprisal -log p is
-        nearest to the entropy (Meister et al. 2023). 1 is off.
-      eta: Keeps ids with p >= min(eta, sqrt(eta) exp(-entropy)), and always the argmax (Hewitt et
-        al. 2022). 0 is off.
-      entmax_alpha: Alpha-entmax instead of softmax (Peters et al. 2019). 1 is softmax, 2 sparsemax;
-        GPT-Neo samples with 1.3.
+      nucleus_p: Smallest set of most likely ids with this probability (Holtzman et al. 2020,
+        "top-p").
+      min_p: Ids with at least this fraction of the largest probability (Nguyen et al. 2024).
+      typical_p: Smallest set with this probability, of the ids whose surprisal -log p is nearest to
+        the entropy (Meister et al. 2023).
+      eta: Ids with p >= min(eta, sqrt(eta) exp(-entropy)), and the argmax (Hewitt et al. 2022).
+      entmax_alpha: 1 is softmax, 2 sparsemax (Peters et al. 2019); GPT-Neo samples with 1.3.
       repetition_penalty: Divides positive logits of ids in the sequence and multiplies negative
-        ones (Keskar et al. 2019). 1 is off.
+        ones (Keskar et al. 2019).
     """
 
     temperature: float = 1.0
-    top_k: int = 0
-    nucleus_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    eta: float = 0.0
+    top_k: int = 0  # 0 is off
+    nucleus_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    typical_p: float = 1.0  # 1 is off
+    eta: float = 0.0  # 0 is off
     entmax_alpha: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # 1 is off
 
     def __post_init__(self):
-        """Refuses values without a meaning, NaN included, with a UserError."""
+        """Raises UserError for values out of range, including NaN."""
         for name, valid, bounds in (
             ("temperature", 0 <= self.temperature <= _LARGEST_SETTING, "from 0 (greedy) to 1e6"),
             ("top_k", self.top_k >= 0, "0 (off) or a number of ids"),
@@ -90,17 +82,16 @@ def next_token(
     *,
     num_ids: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses one id for each sequence.
+    """Samples one id per sequence.
 
     Args:
-      key_B: One random key for each sequence, so that a draw does not depend on its neighbors.
-      seen_BV: bool, ids already in a sequence; read for a repetition penalty.
-      num_ids: Ids from here on are padding of the vocabulary and never chosen.
+      key_B: One key per sequence, so that a draw does not depend on its batch.
+      seen_BV: bool, ids already in a sequence, for the repetition penalty.
+      num_ids: Ids from here on are vocabulary padding and never sampled.
 
     Returns:
       token_B, int32, and log_probability_B, float32, in nats under the softmax of the unmodified
-        logits. It
-      is NaN if logits are NaN or +inf or all -inf; the id then has no meaning.
+      logits. It is NaN if logits are NaN, +inf or all -inf; the id is then meaningless.
     """
     if choice.temperature == 0:
         token_B = _likeliest(_adjusted_logits(logits_BV, choice, seen_BV, num_ids))
@@ -119,11 +110,11 @@ def probabilities(
     *,
     num_ids: int | None = None,
 ) -> jax.Array:
-    """Returns the distribution that `next_token` draws from, float32 [B, V]."""
+    """Returns the distribution that `next_token` samples from, float32 [B, V]."""
     logits_BV = _adjusted_logits(logits_BV, choice, seen_BV, num_ids)
     if choice.temperature == 0:
         return jax.nn.one_hot(_likeliest(logits_BV), logits_BV.shape[-1])
-    # With the largest logit at 0 no division overflows upwards, however small the temperature.
+    # With a maximum of 0 the division cannot overflow upward, however small the temperature.
     logits_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
     logits_BV = logits_BV / max(choice.temperature, float(jnp.finfo(jnp.float32).tiny))
     if choice.entmax_alpha == 1:
@@ -145,7 +136,6 @@ def probabilities(
 
 
 def _adjusted_logits(logits_BV, choice, seen_BV, num_ids):
-    """Returns float32 logits after the repetition penalty; -inf for padding ids."""
     logits_BV = logits_BV.astype(jnp.float32)
     if choice.repetition_penalty != 1:
         assert seen_BV is not None, "a repetition penalty needs the ids that were seen"
@@ -165,10 +155,9 @@ def _likeliest(logits_BV):
 
 
 def _draw(key, p_V):
-    """Draws an id with probability p_V: first a block of about sqrt(V) ids, then an id inside it.
+    """Samples a block of about sqrt(V) ids, then an id within the block.
 
-    A single draw takes a random number for each id, more time for 50,000 ids on a CPU than
-    everything else here; this takes 2 sqrt(V) of them.
+    Needs 2 sqrt(V) random numbers; a draw over V = 50,000 takes longer on CPU than all else here.
     """
     size = math.isqrt(p_V.shape[-1] - 1) + 1
     num_blocks = -(-p_V.shape[-1] // size)
@@ -179,7 +168,7 @@ def _draw(key, p_V):
 
 
 def _top_k(p_BV, k):
-    # min, and not the last column: XLA merges a slice into the search and then sorts everything.
+    # min instead of the last column: XLA fuses a slice into top_k and then sorts everything.
     kth_B1 = jnp.min(jax.lax.top_k(p_BV, min(k, p_BV.shape[-1]))[0], axis=-1, keepdims=True)
     return p_BV >= kth_B1
 
@@ -207,13 +196,13 @@ def _entropy(p_BV):
 
 
 def _first_with_mass(score_BV, p_BV, mass):
-    """Keeps ids by falling score, up to the first at which their probabilities reach the mass.
+    """Keeps ids by descending score until their probability reaches `mass`.
 
     `score_BV` is float32 from 0 to inf. Equal scores are kept or dropped together.
     """
 
     def as_float(bits_B1):
-        # Of floats that are not negative, the bits read as integers have the same order.
+        # Bit patterns of non-negative floats order like integers.
         return jax.lax.bitcast_convert_type(bits_B1, jnp.float32)
 
     def halve(_, bounds):

@@ -1,4 +1,4 @@
-"""A model with its trained weights on devices, for decode.py and eval.py."""
+"""A model with its trained weights on device, for decode.py and eval.py."""
 
 import dataclasses
 import time
@@ -16,31 +16,22 @@ Show = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """Weights that can be run.
-
-    Attributes:
-      model: With backend defaults resolved (layers.model.Model).
-      source: One line about their origin.
-      folder: A step folder, or a Hugging Face checkpoint.
-      metadata: See checkpointing.matching.checkpoint_metadata.
-    """
+    """A model with trained weights."""
 
     config: Config
-    model: Any
+    model: Any  # layers.model.Model, with backend defaults resolved
     layout: Any
     params: Any
-    source: str
-    folder: str
-    metadata: Mapping[str, Any]
+    source: str  # one-line description of the weights' origin
+    folder: str  # checkpoint step folder, or Hugging Face checkpoint
+    metadata: Mapping[str, Any]  # of checkpointing.matching.checkpoint_metadata
 
 
 def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
-    """Reads the weights of load_parameters_path, else of the newest checkpoint of run_name.
+    """Loads load_parameters_path, or else the newest checkpoint of run_name.
 
-    Call start_up.choose_platform first: this imports jax.
-
-    Raises:
-      UserError: No weights, weights of another model, or devices that the mesh does not fit.
+    Call start_up.choose_platform first: this imports jax. Raises UserError if weights are missing
+    or of another model, or if the mesh does not fit the devices.
     """
     import jax
 
@@ -72,10 +63,9 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
 
 
 def with_stored_zoom(config: Config, path: str, key: str) -> Config:
-    """The configuration with the zoom that slots were trained with, where growth has fixed it.
+    """Returns the configuration with the zoom that growth fixed during training.
 
-    Weights that bring their own configuration have it already; a config file may lack it, and
-    nothing in names and shapes would tell.
+    A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """
     from MaxText.checkpointing import description, layout
     from MaxText.conversion.hugging_face_folder import is_folder
@@ -89,11 +79,7 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
 
 
 def weights_path(config: Config) -> tuple[str, str]:
-    """Where the weights are and the key that says so.
-
-    Raises:
-      UserError: neither load_parameters_path nor a checkpoint of run_name.
-    """
+    """Returns the path of the weights and its key; UserError if none."""
     from MaxText.checkpointing import layout
     from MaxText.storage.paths import path_of
 

@@ -1,10 +1,9 @@
-"""Arrays computed once, cached in a folder and mapped from there.
+"""Disk cache of memory-mapped arrays that grow with the documents of a dataset.
 
     <cache_dir>/<kind>-<digest>/<name>.npy
-    <cache_dir>/<kind>-<digest>/arrays.json   length of each; a folder with this file is complete
+    <cache_dir>/<kind>-<digest>/arrays.json   array lengths; written last, marks completeness
 
-Their size grows with the documents of a dataset. Mapped pages are shared by all processes of a
-machine and reclaimed when memory is short.
+All processes of a machine share mapped pages, and the kernel can reclaim them.
 """
 
 import contextlib
@@ -23,18 +22,15 @@ import numpy as np
 
 from MaxText.errors import UserError
 
-# Fewer items than this (of all arrays together) are computed in less time than files take.
-_MIN_ITEMS = 2**20
+_MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _LENGTHS_NAME = "arrays.json"
-# What nobody opened for so long is deleted when something is added.
 _MAX_AGE_SECONDS = 180 * 86400
 
 
 class Arrays:
-    """Arrays by name, mapped from a folder or in memory. A mapped one is pickled as its path."""
+    """Named arrays, memory-mapped or in memory. Mapped ones are pickled as their path."""
 
     def __init__(self, folder: Path | None, arrays: Mapping[str, np.ndarray] | None = None):
-        """Takes a `folder` of NAME.npy files, or `arrays` in memory."""
         self.folder = folder
         self._arrays = dict(arrays or {})
 
@@ -42,7 +38,7 @@ class Arrays:
         if name not in self._arrays:
             assert self.folder is not None, name
             loaded = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            # A plain array over the map: slicing numpy's memmap class costs several times as much.
+            # A plain ndarray view: slicing np.memmap is several times slower.
             self._arrays[name] = loaded.view(np.ndarray)
         return self._arrays[name]
 
@@ -53,17 +49,11 @@ class Arrays:
 def cached_arrays(
     cache_dir: Path, kind: str, key: str, compute: Callable[[], Iterable[dict[str, np.ndarray]]]
 ) -> Arrays:
-    """Returns the arrays that `compute` yields, from the cache if possible.
+    """Returns the arrays that `compute` yields, from the cache if possible; caches only large ones.
 
-    Small ones are not cached.
-
-    Args:
-      kind: Name and version of their computation, a part of the folder's name.
-      key: Everything that they depend on.
-      compute: Yields them block by block; each block has a part of every array.
-
-    Raises:
-      UserError: `cache_dir` cannot be written.
+    `compute` yields blocks, each with a chunk of every array. `kind` is the name and version of the
+    computation, and `key` is everything that the result depends on. Raises UserError if `cache_dir`
+    cannot be written.
     """
     folder = cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     if (kept := _load(folder)) is not None:
@@ -106,14 +96,14 @@ def _load(folder: Path) -> Arrays | None:
         return None
     except OSError:
         raise
-    except Exception:  # what a damaged header raises is any kind of error
+    except Exception:  # a damaged header can raise anything
         pass
     shutil.rmtree(folder)
     return None
 
 
 def _write(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, int]:
-    """Appends blocks to .npy files with room for the final header; returns the lengths."""
+    """Appends blocks to .npy files, fills in the headers, and returns the lengths."""
     counts: dict[str, int] = {}
     dtypes: dict[str, np.dtype] = {}
     with contextlib.ExitStack() as stack:
@@ -138,7 +128,6 @@ def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
 
 
 def unwritable(cache_dir: Path, error: OSError) -> UserError:
-    """Returns the error for a cache folder that cannot be written."""
     return UserError(
         f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
         "data_cache_dir to a folder on a disk with room."
@@ -146,7 +135,7 @@ def unwritable(cache_dir: Path, error: OSError) -> UserError:
 
 
 def delete_unused(folder: Path) -> None:
-    """Deletes folders of a cache that have not been opened for half a year."""
+    """Deletes cache folders that have not been opened for half a year."""
     oldest = time.time() - _MAX_AGE_SECONDS
     for entry in folder.iterdir():
         with contextlib.suppress(OSError):

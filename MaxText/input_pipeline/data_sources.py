@@ -1,4 +1,4 @@
-"""Datasets of a run, their slicing into sequences, and their order."""
+"""Opens the datasets of a run, slices them into sequences, and orders them."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ from MaxText.storage.transient import is_transient
 _Value = TypeVar("_Value")
 
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
-# Ids of the model to those of the tokenizer; tables are padded by less.
+# Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
 _MOST_UNUSED = 1.25
 
 CHUNKS = SAMPLINGS[0]
@@ -48,29 +48,17 @@ _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A dataset of a run.
-
-    Attributes:
-      location: As dataset_path.
-      key: Configuration key that named it.
-      weight: Share in a mixture, before mixture_temperature.
-      sampling: chunks, or GPT-Neo's documents_random or documents_fixed.
-      stitch: Documents joined for a window by the latter two.
-    """
+    """Configuration of one dataset."""
 
     location: str
-    key: str
-    weight: float = 1.0
-    sampling: str = CHUNKS
-    stitch: int = 1
+    key: str  # configuration key that named it
+    weight: float = 1.0  # share in a mixture, before mixture_temperature
+    sampling: str = CHUNKS  # or GPT-Neo's documents_random, documents_fixed
+    stitch: int = 1  # documents per window with documents_* sampling
 
 
 def train_entries(data: Data) -> list[Entry]:
-    """Returns the datasets to train on.
-
-    Raises:
-      UserError: A weight is not a positive number.
-    """
+    """Returns the datasets to train on. Raises UserError unless weights are positive."""
     if data.dataset_mix:
         parts = map(mix_part, data.dataset_mix)
         return [
@@ -83,7 +71,6 @@ def train_entries(data: Data) -> list[Entry]:
 
 
 def eval_entries(data: Data) -> list[Entry]:
-    """Returns the datasets to evaluate on: grain_eval_files, else the training data's split."""
     if data.grain_eval_files:
         return _weighted(data.grain_eval_files, "grain_eval_files")
     if data.dataset_path:
@@ -119,7 +106,7 @@ def _weighted(text: str, key: str) -> list[Entry]:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedSource:
-    """An opened dataset, and its sequences in order."""
+    """An opened dataset and its sequences in order."""
 
     entry: Entry
     data: TokenData
@@ -127,11 +114,7 @@ class OpenedSource:
 
 
 def prepare_sources(config: Config) -> None:
-    """Prepares the dataset that `prepare_source` describes, if any, and checks all local data.
-
-    Raises:
-      UserError: As `check_sources`, or the text cannot be prepared.
-    """
+    """Prepares the dataset that `prepare_source` describes, if any, and checks all local data."""
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.preparation.preparing import prepare
@@ -146,10 +129,10 @@ def prepare_sources(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Opens the run's local data before devices are initialized, and closes it.
+    """Opens the run's local data before devices are initialized, to fail early.
 
-    Raises:
-      UserError: It is missing or damaged, has no tokenizer, or ids beyond the vocabulary.
+    Raises UserError if data is missing or damaged, or has no tokenizer or ids beyond the
+    vocabulary.
     """
     data, vocab_size = config.data, config.model.shape.vocab_size
     if data.dataset_type == "synthetic":
@@ -160,7 +143,7 @@ def check_sources(config: Config) -> None:
     for entries, split, for_training in opened:
         for entry in entries:
             if is_url(entry.location):
-                continue  # slow, and what fails may be the network
+                continue  # slow, and the network may fail
             try:
                 tokens = open_token_data(
                     entry.location,
@@ -173,7 +156,7 @@ def check_sources(config: Config) -> None:
                 )
             except Exception as error:
                 if is_transient(error, False):
-                    continue  # the loader tries again
+                    continue  # the loader retries
                 raise
             _check_ids(tokens, entry, vocab_size)
 
@@ -204,10 +187,10 @@ def open_sources(
     """Opens datasets.
 
     Args:
-      length: T, tokens of a sequence.
-      num_samples: Sequences of the whole run, None without end.
-      for_training: Shuffled and repeated as `data` says; otherwise in order, once.
-      log: Receives retries after storage errors; None for a single try.
+      length: T, tokens per sequence.
+      num_samples: Sequences of the whole run; None for unbounded.
+      for_training: Shuffle and repeat as `data` says; otherwise in order, once.
+      log: Receives retries after storage errors; None for a single attempt.
 
     Raises:
       UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
@@ -232,7 +215,7 @@ def open_sources(
         )
         _check_ids(tokens, entry, vocab_size)
         if tokens.filler_id >= vocab_size:
-            # The id of padding may lie outside the model's table; it counts nowhere.
+            # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, filler_id=0)
         if data.megatron_order == "gpt_neox":
             return tokens, _in_sample_order(data, entry, tokens, cutting, for_training, num_samples)
@@ -265,9 +248,9 @@ def open_sources(
                 f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
                 "prepare more text."
             )
-        # Data sets of a mixture that are alike must not be visited in the same order.
+        # Identical datasets of a mixture must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
-        # All passes of an order of its own are in that order.
+        # Windows with their own order already contain all epochs.
         ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
         order = WindowOrder(
             len(windows),
@@ -293,9 +276,9 @@ def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windo
 
 
 def _are_sequences(tokens: TokenData, length: int) -> bool:
-    """Returns whether records are training sequences that another program cut for this length.
+    """Returns whether records are training sequences pre-cut for this length by another program.
 
-    Records of another length are documents; otherwise each sequence would be partly empty.
+    Records of other lengths are documents; otherwise each sequence would be partly empty.
     """
     size = tokens.record_length
     return size is not None and size >= length and (size - 1) % length in (0, length - 1)
@@ -341,11 +324,7 @@ def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray 
 
 
 def combine(data: Data, opened: list[OpenedSource]) -> Rows:
-    """Returns the sequences to train on: of the only source, or a mixture.
-
-    Raises:
-      UserError: A mixture with num_epoch.
-    """
+    """Returns the training sequences of the only source, or of a mixture."""
     if len(opened) == 1:
         return opened[0].rows
     if data.num_epoch != -1:
@@ -358,12 +337,10 @@ def combine(data: Data, opened: list[OpenedSource]) -> Rows:
 
 
 def chain(opened: list[OpenedSource]) -> Rows:
-    """Returns the sequences to evaluate on: all sources, one after the other."""
     return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
 
 
 def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
-    """Returns the unnormalized share of each source in the mixture."""
     shares = []
     for source in opened:
         weight = source.entry.weight
@@ -374,7 +351,7 @@ def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
 
 
 def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> str:
-    """Describes the sources: contents, share, and passes over `num_rows` sequences."""
+    """Describes the sources: contents, share, and epochs over `num_rows` sequences."""
     lines = []
     for source in opened:
         lines += [source.data.description, *_padding(data, source)]
@@ -391,7 +368,7 @@ def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> st
 
 
 def _padding(data: Data, source: OpenedSource) -> list[str]:
-    """Returns a line if more than 1 % of the positions are padding."""
+    """Returns a line if more than 1% of the positions are padding."""
     windows = source.rows.windows
     if windows.padding_share <= 0.01:
         return []

@@ -1,4 +1,4 @@
-"""This host's batches in order, of a run and of an evaluation."""
+"""Batch iterators of one host, for training and evaluation."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from MaxText.input_pipeline.sequences.exclusions import Holes
 from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 from MaxText.layers.batch import Batch
 
-# Words of a position -> the configuration keys they come from, for messages.
+# Position field -> the configuration keys it depends on, for messages.
 _KEY_OF = {
     "data_set": "the data (its contents, or the names and sizes of its files)",
     "split": "train_split",
@@ -29,16 +29,10 @@ _KEY_OF = {
 
 
 class BatchIterator(Iterator[Batch]):
-    """This host's training batches in order, from any step.
+    """This host's training batches in order, from any step. Not thread-safe.
 
-    Failed reads are retried, see RetryingReader. Not thread-safe. Nothing is read before the first
-    `next`. Samples are numbered over all steps and hosts; some may be excluded.
-
-    Attributes:
-      has_documents: Batches have positions and segments.
-      skipped: Descriptions of skipped records.
-      identity: What fixes the meaning of a sample; part of every position.
-      opened: The datasets; none for random tokens.
+    Failed reads are retried (see RetryingReader). Nothing is read before the first `next`.
+    `identity` holds the data settings that determine the meaning of sample numbers.
     """
 
     def __init__(
@@ -55,15 +49,7 @@ class BatchIterator(Iterator[Batch]):
         log: RetryLog | None = None,
         show: Callable[[str], None] = print,
     ):
-        """Starts before step 0.
-
-        Args:
-          source: The batches by step.
-          num_workers: Reader processes, 0 for threads of this one.
-          reuse_first: Yield the batch of step 0 at every step.
-          policy: Of failed reads; None for no retries.
-          log: Receives retries; None for one of its own.
-        """
+        """Initializes the iterator before step 0; `reuse_first` yields its batch at every step."""
         self.has_documents = has_documents
         self.description = description
         self.retry_log = log or RetryLog(show)
@@ -89,20 +75,16 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def num_steps(self) -> int | None:
-        """Batches of the whole run, None without end.
-
-        Depends on the position and on exclusions: `seek`, `resume` and `exclude` change it.
-        """
+        """Total batches of the run; None if unbounded. `seek`, `resume` and `exclude` change it."""
         return None if len(self._source) == sys.maxsize else len(self._source)
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Unigram entropy of the training data in nats; None for mixtures or if unknown."""
+        """Unigram entropy of the training data in nats per token; None if unknown or a mixture."""
         return self.opened[0].data.unigram_entropy if len(self.opened) == 1 else None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns the identity of the data, and of the tokenizer if known."""
         tokenizers = {source.data.tokenizer_sha256 for source in self.opened} - {""}
         return {
             "train": "; ".join(source.entry.location for source in self.opened) or "random tokens",
@@ -112,32 +94,27 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Tokenizer of the (first) dataset, None if there is none."""
         return self.opened[0].data.tokenizer_folder if self.opened else None
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """Returns (document, its first token there, tokens) for each sequence of a step."""
+        """Returns (document, first token in it, number of tokens) for each sequence of a step."""
         return self._source.origin(step)
 
     def sample_range(self, step: int) -> tuple[int, int]:
-        """Returns the first sample that a step reads on any host, and the end."""
+        """Returns the range [first, end) of samples that a step reads over all hosts."""
         return self._source.sample_range(step)
 
     def exclude(self, first: int, end: int) -> None:
-        """Excludes samples [first, end) from the next batch on.
+        """Excludes samples [first, end) from the next batch on; batches already read do not change.
 
-        Batches that were read do not change. May be combined with a seek to an earlier position in
-        any order.
-
-        Raises:
-          UserError: Not 0 <= first < end.
+        Commutes with a seek to an earlier position. Raises UserError unless 0 <= first < end.
         """
         holes = Holes([(first, end)])
         self.close()
         self._source.leave_out(holes, self._step)
 
     def exclude_once(self, first: int, end: int) -> bool:
-        """Excludes samples unless all of them are excluded; returns whether anything changed."""
+        """Excludes samples unless all of them already are; returns whether anything changed."""
         known = self._source.left_out
         if known | Holes([(first, end)]) == known:
             return False
@@ -146,10 +123,10 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def position(self) -> dict[str, Any]:
-        """State after the last batch yielded: JSON-able, the same on every host.
+        """JSON-serializable state after the last batch yielded, the same on every host.
 
-        `step` is the next step, `samples` the number in the data of its first sample, `excluded`
-        the [first, end) of all exclusions; the rest identifies the data.
+        `step` is the next step, `samples` the number of its first sample in the data, `excluded`
+        all excluded ranges [first, end); the rest identifies the data.
         """
         return {
             "step": self._step,
@@ -161,9 +138,8 @@ class BatchIterator(Iterator[Batch]):
     def seek(self, step: int, samples: int | None = None) -> None:
         """Makes `step` the next one yielded, in constant time.
 
-        Args:
-          samples: Number in the data of its first sample; None for that of this run's batches from
-            step 0 on, with the current exclusions.
+        `samples` is the number of its first sample in the data; None computes it from this run's
+        batch sizes since step 0 and the current exclusions.
         """
         assert step >= 0, step
         self.close()
@@ -174,12 +150,10 @@ class BatchIterator(Iterator[Batch]):
         self._step = step
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Resumes at a saved position, also with another batch size.
+        """Resumes at a saved position, even with a different batch size.
 
-        Its exclusions are kept, in addition to excluded_samples and `exclude`.
-
-        Raises:
-          UserError: The dataset, its reading or the seed differ. Names each key with both values.
+        Saved exclusions are added to excluded_samples and `exclude`. Raises UserError, naming each
+        key with both values, if the dataset, its processing or the seed differ.
         """
         if differences := self.differences(position):
             raise UserError(
@@ -197,7 +171,7 @@ class BatchIterator(Iterator[Batch]):
         self._show_left_out(saved)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Returns why samples of a position are not those of these data; empty if they are."""
+        """Returns the reasons why a position belongs to different data; empty if it does not."""
         return [
             f"{words} was {position.get(name)!r} and is {self.identity.get(name)!r}"
             for name, words in _KEY_OF.items()
@@ -205,7 +179,6 @@ class BatchIterator(Iterator[Batch]):
         ]
 
     def _show_left_out(self, saved: Holes) -> None:
-        """Reports exclusions from here on, and those that the checkpoint did not have."""
         ahead = self._source.holes.within(self._source.first_sample)
         if not ahead:
             return
@@ -235,16 +208,16 @@ class BatchIterator(Iterator[Batch]):
         return _to_batch(self._reader.read(step))
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes `next` raise StopWaiting as soon as `when` is true, even while it waits."""
+        """Makes `next` raise StopWaiting as soon as `when` returns true, even in a blocked read."""
         self._reader.stopping = when
 
     def close(self) -> None:
-        """Stops the readers; `next` starts them again."""
+        """Stops the readers; `next` restarts them."""
         self._reader.close()
 
 
 class EvalBatches:
-    """One pass over a split, in order, each time it is iterated. `len` is its batches."""
+    """One ordered pass over a split per iteration; `len` is the number of batches."""
 
     def __init__(
         self,
@@ -254,7 +227,6 @@ class EvalBatches:
         policy: RetryPolicy | None = None,
         log: RetryLog | None = None,
     ):
-        """Takes the arguments of BatchIterator."""
         self.has_documents = has_documents
         self.retry_log = log or RetryLog(print)
         self.skipped = _skipped(opened or [])

@@ -1,11 +1,8 @@
-"""Batches for training and evaluation.
+"""Builds the training and evaluation batch iterators.
 
-The batch of step s is a pure function of (datasets, seed, s). The sequences of a run are numbered
-over all steps and hosts, and host h takes its part of each step, so hosts joined in order give the
-same global batch bit for bit, and resuming at any step needs no replay. Excluded samples move later
-ones up.
-
-Legend: T tokens of a window.
+The batch of a step is a pure function of (datasets, seed, step). Samples are numbered over all
+steps and hosts, and each host reads its share of a step, so concatenating the hosts in order gives
+the same global batch bit for bit, and resuming at any step needs no replay.
 """
 
 import sys
@@ -24,8 +21,7 @@ from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
 from MaxText.input_pipeline.sequences.synthetic import EVAL_STREAM, SyntheticRows
 from MaxText.input_pipeline.sequences.windows import PackedWindows
 
-# Batches of an evaluation on random tokens, which never end.
-_SYNTHETIC_EVAL_STEPS = 10
+_SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
 
 def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> None:
@@ -77,7 +73,7 @@ def _open(
         preparation,
         entries,
         split,
-        # CLS takes one place of each row.
+        # CLS takes one position of each sequence.
         length=window - with_cls,
         vocab_size=vocab_size,
         num_samples=num_samples,
@@ -86,7 +82,8 @@ def _open(
         log=log,
     )
     if masking.mlm_training:
-        # From both sides, filling would be seen. Of rows cut from one stream only the last has any.
+        # Bidirectional attention would see padding, so segments are needed to mask it. Of
+        # packed windows only the last has padding.
         for source in opened:
             windows = source.rows.windows
             whole = data.attend_across_documents and isinstance(windows, PackedWindows)
@@ -95,7 +92,7 @@ def _open(
 
 
 def _unchecked_ids(opened: list[data_sources.OpenedSource], vocab_size: int) -> int | None:
-    """Returns the largest id to look for in batches; None if opening the data checked all."""
+    """Returns the largest id to check batches for; None if opening the data checked all ids."""
     known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
     return None if known else vocab_size - 1
 
@@ -112,17 +109,11 @@ def train_loader(
     num_steps: int | None = None,
     show: Callable[[str], None] = print,
 ) -> BatchIterator:
-    """Returns this host's training batches, from step 0 on.
+    """Returns this host's training batches, starting at step 0.
 
-    Args:
-      plan: Samples and length of each step's batch, over all hosts (accumulation included).
-      process_index, process_count: This host among all.
-      num_steps: Steps of the run, on which GPT-NeoX's order depends; None without end.
-
-    Returns:
-      An iterator over host-local Batch of NumPy arrays [sequences of the step / process_count, T].
-        With
-      `num_epoch` it ends after that many passes, the last batch padded with sequences of weight 0.
+    Yields host-local Batches of NumPy arrays [sequences of the step / process_count, T]. With
+    `num_epoch` the iterator ends after that many passes, and the last batch is padded with
+    sequences of weight 0. `num_steps` of the run affects GPT-NeoX's order; None is unbounded.
 
     Raises:
       UserError: A dataset is missing, damaged, too short for one window, or does not fit
@@ -214,18 +205,11 @@ def eval_loader(
     process_count: int = 1,
     show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """Returns this host's evaluation batches, in order, once.
+    """Returns this host's evaluation batches, which can be iterated repeatedly.
 
-    Args:
-      eval_steps: Maximum number of batches; -1 for the whole split.
-      global_batch_size: Sequences of a batch over all hosts.
-      process_index, process_count: This host among all.
-
-    Returns:
-      Batches that can be iterated repeatedly, the last one padded with sequences of weight 0.
-
-    Raises:
-      UserError: As train_loader; also an unknown or empty split, or eval_steps=0.
+    The last batch is padded with sequences of weight 0. `eval_steps` is the maximum number of
+    batches; -1 is the whole split. Raises UserError as train_loader does, and for an unknown or
+    empty split, or eval_steps=0.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
     plan = BatchPlan.constant(global_batch_size, max_target_length)

@@ -1,9 +1,7 @@
-"""Local copies of small remote files that are read whole or mapped.
+"""Local copies of small remote files: tokenizers, manifests and document offsets.
 
-    <cache_dir>/copies/<digest>/...
-
-Tokenizers, manifests and document offsets; token files are read in place. The digest is of the
-source and its tags, so that a changed file is copied again.
+They are stored in `<cache_dir>/copies/<digest>/`, where the digest covers the source and its
+version tags, so a changed file is copied again. Token files are read in place.
 """
 
 import hashlib
@@ -33,17 +31,14 @@ def copied_folder(url: str, cache_dir: Path) -> Path | None:
 
 
 def copies_folder(cache_dir: Path, *identity: str) -> Path:
-    """Returns the folder for copies with this identity."""
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
     return cache_dir / "copies" / digest
 
 
 def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
-    """Copies remote files into a folder, except those that exist.
+    """Copies remote files that are missing from a local folder.
 
-    Raises:
-      UnreadableFile: One cannot be read.
-      UserError: The folder cannot be written.
+    Raises UnreadableFile for the source and UserError for the target folder.
     """
     missing = [file for file in files if not (folder / _name(file)).exists()]
     if not missing:
@@ -63,13 +58,13 @@ def _name(file: FileInfo) -> str:
 
 
 def _copy(file: FileInfo, to: Path) -> None:
-    # Under another name first: a copy that stops early must not count, nor two processes meet.
+    # Copied under a unique name, then renamed: safe against interruption and concurrent copies.
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
         system, name = file_access.file_system(file.path)
         try:
             system.get_file(name, str(temporary))
-        except Exception as error:  # libraries behind URLs have errors of their own
+        except Exception as error:  # fsspec backends raise their own errors
             if isinstance(error, UserError):
                 raise
             problem = f"{file.path} cannot be read ({file_access.reason(error)})"

@@ -1,7 +1,7 @@
-"""Prefetch of batches, by a thread of this process or by Grain's reader processes.
+"""Prefetches batches in a thread or in Grain worker processes.
 
-The thread that waits for them is our own daemon: Grain's iterators wait without limit, and its
-thread pool blocks the exit of the process while a read hangs.
+The thread that waits for batches is a daemon of this module: Grain's iterators have no timeout,
+and its thread pool blocks process exit while a read hangs.
 """
 
 import contextlib
@@ -22,14 +22,12 @@ from absl import flags
 
 from MaxText.errors import StopWaiting, UserError
 
-# An element is a whole batch: few are kept ready.
+# Prefetched elements are whole batches, so a few suffice.
 BATCHES_READY = 4
-# Of each reader process, on their way to this one.
+# Buffered in each worker process.
 _BATCHES_SENT = 2
-# How long closing waits for a read that is under way; one that hangs is left behind.
-_SECONDS_TO_CLOSE = 2.0
-# Of one who waits, whether that should end.
-_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_TO_CLOSE = 2.0  # close() waits this long for a read in progress, then abandons it
+_SECONDS_BETWEEN_LOOKS = 0.1  # polling interval of `stopping`
 
 _Value = TypeVar("_Value")
 
@@ -39,7 +37,7 @@ def never() -> bool:
 
 
 class StepDataset(Protocol):
-    """Batches by step; pickled to reader processes."""
+    """Random access to batches by step; pickled to worker processes."""
 
     def __len__(self) -> int: ...
 
@@ -47,24 +45,22 @@ class StepDataset(Protocol):
 
 
 class ReadTimeout(TimeoutError):
-    """No batch came in time."""
+    pass
 
 
 class WorkerDiedError(OSError):
-    """A reader process died."""
+    pass
 
 
 class _Failure:
-    """A batch that could not be read."""
-
     def __init__(self, error: BaseException):
         self.error = error
 
 
 class _StepsFrom:
-    """A source whose element 0 is step `first`, so that readers start anywhere at no cost.
+    """View of a source whose element 0 is step `first`, so that readers start anywhere at no cost.
 
-    Errors are elements, so that they arrive intact from another process.
+    Errors are returned as elements, so that they arrive intact from another process.
     """
 
     def __init__(self, source: StepDataset, first: int):
@@ -82,7 +78,7 @@ class _StepsFrom:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Returns the error, or its text, with the traceback of a bug in a note."""
+    """Returns the error (or its text, if unpicklable), with the traceback of a bug as a note."""
     if not isinstance(error, (UserError, OSError)):
         error.add_note(f"In the reader:\n{traceback.format_exc()}")
     try:
@@ -93,18 +89,17 @@ def _picklable(error: Exception) -> Exception:
 
 
 class Prefetcher:
-    """The batches of a source from a step on, prefetched."""
+    """Prefetched batches of a source, starting at step `first`."""
 
     def __init__(self, source: StepDataset, first: int, num_processes: int):
-        """Starts reading with `num_processes` reader processes, or threads if 0."""
         self._stopped = threading.Event()
-        # Queues without Python code of their own: a batch costs microseconds to hand over.
+        # SimpleQueue is implemented in C: handing over a batch takes microseconds.
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(BATCHES_READY):
             self._wanted.put(None)
         self._batches = _grain_iterator(source, first, num_processes)
-        # The thread holds no reference to this object: without its user it ends.
+        # The thread holds no reference to this object, so it ends when the object is collected.
         copies = num_processes > 0
         work = functools.partial(
             _produce, self._batches, self._ready, self._wanted, self._stopped, copies
@@ -113,17 +108,10 @@ class Prefetcher:
         weakref.finalize(self, _stop, self._stopped, self._wanted)
 
     def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
-        """Returns the next batch; there must be one.
+        """Returns the next batch, which must exist, within `timeout` seconds (None: no limit).
 
-        Args:
-          timeout: Seconds to wait, None for indefinitely.
-          stopping: Ends the wait when it becomes true.
-
-        Raises:
-          ReadTimeout: It did not come in time.
-          StopWaiting: `stopping` became true.
-          WorkerDiedError: A reader process died.
-          Exception: Any error of reading it.
+        Raises ReadTimeout, StopWaiting if `stopping` returns true, WorkerDiedError, or any error
+        from reading the batch.
         """
         result = _get(self._ready, timeout, stopping, "no batch came")
         self._wanted.put(None)
@@ -132,10 +120,10 @@ class Prefetcher:
         return result
 
     def close(self) -> None:
-        """Stops reading; a read that hangs is abandoned."""
+        """Stops reading, abandoning a read that hangs."""
         _stop(self._stopped, self._wanted)
         self._thread.join(_SECONDS_TO_CLOSE)
-        # Waits for its processes, one that hangs included, before it ends them.
+        # Grain's close() joins its processes, even one that hangs, before it terminates them.
         _start(functools.partial(_end, self._batches)).join(_SECONDS_TO_CLOSE)
 
 
@@ -144,8 +132,7 @@ def _grain_iterator(source: StepDataset, first: int, num_processes: int) -> Any:
         grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     )
     if num_processes:
-        # Grain reads absl flags in the processes it starts; programs without absl's main never
-        # parse any, so their defaults are declared final here.
+        # Grain's worker processes read absl flags, which programs without absl's main never parse.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
         dataset = dataset.mp_prefetch(
@@ -163,7 +150,6 @@ def _produce(
     stopped: threading.Event,
     copies: bool,
 ) -> None:
-    """Puts batches into `ready` until the end or a failure, after which the reader is restarted."""
     result: Any = None
     while not isinstance(result, _Failure):
         wanted.get()
@@ -173,7 +159,7 @@ def _produce(
             result = next(batches)
             result = result.get("failure", result)
             if copies and isinstance(result, dict):
-                # Out of the memory shared with a reader process, which is free for the next one.
+                # Copy out of shared memory, which the worker then reuses for the next batch.
                 result = {name: np.array(value) for name, value in result.items()}
         except StopIteration:
             return
@@ -190,8 +176,7 @@ def _stop(stopped: threading.Event, wanted: "queue.SimpleQueue[None]") -> None:
 
 
 def _end(batches: Any) -> None:
-    # Of a process that hangs, a thread still waits in the iterator: it is taken apart under both,
-    # and what they then raise says nothing.
+    # If a worker hangs, a thread is still blocked in the iterator, and errors are meaningless.
     with contextlib.suppress(Exception):
         batches.close()
 
@@ -224,9 +209,7 @@ def call_with_timeout(
 ) -> _Value:
     """Calls a function, abandoning it if it hangs.
 
-    Raises:
-      ReadTimeout: It did not return in time.
-      StopWaiting: `stopping` became true.
+    Raises ReadTimeout, or StopWaiting if `stopping` returns true.
     """
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Retries of failed reads, when data is opened and for batches."""
+"""Retries of failed reads, both while opening data and while reading batches."""
 
 import dataclasses
 import time
@@ -33,7 +33,7 @@ _MAX_WAIT_SECONDS = 60.0
 
 
 class RetryLog:
-    """Messages about retries."""
+    """Prints and collects messages about retries."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show = show
@@ -51,17 +51,11 @@ class RetryLog:
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """Limits of retries.
-
-    Attributes:
-      retries: Maximum number.
-      seconds: Wait before the first; doubled for each later one.
-      timeout: Seconds without a batch that count as a failure; 0 waits indefinitely.
-    """
+    """Retry limits."""
 
     retries: int = 0
-    seconds: float = 0.0
-    timeout: float = 0.0
+    seconds: float = 0.0  # delay before the first retry; doubles each time
+    timeout: float = 0.0  # seconds without a batch that count as a failure; 0 is unlimited
 
     @classmethod
     def of(cls, data: Data) -> "RetryPolicy":
@@ -77,21 +71,14 @@ class RetryPolicy:
         log: RetryLog,
         stopping: Callable[[], bool] = never,
     ) -> _Value:
-        """Returns the result of the first call of `attempt` that succeeds.
+        """Returns the result of the first successful call of `attempt`.
 
-        Args:
-          what: Begins messages: "DATA could not be opened".
-          attempt: Takes the number of the try, from 1.
-          is_worth_it: Whether a failure may be transient; others are raised at once.
-          hint: Remedy for the last failure.
-          stopping: Ends a wait when it becomes true.
-
-        Raises:
-          UserError: All tries failed.
-          StopWaiting: `stopping` became true.
+        `attempt` takes the attempt number, from 1. Errors for which `is_worth_it` is false are
+        raised at once. Raises UserError, starting with `what` and ending with `hint`, after the
+        last attempt, and StopWaiting if `stopping` returned true.
         """
         began = time.monotonic()
-        try:  # nothing else costs time while all is well
+        try:  # fast path, without tenacity's overhead
             return attempt(1)
         except Exception as error:
             if not is_worth_it(error):
@@ -151,11 +138,7 @@ def _sentence(problem: BaseException) -> str:
 def open_with_retries(
     location: str, open_once: Callable[[], _Value], policy: RetryPolicy, log: RetryLog
 ) -> _Value:
-    """Opens data, retrying as often as failed reads are retried in mid-run.
-
-    Raises:
-      UserError: Storage failed at every try.
-    """
+    """Opens data with the same retries as reads during the run."""
     remote = is_url(location) or location.startswith("@")
     return policy.call(
         f"{location} could not be opened",
@@ -167,10 +150,10 @@ def open_with_retries(
 
 
 class RetryingReader:
-    """The batches of a source in order, prefetched, from any step.
+    """Prefetched batches of a source in order, from any step, with retries.
 
     After a failed read the reader is abandoned, its files are reopened and checked, and reading
-    restarts at exactly the step that failed. Not thread-safe.
+    resumes at exactly the step that failed. Not thread-safe.
     """
 
     def __init__(
@@ -183,13 +166,6 @@ class RetryingReader:
         policy: RetryPolicy,
         num_processes: int = 0,
     ):
-        """Reads nothing.
-
-        Args:
-          opened: The datasets behind the source, none for random tokens.
-          what: Name of the data in messages.
-          num_processes: Reader processes, 0 for a thread of this one.
-        """
         self.source = source
         self.stopping: Callable[[], bool] = never
         self._opened = opened
@@ -201,7 +177,7 @@ class RetryingReader:
         self._newest: tuple[int, dict[str, Any]] | None = None
 
     def close(self) -> None:
-        """Stops reading; the next `read` may be of any step."""
+        """Stops reading; the next `read` may request any step."""
         self._newest = None
         self._stop()
 
@@ -211,11 +187,9 @@ class RetryingReader:
             self._prefetcher = None
 
     def read(self, step: int) -> dict[str, Any]:
-        """Returns the arrays of a step: the one after the last call's, or any after `close`.
+        """Returns the arrays of the step after the last one read, or of any step after `close`.
 
-        Raises:
-          UserError: It cannot be read after all retries, or the data do not fit the model.
-          StopWaiting: `stopping` became true.
+        Raises UserError after all retries or if the data does not fit the model, or StopWaiting.
         """
         interruptible_sleep(0.0, self.stopping)
         failed_path: str | None = None
@@ -226,7 +200,7 @@ class RetryingReader:
                 if number > 1:
                     try:
                         self._look_again(failed_path)
-                    except UserError as error:  # of files that may be put back
+                    except UserError as error:  # the files may be put back
                         raise UnreadableFile(str(error), failed_path or "") from error
                 if self._prefetcher is None:
                     self._prefetcher = Prefetcher(self.source, step, self._num_processes)
@@ -256,16 +230,14 @@ class RetryingReader:
         elif isinstance(problem, OSError):
             hint = f"Look at the storage of {where}."
         else:
-            hint = ""  # the message has one
+            hint = ""  # the message has a hint
         return f"{hint} The same command then goes on from the last checkpoint.".lstrip()
 
     def _look_again(self, path: str | None) -> None:
-        """Closes all files, checks the one that failed, and verifies that the data are the same.
+        """Reopens all files, checks the one that failed, and verifies that the data is unchanged.
 
-        Raises:
-          UnreadableFile: It is still gone, or was truncated.
-          UserError: It has other data.
-          ReadTimeout: The check hangs.
+        Raises UnreadableFile if it is still missing or truncated, UserError if its contents
+        changed, and ReadTimeout if the check hangs.
         """
         newest = self._newest
 
@@ -281,14 +253,14 @@ class RetryingReader:
         call_with_timeout(look, self._policy.timeout or None, self.stopping)
 
     def _compare(self, step: int, arrays: dict[str, Any]) -> None:
-        """Verifies that the last batch, read again, is the same, which sizes cannot prove."""
+        """Rereads the last batch and verifies that it is unchanged; file sizes cannot prove it."""
         try:
             again = self.source[step]
             if all(np.array_equal(again[name], arrays[name]) for name in arrays):
                 return
         except UnreadableFile:
             raise
-        except UserError:  # ids that the model lacks
+        except UserError:  # ids beyond vocab_size
             pass
         raise UserError(
             f"The files hold other data than before: step {step}, read again, is another batch. "

@@ -1,4 +1,4 @@
-"""Batches of a configuration: of a run, and of each dataset that is scored."""
+"""Builds the batches of a training run, and of each dataset to score."""
 
 import sys
 from collections.abc import Callable
@@ -28,12 +28,9 @@ def open_batches(
     stopping: Callable[[], bool] = never,
     show: Callable[[str], None] = print,
 ) -> tuple[BatchIterator, EvalBatches | None]:
-    """Returns this process's batches for training, and for evaluation if the run has any.
+    """Returns this process's training batches, and evaluation batches if enabled.
 
-    Args:
-      eval_rows: Sequences of an evaluation batch, over all processes.
-      part, parts: Index and number of the parts of each batch.
-      stopping: See BatchIterator.stop_waiting.
+    It reads shard `part` of `parts` of each batch. `eval_rows` is the global evaluation batch size.
     """
     reading = {
         "masking": config.masking,
@@ -62,7 +59,7 @@ def open_batches(
 
 
 def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenedSource]:
-    """Opens every dataset that evaluation reads; none for random tokens."""
+    """Opens every evaluation dataset; returns an empty list for random tokens."""
     if config.data.dataset_type == "synthetic":
         return []
     return data_sources.open_sources(
@@ -90,21 +87,14 @@ def open_source_batches(
 ) -> EvalBatches:
     """Returns this process's batches of one dataset, to evaluate it alone.
 
-    Args:
-      source: One of `open_eval_sources`; None for random tokens.
-      rows: Sequences of a batch, over all processes.
-      stride: Targets between the starts of windows, each counted once; -1 for adjacent windows,
-        packed as in the evaluations of a run.
-      part, parts: Index and number of the parts of each batch.
-
-    Raises:
-      UserError: As eval_loader. With a stride also records with labels, and documents without
-        targets.
+    `stride` is the number of targets between the starts of windows, each counted once; -1 for
+    adjacent windows, packed as in evaluation during training. With a stride, raises UserError for
+    records with labels and for documents without targets.
     """
     if source is not None and stride != -1:
         return _sliding(config, source, stride, rows, part, parts, show)
     data, shape = config.data, config.model.shape
-    if source is not None:  # of several
+    if source is not None:
         entry = source.entry
         named: Any = entry.location
         if entry.key == "dataset_mix":

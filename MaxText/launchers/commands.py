@@ -1,4 +1,4 @@
-"""Runs the commands of other programs, or shows what would be run."""
+"""Runs external commands, or prints them in a dry run."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from MaxText.errors import UserError
 
 Show = Callable[[str], None]
 
-# What a cloud says when there is nothing free just now. A quota that is used up does not pass.
+# Cloud errors for a temporary lack of capacity. An exhausted quota is not temporary.
 _NO_CAPACITY = re.compile(
     r"no more capacity|insufficient capacity|not enough (resources|capacity)|stockout|out of "
     r"capacity|RESOURCE_EXHAUSTED|ZONE_RESOURCE_POOL_EXHAUSTED|currently unavailable|"
@@ -22,32 +22,24 @@ _QUOTA = re.compile(r"quota", re.IGNORECASE)
 
 
 class Retry(NamedTuple):
-    """How long to wait for machines: `tries` in all, `seconds` apart."""
+    """Retries for lack of capacity: `tries` in total, `seconds` apart."""
 
     tries: int
     seconds: float
 
 
 class Commands:
-    """Runs commands one after the other; with `dry_run` only prints them, exactly."""
+    """Runs commands one at a time; with `dry_run` only prints them."""
 
     def __init__(self, show: Show, *, dry_run: bool):
-        """
-        Args:
-          show: takes lines for the terminal.
-          dry_run: whether nothing is run.
-        """
         self._show = show
         self.dry_run = dry_run
 
     def run(self, command: Sequence[str], *, retry: Retry | None = None) -> None:
-        """Runs a command, its output on the terminal.
+        """Runs a command with its output on the terminal.
 
-        Args:
-          retry: for a command that asks for machines: again while there are none free.
-
-        Raises:
-          UserError: it is not installed, or fails; says how.
+        With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises
+        UserError if it fails.
         """
         self._show(f"+ {shlex.join(command)}")
         if self.dry_run:
@@ -65,14 +57,7 @@ class Commands:
             time.sleep(retry.seconds)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
-        """What a command prints, without space around it.
-
-        Args:
-          in_dry_run: taken for it in a dry run.
-
-        Raises:
-          UserError: as `run`.
-        """
+        """Returns the stripped output of a command; `in_dry_run` stands in for it in a dry run."""
         self._show(f"+ {shlex.join(command)}")
         if self.dry_run:
             return in_dry_run

@@ -1,4 +1,4 @@
-"""The processes of one run on this machine: started together, ended together."""
+"""Starts and stops the processes of one run on this machine together."""
 
 import contextlib
 import os
@@ -17,22 +17,17 @@ from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 Show = Callable[[str], None]
 
 _POLL_SECONDS = 0.1
-# What the threads that copy output may take after their process has ended: a child of it may have
-# inherited the pipe.
+# Time limit for copying output after a process has exited: a child may have inherited the pipe.
 _DRAIN_SECONDS = 5.0
 
 
 def environment_of(
     base: Mapping[str, str], number: int, process: int, port: int, devices: int | None
 ) -> dict[str, str]:
-    """The environment of one of `number` processes.
+    """Returns the environment of one of `number` processes.
 
-    Args:
-      base: this program's.
-      process: from 0.
-      port: of the coordinator, on this machine.
-      devices: of each process: so many CPU devices, or so many GPUs of this machine, not shared;
-        None for what jax takes by itself.
+    With `devices`, each process gets that many CPU devices, or that many GPUs of its own. None
+    leaves jax's default. `port` is the coordinator's.
     """
     environment = dict(base)
     if number > 1:
@@ -54,14 +49,14 @@ def environment_of(
 
 
 def free_port() -> int:
-    """A TCP port of this machine on which nothing listens just now."""
+    """Returns a TCP port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class LocalProcesses:
-    """Processes of one command; their output goes, line by line, to the terminal and to files."""
+    """Processes of one command, with output on the terminal and in files."""
 
     def __init__(
         self,
@@ -72,15 +67,10 @@ class LocalProcesses:
         grace_seconds: float,
         out: IO[str] | None = None,
     ):
-        """Starts them.
+        """Starts one process per environment, appending to logs/<process>.log.
 
-        Args:
-          command: of each.
-          environments: one for each process.
-          logs: folder; <process>.log in it is appended to.
-          grace_seconds: that the others have to end by themselves after one has failed, and again
-            after they were asked to.
-          out: the terminal.
+        After a failure the other processes have `grace_seconds` to exit by themselves, and again
+        after SIGTERM.
         """
         self._grace = grace_seconds
         self._out = sys.stdout if out is None else out
@@ -105,7 +95,7 @@ class LocalProcesses:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A group of its own: Ctrl-C reaches it through us, exactly once.
+            # In its own process group, Ctrl-C reaches it exactly once, through us.
             process_group=0,
         )
         self._processes.append(process)
@@ -118,7 +108,7 @@ class LocalProcesses:
         assert process.stdout is not None
         with process.stdout, log.open("ab") as file:
             for line in process.stdout:
-                with contextlib.suppress(OSError):  # a full disk is no reason to stop a run
+                with contextlib.suppress(OSError):  # a full disk must not stop a run
                     file.write(line)
                     file.flush()
                 with self._printing, contextlib.suppress(OSError, ValueError):
@@ -126,10 +116,9 @@ class LocalProcesses:
                     self._out.flush()
 
     def wait(self) -> list[int | None]:
-        """Waits until all have ended; ends the others after one has failed.
+        """Waits for all processes; stops the others after one has failed.
 
-        Returns:
-          Exit codes, negative for signals; None for those that had to be ended.
+        Returns exit codes: negative for signals, None for processes that had to be stopped.
         """
         processes = self._processes
         failed_at: float | None = None
@@ -156,14 +145,14 @@ class LocalProcesses:
         ]
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Kills all processes immediately."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
         self._drain()
 
     def send(self, number: int) -> None:
-        """Sends a signal to every process that has not ended, and to what it has started."""
+        """Sends a signal to the process group of every running process."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

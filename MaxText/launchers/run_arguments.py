@@ -1,4 +1,4 @@
-"""The arguments of train.py for processes that must all mean the same run."""
+"""Arguments of train.py for processes that share one run."""
 
 import sys
 from collections.abc import Sequence
@@ -11,13 +11,7 @@ from MaxText.config.loading import load
 
 
 class RunArguments(NamedTuple):
-    """Arguments of train.py with a run_name that does not depend on when each process starts.
-
-    Attributes:
-      arguments: what follows the program's name.
-      run_name: of the run.
-      folder: of the run.
-    """
+    """Arguments of train.py with a fixed run_name, the same for every process."""
 
     arguments: list[str]
     run_name: str
@@ -25,16 +19,12 @@ class RunArguments(NamedTuple):
 
 
 def for_one_run(arguments: Sequence[str]) -> RunArguments:
-    """Checks the configuration; adds the run's name where it was made from the time.
-
-    Raises:
-      UserError: as train.py would.
-    """
+    """Checks the configuration like train.py, and fixes a time-based run_name."""
     loaded = load(list(arguments), "train.py")
     run = loaded.config.run
     folder = f"{run.base_output_directory}/{run.run_name}"
     given = list(arguments)
-    # A name made of a given path is the same every time.
+    # A run_name derived from a given path is the same every time.
     origin = loaded.origins["run_name"]
     if origin.layer is Layer.DERIVED and "time of start" in origin.note:
         given.append(f"run_name={run.run_name}")
@@ -42,5 +32,5 @@ def for_one_run(arguments: Sequence[str]) -> RunArguments:
 
 
 def program(name: str = "train.py") -> list[str]:
-    """The command that starts a program of this package with this Python."""
+    """Returns the command line prefix for a program of this package."""
     return [sys.executable, str(Path(REPOSITORY) / "MaxText" / name)]

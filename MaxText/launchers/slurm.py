@@ -1,4 +1,4 @@
-"""A run as a job of SLURM: the batch script, sbatch, squeue, scancel."""
+"""Submits a run as a SLURM job."""
 
 import re
 import shlex
@@ -12,38 +12,23 @@ from MaxText.launchers.commands import Commands
 from MaxText.launchers.run_arguments import program
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
-# What processes have to save in, before the time of the job is over.
-_SECONDS_BEFORE_END = 180
+_SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
 
 
 class SlurmJob(NamedTuple):
-    """What is asked of SLURM.
-
-    Attributes:
-      name: of the job.
-      nodes: machines.
-      processes_per_node: 1 takes all devices of a node; as many as GPUs gives one to each.
-      gpus_per_node: 0 for none.
-      options: further lines for #SBATCH, such as "--partition=long".
-      max_restarts: of the whole job, by requeueing.
-      logs: folder for script and output, shared by the nodes.
-    """
+    """Resources and options of a SLURM job."""
 
     name: str
     nodes: int
-    processes_per_node: int
-    gpus_per_node: int
-    options: Sequence[str]
-    max_restarts: int
-    logs: Path
+    processes_per_node: int  # 1 takes all devices of a node; the GPU count gives one GPU to each
+    gpus_per_node: int  # 0 for none
+    options: Sequence[str]  # further #SBATCH lines, such as "--partition=long"
+    max_restarts: int  # of the whole job, by requeueing
+    logs: Path  # for script and output, shared by the nodes
 
 
 def script(job: SlurmJob, arguments: Sequence[str]) -> str:
-    """The batch script: one srun of all processes; the job is requeued after codes 75 and 76.
-
-    Args:
-      arguments: of train.py.
-    """
+    """Returns the batch script, which requeues itself on restartable codes."""
     logs = shlex.quote(str(job.logs))
     lines = [
         f"--job-name={job.name}",
@@ -51,7 +36,7 @@ def script(job: SlurmJob, arguments: Sequence[str]) -> str:
         f"--ntasks-per-node={job.processes_per_node}",
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
         "--exclusive",
-        # To the processes, not to this script: they save and end with 75.
+        # Signals the processes, not this script: they save and exit with 75.
         f"--signal=TERM@{_SECONDS_BEFORE_END}",
         "--requeue",
         "--open-mode=append",
@@ -66,7 +51,7 @@ def script(job: SlurmJob, arguments: Sequence[str]) -> str:
             *(f"#SBATCH {line}" for line in lines),
             "",
             *([f"export {NUM_DEVICES_VARIABLE}={devices}"] if devices else []),
-            # After one has ended the others end by themselves, and say what they waited for.
+            # After one exits, the others exit by themselves and report what they waited for.
             f"srun --kill-on-bad-exit=0 --wait=300 --output={logs}/%j-%t.log --open-mode=append \\",
             f"  {shlex.join([*program(), *arguments])}",
             "code=$?",
@@ -83,14 +68,7 @@ def script(job: SlurmJob, arguments: Sequence[str]) -> str:
 
 
 def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) -> str:
-    """Writes the script and hands it to sbatch.
-
-    Returns:
-      The number of the job; empty in a dry run.
-
-    Raises:
-      UserError: the script cannot be written, or sbatch fails.
-    """
+    """Submits the batch script; returns the job id, empty in a dry run."""
     text = script(job, arguments)
     path = job.logs / f"{job.name}.sh"
     if commands.dry_run:

@@ -1,4 +1,4 @@
-"""Starts the processes of a run again after failures that another start may mend."""
+"""Restarts the processes of a run after failures that a restart may fix."""
 
 import contextlib
 import os
@@ -24,44 +24,29 @@ _POLL_SECONDS = 0.1
 
 
 class Policy(NamedTuple):
-    """When to start again.
+    """Restart policy. The backoff doubles with each restart, up to 60 s."""
 
-    Attributes:
-      max_restarts: in a row without a new checkpoint; 0 never starts again.
-      backoff_seconds: before the first of them; each further one waits twice as long, at most 60 s.
-      grace_seconds: see LocalProcesses.
-    """
-
-    max_restarts: int = 0
+    max_restarts: int = 0  # in a row without a new checkpoint
     backoff_seconds: float = 1.0
-    grace_seconds: float = 60.0
+    grace_seconds: float = 60.0  # see LocalProcesses
 
 
 class Job(NamedTuple):
-    """What is run.
-
-    Attributes:
-      command: of every process.
-      number: of processes.
-      devices: of each; see environment_of.
-      logs: folder for their output.
-      run_folder: of the run, by whose checkpoints progress is seen; None if it has none.
-    """
+    """Processes to run. Checkpoints in `run_folder`, if any, count as progress."""
 
     command: Sequence[str]
-    number: int
-    devices: int | None
+    number: int  # of processes
+    devices: int | None  # per process; see environment_of
     logs: Path
     run_folder: str | None
 
 
 def outcome(codes: Sequence[int | None]) -> int:
-    """One exit code for all processes; negative for a signal.
+    """Combines the exit codes of all processes into one; negative for a signal.
 
-    A mistake that another start cannot mend comes first, whatever it made of the others: 2, then 1,
-    then any other code of an error; then signals, then 76, SIGABRT, 75 and 0. SIGABRT comes after
-    76 because jax aborts a process whose coordinator ended before it. Processes that had to be
-    ended (None) say nothing.
+    Errors that a restart cannot fix take precedence: 2, then 1, then other error codes; then
+    signals, 76, SIGABRT, 75 and 0. SIGABRT ranks below 76 because jax aborts processes whose
+    coordinator exited first. Processes that had to be stopped (None) are ignored.
     """
     own = [code for code in codes if code is not None]
 
@@ -79,28 +64,26 @@ def outcome(codes: Sequence[int | None]) -> int:
 
 
 def is_worth_a_restart(code: int) -> bool:
-    """Whether the same command may succeed: after 75, 76 and signals."""
+    """Returns whether the same command may succeed: after 75, 76 and signals."""
     return code < 0 or code in exit_codes.WORTH_A_RESTART
 
 
 def newest_checkpoint(run_folder: str | None) -> int:
-    """The newest step that has a complete checkpoint, -1 without any or if it cannot be seen."""
+    """Returns the newest complete step; -1 if none or storage fails."""
     if run_folder is None:
         return -1
     steps: list[int] = []
-    with contextlib.suppress(Exception):  # the storage does not answer
+    with contextlib.suppress(Exception):  # storage is unavailable
         folder = path_of(str(run_folder), "base_output_directory")
         steps = layout.complete_steps(folder / layout.CHECKPOINTS)
     return max(steps, default=-1)
 
 
 def run(job: Job, policy: Policy, show: Show) -> int:
-    """Runs all processes to their end, again where the policy says so.
+    """Runs all processes to completion, restarting them by `policy`.
 
-    SIGTERM and SIGINT are passed on, and then nothing is started again.
-
-    Returns:
-      The exit code of the last attempt, 128 + n for signal n.
+    SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
+    last attempt's exit code, or 128 + n for signal n.
     """
     restarts = 0
     with _asked_to_stop() as asked:
@@ -132,7 +115,7 @@ def run(job: Job, policy: Policy, show: Show) -> int:
 
 
 def _attempt(job: Job, policy: Policy, asked: "_Asked") -> int:
-    port = free_port()  # the last one may be in its time of waiting
+    port = free_port()  # the last port may still be in TIME_WAIT
     processes = LocalProcesses(
         job.command,
         [
@@ -151,15 +134,15 @@ def _attempt(job: Job, policy: Policy, asked: "_Asked") -> int:
 
 
 class _Asked:
-    """SIGTERM and SIGINT to this program, passed on to the processes of the attempt."""
+    """Forwards termination signals to the processes of the current attempt."""
 
     def __init__(self):
-        self.number = 0  # of the signal; 0 before any
+        self.number = 0  # signal number; 0 before any signal
         self._processes: LocalProcesses | None = None
 
     def pass_on_to(self, processes: LocalProcesses) -> None:
         self._processes = processes
-        if self.number:  # it came while they were being started
+        if self.number:  # the signal came while they were being started
             processes.send(self.number)
 
     def take(self, number: int, _frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Cloud TPU VMs by gcloud: made, filled, set up, started on all hosts at once, looked at, ended."""
+"""Manages Cloud TPU VMs through gcloud."""
 
 import shlex
 import subprocess
@@ -15,8 +15,7 @@ from MaxText.errors import UserError
 from MaxText.launchers.commands import Commands, Retry
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
-# On each host, below the home folder.
-FOLDER = "maxtext"
+FOLDER = "maxtext"  # on each host, below the home folder
 _LOGS = "logs"
 _ARCHIVE = "maxtext.tar.gz"
 
@@ -24,43 +23,27 @@ _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
 
 
 class TpuVm(NamedTuple):
-    """Which TPU, and how it is asked for.
+    """A TPU VM and how to request it."""
 
-    Attributes:
-      name: of the TPU VM, and of the queued resource.
-      zone: such as us-central2-b.
-      project: of the cloud; empty for gcloud's own setting.
-      accelerator_type: such as v5p-32; for create and queue.
-      version: of the runtime; for create and queue.
-      spot: cheaper, and taken away at any time.
-      retry: while there is no capacity.
-      flags: further ones of gcloud, for create and queue.
-    """
-
-    name: str
-    zone: str
-    project: str = ""
-    accelerator_type: str = ""
-    version: str = ""
+    name: str  # of the TPU VM and of the queued resource
+    zone: str  # such as us-central2-b
+    project: str = ""  # empty for gcloud's default
+    accelerator_type: str = ""  # such as v5p-32; for create and queue
+    version: str = ""  # runtime version, for create and queue
     spot: bool = False
     retry: Retry = Retry(1, 60.0)
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # further gcloud flags for create and queue
 
 
 class TpuVmLaunch:
-    """The actions on one TPU VM, each a method; every command is run on all of its hosts."""
+    """Actions on one TPU VM. Commands run on all of its hosts."""
 
     def __init__(self, tpu: TpuVm, commands: Commands):
-        """
-        Args:
-          tpu: which one.
-          commands: runs or prints them.
-        """
         self._tpu = tpu
         self._commands = commands
 
     def create(self) -> None:
-        """Makes the TPU VM; asks again while there is no capacity."""
+        """Creates the TPU VM; retries while there is no capacity."""
         tpu = self._need_type("create")
         spot = ["--spot"] if tpu.spot else []
         self._commands.run(
@@ -75,7 +58,7 @@ class TpuVmLaunch:
         )
 
     def queue(self) -> None:
-        """Asks for the TPU VM and waits in the queue until it is there; asks again if refused."""
+        """Requests a queued resource until it is active; retries if refused."""
         tpu = self._need_type("queue")
         spot = ["--spot"] if tpu.spot else []
         for number in range(1, tpu.retry.tries + 1):
@@ -93,7 +76,7 @@ class TpuVmLaunch:
             state = self._wait_in_queue()
             if state == "ACTIVE":
                 return
-            # What was refused or taken away holds the name.
+            # A refused or preempted resource keeps its name taken.
             self._commands.run([*self._queued("delete", tpu.name), "--force", "--quiet"])
             if number < tpu.retry.tries:
                 time.sleep(tpu.retry.seconds)
@@ -111,7 +94,7 @@ class TpuVmLaunch:
             time.sleep(self._tpu.retry.seconds)
 
     def copy(self) -> None:
-        """Copies this working tree, without what git ignores, to ~/maxtext on every host."""
+        """Copies the working tree, except git-ignored files, to every host."""
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / _ARCHIVE
             if not self._commands.dry_run:
@@ -126,11 +109,9 @@ class TpuVmLaunch:
         self._ssh(f"cd {FOLDER} && bash setup.sh DEVICE=tpu")
 
     def run(self, arguments: Sequence[str], max_restarts: int) -> None:
-        """Starts training on every host, in the background; each host restarts its process.
+        """Starts training on every host in the background.
 
-        Args:
-          arguments: of train.py.
-          max_restarts: of each host, in a row without a new checkpoint.
+        Each host restarts its process up to `max_restarts` times in a row without a new checkpoint.
         """
         launch = [
             *self._expected_devices(),
@@ -146,15 +127,15 @@ class TpuVmLaunch:
         )
 
     def _expected_devices(self) -> list[str]:
-        """Sets the number of jax devices for the run, where --type tells it."""
+        """Returns a command prefix with the device count, if --type is known."""
         try:
             number = find(self._tpu.accelerator_type).num_devices
-        except UserError:  # not given, or newer than the table
+        except UserError:  # no type given, or newer than the table
             return []
         return ["env", f"{NUM_DEVICES_VARIABLE}={number}"]
 
     def logs(self, lines: int, follow: bool, worker: str) -> None:
-        """Shows the end of what the hosts print."""
+        """Prints the end of the launch log of the hosts."""
         option = "-F " if follow else ""
         self._ssh(f"tail -n {lines} {option}{FOLDER}/{_LOGS}/launch.log", worker)
 
@@ -164,11 +145,10 @@ class TpuVmLaunch:
         self._ssh(f"if [ -f {pid} ]; then kill -TERM $(cat {pid}) || true; fi")
 
     def status(self) -> None:
-        """Shows what gcloud knows of the TPU VM."""
+        """Prints gcloud's description of the TPU VM."""
         self._commands.run(self._vm("describe", self._tpu.name))
 
     def delete(self) -> None:
-        """Deletes the TPU VM."""
         self._commands.run([*self._vm("delete", self._tpu.name), "--quiet"])
 
     def delete_queued(self) -> None:
@@ -201,7 +181,6 @@ class TpuVmLaunch:
 
 
 def _pack(archive: Path) -> None:
-    """The files of the working tree that git does not ignore, as a tar archive."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -217,5 +196,5 @@ def _pack(archive: Path) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         for name in names:
             path = Path(REPOSITORY) / name
-            if path.exists():  # not one that is deleted and not yet committed
+            if path.exists():  # skips uncommitted deletions
                 tar.add(path, arcname=name, recursive=False)

@@ -1,7 +1,4 @@
-"""Activation functions by their configuration names, those of GPT-Neo among them.
-
-Legend: F mlp_dim; "..." any dimensions before it.
-"""
+"""Activation functions by configuration name, including those of GPT-Neo."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +13,7 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def _elish(x):
-    """Basirat and Roth 2018. GPT-Neo's divides by 1 + e^x above 0, where the paper has 1 + e^-x."""
+    """ELiSH (Basirat and Roth 2018); for x > 0 GPT-Neo has 1 + e^x, the paper 1 + e^-x as here."""
     return jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0))) * jax.nn.sigmoid(x)
 
 
@@ -46,7 +43,7 @@ ACTIVATIONS: dict[str, Function] = {
     "mish": jax.nn.mish,
     "hard_swish": jax.nn.hard_swish,
     "soft_sign": jax.nn.soft_sign,
-    # GPT-Neo's further ones, under its names.
+    # Further activations of GPT-Neo, under its names.
     "abs": jnp.abs,
     "sin": jnp.sin,
     "cos": jnp.cos,
@@ -67,7 +64,7 @@ ACTIVATIONS: dict[str, Function] = {
     "cosid": lambda x: jnp.cos(x) - x,
     "minsin": lambda x: jnp.minimum(x, jnp.sin(x)),
     "maxtanh": lambda x: jnp.maximum(x, jnp.tanh(x)),
-    # tanh(e^5) is 1, and e^x is infinite from 89 on.
+    # Clamped: tanh(e^5) is 1, and e^x overflows from x = 89.
     "tanhexp": lambda x: x * jnp.tanh(jnp.exp(jnp.minimum(x, 5))),
     "lisht": lambda x: x * jnp.tanh(x),
     "seagull": lambda x: jnp.log1p(jnp.square(x)),
@@ -81,16 +78,13 @@ OVER_FEATURES: dict[str, Function] = {
     "logsoftmax": functools.partial(jax.nn.log_softmax, axis=-1),
 }
 
-# Slopes below 0 of RReLU are drawn from here, and their mean is used outside of training (Xu et al.
-# 2015, section 2.4).
-_RRELU_SLOPES = (1 / 8, 1 / 3)
+_RRELU_SLOPES = (1 / 8, 1 / 3)  # range; evaluation uses the mean (Xu et al. 2015, section 2.4)
 
 
 def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Leaky ReLU with a random slope for each number; with the mean slope where `key` is None.
+    """Leaky ReLU with a random slope per element; the mean slope if `key` is None.
 
-    GPT-Neo's draws one slope while the graph is built, another one for training than for
-    evaluation.
+    GPT-Neo draws a single slope when it builds the graph, and another one for evaluation.
     """
     slope = sum(_RRELU_SLOPES) / 2
     if key is not None:
@@ -100,8 +94,8 @@ def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
 
 
 def _aria(x, *, lower, upper, offset, factor, rate, root):
-    """x times Richards' curve (Patwardhan et al. 2018)."""
-    # Where the exponent is cut off the curve is 0.
+    """ARiA: x times Richards' curve (Patwardhan et al. 2018)."""
+    # Clamped against overflow; the curve is 0 there.
     growth = jnp.exp(jnp.minimum(rate * x / (1 + jax.nn.softplus(root)), 60))
     return x * (lower + upper / (jax.nn.softplus(offset) + factor * growth))
 
@@ -119,13 +113,12 @@ def _psoftplus(x, *, scale, rate, offset):
 
 
 def _proottanh(x, *, power, offset, root):
-    """GPT-Neo takes a broken power of x itself, which does not exist below 0."""
+    """Uses |x|: GPT-Neo raises x itself to a fractional power, which is NaN for x < 0."""
     powered = jnp.abs(x) ** (2 + jax.nn.softplus(power)) + 1 + jax.nn.softplus(offset)
     return powered ** (1 / (3 + jax.nn.softplus(root))) * jnp.tanh(x)
 
 
-# Name -> function, and the numbers that it learns with their first values.
-LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {
+LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # with initial values
     "aria": (
         _aria,
         {"lower": 0.0, "upper": 1.0, "offset": 0.0, "factor": 1.0, "rate": -1.0, "root": 0.0},
@@ -138,7 +131,7 @@ LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {
 
 
 class LearnedActivation(nnx.Module):
-    """An activation with a few learned numbers, one of each for all F features."""
+    """An activation with a few learned scalars, shared by all features."""
 
     def __init__(self, name: str, building: Init, rngs: nnx.Rngs):
         self.function, first_values = LEARNED[name]

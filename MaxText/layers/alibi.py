@@ -1,7 +1,4 @@
-"""ALiBi: scores fall with distance, in place of positions (Press et al. 2022, arXiv 2108.12409).
-
-Legend: N query heads.
-"""
+"""ALiBi: biases that lower attention scores with distance (Press et al. 2022, arXiv 2108.12409)."""
 
 from typing import Any
 
@@ -17,7 +14,7 @@ from MaxText.layers.part import Init, Position
 
 @register("position", "alibi")
 class ALiBi(Position):
-    """Softmax attention lowers its scores."""
+    """ALiBi slopes, which softmax attention applies to its scores."""
 
     def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
         self.num_heads = init.dimensions.num_query_heads
@@ -28,7 +25,7 @@ class ALiBi(Position):
 
 
 def slopes(num_heads: int, max_bias: float = 8.0) -> np.ndarray:
-    """Returns what a score loses per token of distance, float32 [N].
+    """Returns the penalty of a score per token of distance, float32 [N].
 
     2^(-max_bias i / N) for i = 1..N if N is a power of two. Otherwise the slopes of the power of
     two below N, followed by every other slope of twice that power.

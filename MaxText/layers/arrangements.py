@@ -1,7 +1,4 @@
-"""Blocks other than the sequential pre-norm one, and which block a layer has.
-
-Legend: B sequences, T tokens, D emb_dim.
-"""
+"""Block variants: parallel, without a mixer, static SGU, Macaron, ReZero."""
 
 import functools
 from typing import Any
@@ -22,7 +19,6 @@ _MACARON, _MACARON_SLOPES = 5, 11  # RNG stream ids; block.py has the others
 
 
 def block_of(layer: Layer) -> type[Block]:
-    """Returns the block class of a layer."""
     own = layer.section.block
     block: type[Block] = ParallelBlock if own.block_arrangement == "parallel" else Block
     if own.mixer == "none":
@@ -37,14 +33,13 @@ def block_of(layer: Layer) -> type[Block]:
 
 
 def mixer_of(layer: Layer) -> type[Mixer] | None:
-    """Returns the mixer class of a layer; None for a layer without one."""
     if layer.section.block.mixer == "none":
         return None
     return block_of(layer).mixer_class(layer)
 
 
 class ParallelBlock(Block):
-    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, 2.1.2); GPT-J has one norm."""
+    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, 2.1.2); GPT-J shares one norm."""
 
     not_recomputed = ("self_attention", "mlp")
 
@@ -87,7 +82,7 @@ class BlockWithoutMixer(Block):
 
 @functools.cache
 def with_static_sgu(block: type[Block]) -> type[Block]:
-    """Returns a block whose mixer has half of the channels, and static SGU the other half."""
+    """Returns a block with static SGU on half of the channels, its mixer on the other half."""
 
     class WithStaticSGU(block):  # type: ignore[misc, valid-type]
         @classmethod
@@ -99,7 +94,7 @@ def with_static_sgu(block: type[Block]) -> type[Block]:
 
 @functools.cache
 def with_separate_norms(block: type[Block]) -> type[Block]:
-    """Returns a block whose queries, keys and values have inputs and norms of their own."""
+    """Returns a block with separate inputs and norms for queries, keys and values."""
 
     class WithSeparateNorms(block):  # type: ignore[misc, valid-type]
         def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
@@ -155,7 +150,7 @@ def macaron(block: type[Block]) -> type[Block]:
 
 @functools.cache
 def rezero(block: type[Block]) -> type[Block]:
-    """Returns a block with gates instead of norms (Bachlechner et al. 2020)."""
+    """Returns a block with learned gates instead of norms (Bachlechner et al. 2020)."""
 
     class ReZero(block):  # type: ignore[misc, valid-type]
         not_recomputed = ()  # gates read all outputs
@@ -181,14 +176,14 @@ def rezero(block: type[Block]) -> type[Block]:
 
 
 class Identity(nnx.Module):
-    """No norm."""
+    """The identity, in place of a norm."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
 class Gate(nnx.Module):
-    """A learned number that a branch is multiplied with, 0 at first."""
+    """A learned scalar that multiplies a branch, initially 0."""
 
     rows = "gates"
 

@@ -1,4 +1,4 @@
-"""The attention mixer: projections, position form, core, output projection.
+"""The attention mixer: projections, position encoding, attention, output projection.
 
 Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim.
 """
@@ -83,7 +83,7 @@ class Attention(Mixer):
 
     @classmethod
     def window_of(cls, section: AttentionSection) -> int | None:
-        """Returns the newest tokens that a token sees, itself included; None for all of them."""
+        """Returns the window in tokens, a query's own included; None without a window."""
         return None
 
     @classmethod
@@ -95,7 +95,7 @@ class Attention(Mixer):
         multiplied = keys_multiplied(section, length, window)
         found = Flops(per_key * counted, per_key * (multiplied + memories))
         is_flash = section.attention == "flash" and length % TILE == 0
-        # Both kernels of the backward pass make scores and the gradient of probabilities.
+        # Both backward kernels recompute scores and the gradient of probabilities.
         again = 3 * per_key * multiplied if is_flash else 0.0
         return {"attention scores": found._replace(recomputed=again), "attention values": found}
 
@@ -133,7 +133,6 @@ class Attention(Mixer):
         return tag(self.out(o_BTNH), "out_proj"), state
 
     def values(self, v_BTD: jax.Array, context: Context) -> jax.Array:
-        """Returns v_BTKH of all tokens."""
         return tag(self.value(v_BTD), "value_proj")
 
     def _core(
@@ -170,7 +169,7 @@ class Attention(Mixer):
             return o_BTNH, None
         if window is not None:
             assert context.lengths_B is not None
-            # A text may be shorter than the window, for all its length.
+            # The window may be longer than any sequence.
             slots = min(window, self.max_length)
             return o_BTNH, WindowCache.of_prompt(k_BTKH, v_BTKH, context.lengths_B, slots)
         return o_BTNH, KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity, memory)
@@ -184,7 +183,6 @@ class Attention(Mixer):
         memory: Memory | None,
         context: Context,
     ) -> jax.Array:
-        """Attends within a batch, with the implementation that suits its sharding."""
         section = self.section
         segments_BT, key = context.segments_BT, context.key_for(0)
         drops = self.dropout_rate > 0 and key is not None

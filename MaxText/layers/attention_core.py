@@ -19,31 +19,21 @@ from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
 from MaxText.parallelism.constraints import split_axes
 
-# Unrolled query blocks cost compile time; past this many they grow instead.
-MAX_BLOCKS = 16
-# Below this many rows a block of windowed attention costs more in overhead than it saves.
-_SMALLEST_WINDOW_BLOCK = 16
+MAX_BLOCKS = 16  # unrolled query blocks cost compile time: beyond this many they grow instead
+_SMALLEST_WINDOW_BLOCK = 16  # rows; smaller blocks cost more in overhead than they save
 
 Memory = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """Computation of scores from products, and the mask.
-
-    Attributes:
-      window: W. A query at i sees keys from i - W + 1 on, and up to i + W if attention is not
-        causal (as in GPT-Neo's mesh-tensorflow program).
-      scale: Factor of the products; None is 1 / sqrt(H).
-      soft_cap: c in c * tanh(score / c); 0 is off.
-      slopes_N: ALiBi slopes, float32.
-    """
+    """Computation and masking of attention scores."""
 
     causal: bool = True
-    window: int | None = None
-    scale: float | None = None
-    soft_cap: float = 0.0
-    slopes_N: jax.Array | None = None
+    window: int | None = None  # W: query i sees keys i - W + 1 to i; non-causal to i + W (GPT-Neo)
+    scale: float | None = None  # factor of q k; None is 1 / sqrt(H)
+    soft_cap: float = 0.0  # c in c * tanh(score / c); 0 disables
+    slopes_N: jax.Array | None = None  # ALiBi slopes, float32
     precision: str | None = None
 
     def scale_of(self, head_dim: int) -> float:
@@ -70,18 +60,17 @@ def softmax_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns softmax(scores) v, [B, T, N, H] in the format of `q_BTNH`.
+    """Returns softmax(scores) v, [B, T, N, H] in the dtype of `q_BTNH`; computes in float32.
 
-    Query head n reads key/value head n // G. Scores, softmax and sums are float32.
+    Query head n reads key/value head n // G.
 
     Args:
       segments_BT: Attention stays within a segment; None is one segment.
-      memory: Keys and values that every query sees in addition.
-      block_size: Query rows of a block. A causal block multiplies only keys up to its last row,
-        which skips about half of the products. None is one block, as for non-causal attention. With
-        a window, blocks are about as long as the window: 2 W products per token (3 W if not
-        causal).
-      parts: Equal parts of T on different devices, while keys and values are unsharded. A block
+      memory: Additional keys and values that every query sees.
+      block_size: Query rows per block. A causal block skips keys after its last row, about half of
+        the products. None, or non-causal attention, is one block. With a window, blocks are about
+        as long as the window: 2 W products per token (3 W if not causal).
+      parts: Number of devices over which T is split while keys and values are unsharded. A block
         then has rows of each part, and multiplies all keys.
     """
     length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
@@ -130,7 +119,7 @@ def softmax_attention(
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
-    """Returns the query rows of a block of windowed attention; None for one block."""
+    """Returns the query rows per block of windowed attention; None for one block."""
     rows = max(window, _SMALLEST_WINDOW_BLOCK)
     return rows if length > (2 if causal else 3) * rows else None
 
@@ -144,10 +133,7 @@ def _in_windows(
     segments_BT: jax.Array | None,
     run: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Attends in blocks of `rows` >= W queries, each with the keys of its neighbors.
-
-    All blocks are rows of one batch, so the program does not grow with the length.
-    """
+    """Attends in blocks of `rows` >= W queries, batched so that the program is small for any T."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
     behind, before = rows, 0 if scoring.causal else rows
@@ -168,11 +154,11 @@ def _in_windows(
         return jnp.concatenate(parts, axis=2).reshape(batch * num_blocks, width, *x.shape[2:])
 
     distance_1TS = (jnp.arange(rows)[:, None] - (jnp.arange(width) - behind)[None, :])[None]
-    # Filling at both ends has segment -1, which no token has.
+    # Padding has segment -1, which no token has.
     segments = jnp.zeros((batch, length), jnp.int32) if segments_BT is None else segments_BT
     of_keys = neighbourhoods(segments + 1) - 1
     mask = scoring.sees(distance_1TS) & (blocks(segments)[:, :, None] == of_keys[:, None, :])
-    # Filled queries may see nothing; a row of a softmax without any key would be not a number.
+    # Padding queries may see no key, for which softmax would be NaN.
     mask = mask | (jnp.arange(width) == behind)[None, None] & ~mask.any(-1, keepdims=True)
     k_BKSH, v_BKSH = (neighbourhoods(x).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
     o = run(blocks(q_BTNH), k_BKSH, v_BKSH, mask, distance_1TS)
@@ -180,7 +166,7 @@ def _in_windows(
 
 
 def softmax_windows(section: Model) -> list[int | None]:
-    """Returns W of each layer with softmax attention; None sees all keys."""
+    """Returns W of each layer with softmax attention; None is full attention."""
     mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
     return [
         mixer.window_of(layer.section.attention) for mixer, layer in mixers if mixer.has_softmax
@@ -188,7 +174,7 @@ def softmax_windows(section: Model) -> list[int | None]:
 
 
 def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
-    """Prepends memories to keys or values: [B, K, M + S, H]."""
+    """Prepends memories to keys or values, [B, K, M + S, H]."""
     kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
     kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
     return jnp.concatenate([kept, x_BKSH], axis=-2)
@@ -197,7 +183,7 @@ def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
 def copies_of_heads(
     q_BTNH: jax.Array, k_BSKH: jax.Array, of_queries: NamedSharding, of_keys: NamedSharding
 ) -> int:
-    """Returns the repeats of key/value heads with which the mesh divides them like queries."""
+    """Returns how often to repeat key/value heads so that the mesh splits them like query heads."""
     axes, num_kv_heads = split_axes(of_queries, 2), k_BSKH.shape[2]
     if split_axes(of_keys, 2) == axes:
         return 1
@@ -218,25 +204,23 @@ def attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention where the mask allows it, [B, T, N, H] in the format of `q_BTNH`.
-
-    Inside, R are the rows of all query heads of a group.
+    """Returns masked attention, [B, T, N, H] in the dtype of `q_BTNH`. Inside, R = G * T.
 
     Args:
       keys, values: [B, K, S, H], or [K, S, H] for a batch of one (KeyValueCache).
-      mask_BTS: Keys that are seen; B may be 1.
-      distance_BTS: Tokens from each key to each query; B may be 1.
+      mask_BTS: True for visible keys; B may be 1.
+      distance_BTS: Query position minus key position; B may be 1.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = keys.shape[-3]
     group = num_heads // num_kv_heads
     if memory is not None:
-        # Memories stand before the tokens and have no distance to any of them.
+        # Memories precede the tokens, at distance 0.
         keys, values = after_memories(memory[0], keys), after_memories(memory[1], values)
         left = ((0, 0), (0, 0), (len(memory[0]), 0))
         mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, left)
-    # One matrix for a group: its products have plain shapes, which make the CPU backend fast.
+    # One matrix per group: plain matmuls are fast on CPU.
     scale = scoring.scale_of(head_dim)
     q_BKRH = (
         (q_BTNH * scale if scale != 1 else q_BTNH)

@@ -1,7 +1,4 @@
-"""How many keys a query is multiplied with: by the rule of the MFU, and by each backend.
-
-Legend: T tokens of a sequence.
-"""
+"""Average number of keys per query, by the MFU rule and as executed by each backend."""
 
 from MaxText.config.layer_sections import Attention as AttentionSection
 from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
@@ -10,17 +7,13 @@ from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multipl
 
 
 def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Returns the average number of keys per query by the MFU rule."""
+    """Returns the average number of visible keys per query, as the MFU counts them."""
     visible = min(window or length, length)
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
 def keys_multiplied(section: AttentionSection, length: int, window: int | None = None) -> float:
-    """Returns the average number of keys multiplied per query, masked ones included.
-
-    attention=dot_product multiplies the whole square, flash the blocks that its TPU kernel does not
-    skip. The others take query rows in blocks, each with the keys up to its last row.
-    """
+    """Returns the average number of keys multiplied per query, masked ones included."""
     if section.attention == "flash" and length % TILE == 0:
         return flash_keys_multiplied(length, causal=section.causal, window=window)
     if window is not None:
@@ -34,7 +27,7 @@ def keys_multiplied(section: AttentionSection, length: int, window: int | None =
 
 
 def query_block(section: AttentionSection, length: int) -> int:
-    """Returns the query rows multiplied together, as in attention_core.softmax_attention."""
+    """Returns the query rows per block, as in attention_core.softmax_attention."""
     if section.attention == "dot_product" or not section.causal:
         return length
     return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)

@@ -1,7 +1,4 @@
-"""What the input pipeline yields and the model reads.
-
-Legend: B sequences, T tokens of a window.
-"""
+"""The batch that the input pipeline yields and the model reads."""
 
 import dataclasses
 from typing import Any
@@ -13,26 +10,17 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch of sequences; NumPy arrays on the host, jax arrays on devices.
+    """A batch of sequences; NumPy arrays on the host, jax arrays on devices."""
 
-    Attributes:
-      tokens_BT: int32 input ids.
-      targets_BT: int32 ids to predict.
-      weights_BT: float32, 1 where the target counts in the loss, 0 at padding and boundaries.
-      positions_BT: int32 position within the document, None for 0..T-1.
-      segments_BT: int32 number of the document from 1, 0 is padding; None if a sequence is one
-        document. Attention stays within a segment.
-    """
-
-    tokens_BT: Any
-    targets_BT: Any
-    weights_BT: Any
-    positions_BT: Any = None
-    segments_BT: Any = None
+    tokens_BT: Any  # int32 input ids
+    targets_BT: Any  # int32 ids to predict
+    weights_BT: Any  # float32, 1 if the target counts in the loss, 0 at padding and boundaries
+    positions_BT: Any = None  # int32 position within the document; None is 0..T-1
+    segments_BT: Any = None  # int32 document from 1, bounds attention; 0: padding; None: only one
 
 
 def batch_shapes(num_rows: int, length: int, with_documents: bool) -> Batch:
-    """Returns the shapes of a batch, to compile before data is read."""
+    """Returns the shapes of a batch, for compilation before data is read."""
     ids = jax.ShapeDtypeStruct((num_rows, length), np.int32)
     weights = jax.ShapeDtypeStruct((num_rows, length), np.float32)
     documents = ids if with_documents else None

@@ -1,7 +1,4 @@
-"""A layer: a mixer and a feed-forward around the residual stream.
-
-Legend: B sequences, T tokens, D emb_dim.
-"""
+"""A layer: a mixer and a feed-forward around the residual stream."""
 
 from typing import Any, ClassVar
 
@@ -18,19 +15,15 @@ from MaxText.layers.part import FeedForward, Inputs, Mixer, Scalars, checked
 from MaxText.layers.weights import Init
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
-# RNG stream ids within a layer; attention's probabilities have 0, routing has 9, random slopes of
-# activations 10. Drop path has those of dropout plus _PATH.
+# RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
+# activations. Drop path uses the id of dropout plus _PATH.
 ATTENTION, MLP, _PATH = 1, 2, 2
 
 
 class Block(nnx.Module):
-    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm(h)).
+    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm(h))."""
 
-    Attributes:
-      not_recomputed: Branches whose output the backward pass does not read (layers/part.py).
-    """
-
-    not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)
+    not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
 
     def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
         section = layer.section
@@ -57,14 +50,13 @@ class Block(nnx.Module):
         return lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
 
     def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
-        """Returns a norm before a branch."""
         own = layer.section.block
         return normalization(own, init, rngs, parametric=own.block_norm_parametric)
 
     def __call__(
         self, inputs: Inputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
-        """Returns y_BTD, scalars to be summed over layers, and the mixer's decode state."""
+        """Returns y_BTD, scalars to sum over layers, and the mixer's decode state."""
         out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
         out, more = self.feed_forward(h_BTD, context)
@@ -72,14 +64,12 @@ class Block(nnx.Module):
         return y_BTD, summed(scalars, more), state
 
     def mixer_input(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the inputs of queries, keys and values."""
         y_BTD = self.pre_self_attention_layer_norm(inputs.q)
         return y_BTD, y_BTD, y_BTD
 
     def mix(
         self, normed: tuple[jax.Array, jax.Array, jax.Array], context: Context, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
-        """Returns the mixer's output, scalars and decode state."""
         mixer = self.self_attention
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
@@ -101,7 +91,7 @@ class Block(nnx.Module):
             return checked(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
-        """Returns a branch's contribution to the residual stream, after dropout and drop path."""
+        """Applies dropout and drop path to a branch's output."""
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH)
         if self.path_rate == 0.0 or key is None:
@@ -114,11 +104,10 @@ class Block(nnx.Module):
 
     @property
     def norms_of_ways(self) -> dict[str, nnx.Module]:
-        """Returns the norms of single inputs, if queries, keys and values have their own."""
+        """Separate norms of the inputs "q", "k" and "v"; empty if they share one."""
         return {}
 
 
 def summed(first: Scalars, second: Scalars) -> Scalars:
-    """Adds up the scalars of both."""
     both = {name: first[name] + second[name] for name in first if name in second}
     return first | second | both

@@ -1,7 +1,7 @@
-"""Intermediate values by module path, for `Run.forward(capture=...)`.
+"""Captures intermediate values by module path, for `Run.forward(capture=...)`.
 
-A path ends in the name of the value: layers/3/self_attention/probabilities. Outside `capturing`
-nothing is computed or recorded.
+A path ends in the value's name: layers/3/self_attention/probabilities. Outside `capturing` nothing
+is computed or recorded.
 """
 
 import contextlib
@@ -16,16 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 @dataclasses.dataclass
 class Captured:
-    """Values recorded while a model was traced.
+    """Values recorded while a model is traced."""
 
-    Attributes:
-      patterns: Paths to keep, with * as in file names.
-      paths: All paths that were seen.
-    """
-
-    patterns: Sequence[str]
+    patterns: Sequence[str]  # paths to keep, with * as in file names
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    paths: list[str] = dataclasses.field(default_factory=list)
+    paths: list[str] = dataclasses.field(default_factory=list)  # all paths seen
 
 
 _active: contextvars.ContextVar[Captured | None] = contextvars.ContextVar("capture", default=None)
@@ -34,7 +29,7 @@ _path: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("path", 
 
 @contextlib.contextmanager
 def capturing(patterns: Sequence[str]) -> Iterator[Captured]:
-    """Records values of unrolled layers that are traced inside."""
+    """Records matching values of unrolled layers traced in this context."""
     token = _active.set(Captured(patterns))
     try:
         yield _active.get()  # type: ignore[misc]
@@ -48,7 +43,6 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Prefixes the paths of what is recorded inside."""
     token = _path.set((*_path.get(), name))
     try:
         yield
@@ -57,7 +51,6 @@ def scope(name: str) -> Iterator[None]:
 
 
 def record(x: jax.Array, name: str) -> None:
-    """Records an intermediate value if it was asked for."""
     captured = _active.get()
     if captured is None:
         return

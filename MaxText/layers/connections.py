@@ -34,16 +34,11 @@ from MaxText.parallelism.constraints import HIDDEN, constrain
 
 
 class Source(NamedTuple):
-    """A hidden state that later layers read.
-
-    Attributes:
-      x_BTD: The embedding, or the output of a layer.
-      inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps) if sums are over normalized states.
-        Computed for the first sum that reads the state; from then on gradients are those of scale *
-        x (depth_mixing.to_be_scaled).
-    """
+    """A hidden state, the embedding or a layer's output, that later layers read."""
 
     x_BTD: jax.Array
+    # float32 1 / sqrt(mean(x^2) + eps), set by the first aggregation that normalizes the state;
+    # from then on gradients are with respect to scale * x (depth_mixing.to_be_scaled).
     inverse_rms_BT1: jax.Array | None = None
 
 
@@ -74,7 +69,7 @@ class DenseConnections(Connection):
                 if section.stands_after(depth)
             }
         )
-        # What the sum after the last layer gives is read outside of layers, and so kept anyway.
+        # The last aggregation is read outside of the layers, and so saved anyway.
         made_again = [one for one in self.after.values() if one.depth < num_layers]
         for one in made_again[max(0, len(made_again) - section.dense_kept_sums) :]:
             one.kept = True
@@ -93,7 +88,7 @@ class DenseConnections(Connection):
             for depth in range(1, num_layers + 1)
             if section.stands_after(depth)
         }
-        # Nothing in its own backward pass reads the sum after the last layer.
+        # No backward pass reads the result of the last aggregation.
         kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
         if section.dense_kept_sums:
             kept = math.nan
@@ -105,12 +100,9 @@ class DenseConnections(Connection):
     def read(
         self, index: int, carried: Sources, norms: Mapping[str, nnx.Module]
     ) -> tuple[Inputs, Sources]:
-        """Returns the inputs of the layer after `index` others; only `r` counts after the last.
+        """Returns the inputs of layer `index` from X_0 to X_index; after the last, only `r` counts.
 
-        Args:
-          carried: X_0 to X_index.
-          norms: The layer's norms of streams whose input it normalizes alone, fused with the sums
-            if that costs less.
+        `norms` are fused with the aggregations if that costs less.
         """
         sources, x_BTD = carried, carried[-1].x_BTD
         if str(index) not in self.after:
@@ -130,7 +122,7 @@ class DenseConnections(Connection):
 
 
 class SourceScales(nnx.Module):
-    """Learned scales of normalized hidden states, one row for each of X_0 to X_L."""
+    """Learned scales [L + 1, D] of the normalized hidden states X_0 to X_L."""
 
     def __init__(self, shape: Shape, building: Init, rngs: nnx.Rngs):
         self.zero_centered = building.zero_centered_norms
@@ -148,11 +140,11 @@ class DepthSum(nnx.Module):
         plain:   Y_c = sum_j w_cj X_j
         adding:  Y_c = X_i + post_c(sum_j w_cj rms_j(X_j)), where either norm may be absent
 
-    W2 starts at 0 and the static weights at Y_c = X_i, so that a model begins as the one without
+    W2 starts at 0 and the static weights at Y_c = X_i: initially the model is the one without
     these connections. Weights and sums are float32.
     """
 
-    not_recomputed = ("wi",)  # every policy keeps x W1
+    not_recomputed = ("wi",)  # every policy saves x W1
 
     def __init__(
         self, section: DenseSection, depth: int, epsilon: float, building: Init, rngs: nnx.Rngs
@@ -162,7 +154,7 @@ class DepthSum(nnx.Module):
         self.depth = depth
         self.epsilon = epsilon
         self.sources = section.sources(depth)
-        self.kept = False  # whether its results are kept for the backward pass
+        self.kept = False  # whether its results are saved for the backward pass
         self.ways = _ways(section, depth, num_layers)
         C, S = len(self.ways), len(self.sources)
         if not section.dense_dynamic:
@@ -197,7 +189,7 @@ class DepthSum(nnx.Module):
         return identity
 
     def fixed(self) -> jax.Array:
-        """Returns the static weights, float32 [C, S]; without learned ones, the identity."""
+        """Returns the static weights, float32 [C, S]; the identity if they are not learned."""
         fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
         return jnp.asarray(fixed)
 
@@ -219,20 +211,14 @@ class DepthSum(nnx.Module):
     def __call__(
         self, sources: Sources, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
     ) -> tuple[dict[str, Any], Sources]:
-        """Returns y_BTD of each stream, some of them Normalized, and the sources to carry on.
-
-        Args:
-          sources: X_0 to X_i.
-          scales_SD: Of normalized states, a row for each of X_0 to X_L, or None.
-          norms: Of the layer, see DenseConnections.
-        """
+        """Returns y_BTD (or Normalized) by stream, and the sources to carry on, from X_0 to X_i."""
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
         chosen = [sources[place] for place in self.sources]
         if scales_SD is not None:
             scales_SD = scales_SD[np.array(self.sources)]
             chosen = [self._normalized(*one) for one in zip(chosen, scales_SD, strict=True)]
-            # The factors of a token go into its weights.
+            # The inverse RMS is folded into the weights.
             inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
@@ -258,13 +244,7 @@ class DepthSum(nnx.Module):
         post_norms: Mapping[str, jax.Array],
         fused: Norms,
     ) -> dict[str, Any]:
-        """Returns stream -> y_BTD, or that as Normalized.
-
-        Args:
-          x_BTD: The last output; None if sums are not added to it.
-          post_norms: Stream -> the factors [D] of the norm of its sum.
-          fused: The layer's norms that were applied to sums.
-        """
+        """Returns y_BTD by stream, Normalized if its norm was fused; x_BTD is None if unused."""
         outputs: dict[str, Any] = {}
         for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
             if way in post_norms:
@@ -280,7 +260,7 @@ class DepthSum(nnx.Module):
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
-        """Returns the layer's norms that are fused with the sums, and their factors [M, D]."""
+        """Returns the layer's norms to fuse with the aggregations, and their factors [M, D]."""
         of_ways = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
         chosen = [(place, norm) for place, norm in of_ways if isinstance(norm, RMSNorm)]
         if not chosen or self.section.adds or not normalizes(self.section.dense_mixing, x_BTD):
@@ -297,7 +277,6 @@ class DepthSum(nnx.Module):
 
 
 def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]:
-    """Returns the streams aggregated after a layer: only one after the last."""
     return ("r",) if depth == num_layers else section.dense_ways
 
 
@@ -305,16 +284,16 @@ def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]
 def product_of_normalized(
     x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
 ) -> jax.Array:
-    """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps), in the format of x.
+    """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps), in the dtype of x.
 
-    With few outputs K and many inputs, this writes nothing of the size of x but its gradient, in
-    one pass over x. Normalizing first would write the gradient of r x and read it again.
+    For K much smaller than D: of the size of x, only its gradient is written, in one pass.
+    Normalizing first would write the gradient of r x and read it again.
     """
     return product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
 
 def product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision):
-    # Kept for the backward pass, as both are small and each would take a read of x to make again.
+    # Saved under every policy: both are small, and recomputing either would read x again.
     inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
     product_BTK = checkpoint_name(
         float_product("btd,dk->btk", x_BTD, kernel_DK, precision), "depth_product"
@@ -346,7 +325,6 @@ product_of_normalized.defvjp(product_of_normalized_forward, product_of_normalize
 
 
 def float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    """Returns an einsum accumulated and returned in float32."""
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 

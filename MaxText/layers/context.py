@@ -1,7 +1,4 @@
-"""Facts about a batch that parts read besides their input, built once per forward pass.
-
-Legend: B sequences, T tokens, R rotary dimensions of a head.
-"""
+"""Facts about a batch that parts read besides their input, built once per forward pass."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,35 +21,21 @@ class Shared(dict[str, jax.Array]):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Facts about the batch that several parts need.
+    """Facts about the batch that several parts need."""
 
-    Attributes:
-      segments_BT: Document number of each token, 0 is padding; None for one document.
-      rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None.
-      dropout_key: None disables dropout.
-      training: Whether weights are trained, in which case experts have another capacity.
-      drops_tokens: Whether experts may drop tokens beyond their capacity. Off when texts are
-        scored: their padding would decide which.
-      layer: Index of the layer; None outside of layers.
-      shared: Arrays [B, T, ...] that mixers pass to later layers, as the connection declares
-        (part.Connection). A mixer may replace entries.
-      slopes_N: ALiBi slopes, float32, or None.
-      capacity: Tokens that decode states have room for, during the prefill of a prompt; None in
-        training and scoring, which keep no state.
-      lengths_B: Tokens of each row of such a prompt, followed by padding.
-      positions_BT: Position of each new token in its row, during decoding.
-    """
-
-    segments_BT: jax.Array | None = None
-    rotary: tuple[jax.Array, jax.Array] | None = None
-    dropout_key: jax.Array | None = None
-    training: bool = False
+    segments_BT: jax.Array | None = None  # document of each token, 0 is padding; None for one
+    rotary: tuple[jax.Array, jax.Array] | None = None  # (sin, cos), float32 [B or 1, T, 1, R/2]
+    dropout_key: jax.Array | None = None  # None disables dropout
+    training: bool = False  # experts have another capacity in training
+    # Whether experts may drop tokens beyond their capacity. Off when texts are scored, as their
+    # padding would decide which.
     drops_tokens: bool = True
-    layer: jax.Array | int | None = None
-    slopes_N: jax.Array | None = None
-    capacity: int | None = None
-    lengths_B: jax.Array | None = None
-    positions_BT: jax.Array | None = None
+    layer: jax.Array | int | None = None  # layer index; None outside of layers
+    slopes_N: jax.Array | None = None  # ALiBi slopes, float32
+    capacity: int | None = None  # during prefill: tokens that decode states have room for
+    lengths_B: jax.Array | None = None  # during prefill: tokens of each prompt, padding follows
+    positions_BT: jax.Array | None = None  # during decoding: positions of the new tokens
+    # Arrays [B, T, ...] that mixers pass to later layers and may replace (part.Connection).
     shared: dict[str, jax.Array] = dataclasses.field(default_factory=Shared)
 
     @property
@@ -61,14 +44,11 @@ class Context:
         return self.capacity is not None or self.positions_BT is not None
 
     def in_parts(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
-        """Returns a function from number to the context of that part (see `split_rows`).
-
-        Parts draw different random numbers. For training and scoring, which keep no state.
-        """
+        """Returns index -> context of that part of the batch (`split_rows`), with its own RNG."""
         assert not self.generates, "states of mixers belong to whole batches"
 
         def cut(x: jax.Array) -> jax.Array:
-            # One row stands for all.
+            # The whole batch shares one row.
             return x[None] if x.shape[0] == 1 else split_rows(x, num_parts)
 
         per_row = jax.tree.map(cut, (self.segments_BT, self.rotary))
@@ -91,12 +71,10 @@ class Context:
     def for_layer(
         self, index: jax.Array | int, shared: Mapping[str, jax.Array] | None = None
     ) -> "Context":
-        """Returns this context with the index, random key and shared arrays of a layer."""
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
         return dataclasses.replace(self, dropout_key=key, layer=index, shared=Shared(shared or {}))
 
     def key_for(self, place: int) -> jax.Array | None:
-        """Returns the random key of a stream id within a layer."""
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, place)

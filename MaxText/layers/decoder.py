@@ -1,7 +1,4 @@
-"""The decoder: embedding, a stack of blocks, final norm, head.
-
-Legend: B sequences, T tokens, D emb_dim, V vocab_size.
-"""
+"""The decoder: embedding, a stack of blocks, final norm, head."""
 
 import dataclasses
 import math
@@ -36,7 +33,7 @@ from MaxText.layers.stack import (
 from MaxText.layers.weights import Init, initializers
 from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
 
-States = tuple[Any, ...]  # of the mixers, one per layer, and of the head
+States = tuple[Any, ...]  # decode states: one per layer, then the head's
 
 _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
 
@@ -101,12 +98,7 @@ class Decoder(nnx.Module):
         training: bool = False,
         drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the normalized hidden states h_BTD, and losses summed over layers and tokens.
-
-        Args:
-          dropout_key: None disables dropout.
-          drops_tokens: Whether experts may drop tokens beyond their capacity.
-        """
+        """Returns final hidden states h_BTD, and auxiliary losses summed over layers and tokens."""
         memory = self.section.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
@@ -154,22 +146,18 @@ class Decoder(nnx.Module):
                 memory.remat_policy,
             )
         x_BTD = self.connections.end(carried)
-        if num_stages > 1:  # norm and head have rows on all stages
+        if num_stages > 1:  # norm and head run on all stages
             x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
         return self._normalized(x_BTD), scalars
 
     def read_prompt(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
-        """Prefills decode states from prompts.
+        """Prefills decode states from right-padded prompts; returns final hidden states and states.
 
         Args:
-          tokens_BT: A prompt in each row, padded at the end with any ids.
           lengths_B: Tokens of each prompt, at least 1.
-          capacity: Tokens that the states have room for, at least T.
-
-        Returns:
-          h_BTD, normalized, and one state per layer followed by that of the head.
+          capacity: Number of tokens the states have room for, at least T.
         """
         positions_BT = _places(tokens_BT)
         context = Context(
@@ -182,15 +170,7 @@ class Decoder(nnx.Module):
     def read_next(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
-        """Decodes the next tokens.
-
-        Args:
-          tokens_BT: The same number of new tokens for each row.
-          positions_BT: Their positions, right after the earlier tokens.
-
-        Returns:
-          h_BTD, normalized, and the states after these tokens.
-        """
+        """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
         context = Context(
             positions_BT=positions_BT, **self.position_embedder.for_mixers(positions_BT)
         )
@@ -230,9 +210,7 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        """Applies a layer; returns what is carried on, scalars and its state."""
-        # Inputs are made where the layer is, so that its backward pass makes them again instead of
-        # keeping them.
+        # Read inside the rematerialized layer, so that its inputs are recomputed, not saved.
         inputs, rest = self.connections.read(index, carried, layer.norms_of_ways)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
@@ -241,7 +219,6 @@ class Decoder(nnx.Module):
         return self.connections.checked(carried, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
-        """Returns the input of the final norm."""
         return rematerialized(self.connections.end, policy, in_scan=False)(output.carried)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
@@ -250,12 +227,11 @@ class Decoder(nnx.Module):
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
-        # Layers are numbered from 0, so the stem takes a number that no layer can have.
-        stem_key = context.for_layer(2**31 - 1).dropout_key
+        stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
-        """Returns what `logits` reads of the whole sequence besides `h_BTD`."""
+        """Returns the head's state of the whole sequence, an argument of `logits`."""
         return self.head.state(h_BTD, batch.tokens_BT, Context(segments_BT=batch.segments_BT))
 
     def logits(
@@ -264,11 +240,11 @@ class Decoder(nnx.Module):
         head_state: Any = None,
         places_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns float32 logits [B, T, V] of hidden states; T may be any part of the sequence.
+        """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
         Args:
-          head_state: Of the whole sequence: `head_state`, or the last decode state.
-          places_BT: Positions of the hidden states in it; None is from its beginning.
+          head_state: `head_state` of the whole sequence, or the latest decode state.
+          places_BT: Positions of the hidden states in the sequence; None is 0..T-1.
         """
         if places_BT is None:
             places_BT = _places(h_BTD)

@@ -1,4 +1,4 @@
-"""A matrix product over any number of dimensions."""
+"""Linear layers over any number of dimensions."""
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,14 @@ class Dense(nnx.Module):
         self,
         inputs: Shape,
         outputs: Shape,
-        axes: Axes,
+        axes: Axes,  # logical axes of the kernel, inputs first
         initializer: Initializer,
         building: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
-        used_in: jnp.dtype | None = None,
+        used_in: jnp.dtype | None = None,  # dtype of the product; None is that of activations
     ):
-        """Declares the kernel.
-
-        Args:
-          axes: Logical axes of the kernel, inputs first.
-          used_in: Format of the product, if it is not that of activations.
-        """
         self.num_in_dims = len(inputs)
         self.dtype = used_in or building.dtype
         self.precision = building.precision
@@ -45,7 +39,6 @@ class Dense(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """Returns the product, computed in `dtype` if it is given."""
         dtype = dtype or self.dtype
         n = self.num_in_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
@@ -72,5 +65,5 @@ def projection(
     initializer: Initializer,
     use_bias: bool,
 ) -> Dense:
-    """Returns a matrix for an attention projection; `place` is "qkv" or "proj"."""
+    """Builds an attention projection; `place` is "qkv" or "proj"."""
     return Dense(inputs, outputs, axes, initializer, init, rngs, use_bias=use_bias)

@@ -1,8 +1,8 @@
-"""Depth-wise aggregation of dense connections, and its gradients.
+"""Depth-wise aggregation of dense connections, and its hand-written gradients.
 
-Its cost is the memory traffic of the sources, so gradients are written by hand. Each aggregation
-passes its sources on, and their gradients come back through the same chain: those of an aggregation
-are added to those of later ones, one read and one write for all streams.
+The cost is the memory traffic of the sources. Each aggregation passes its sources on, so that their
+gradients come back through the same chain: those of an aggregation are added to those of later
+ones, one read and one write for all streams.
 
 Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources; N = B * T, K = C * S, M
 streams with a norm.
@@ -19,35 +19,31 @@ from jax.sharding import PartitionSpec
 from MaxText.layers.stack import is_zero
 from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force, split_axes
 
-# With fewer tokens (a step of text generation) a tile of a kernel is not full.
-KERNEL_TOKENS = 16
-KERNEL_WIDTH = 128  # has to divide emb_dim for the kernel
+KERNEL_TOKENS = 16  # with fewer (as in decoding) a kernel's tile is not full
+KERNEL_WIDTH = 128  # must divide emb_dim
 
 
 def chip_memory(device_kind: str) -> int:
-    """Returns the bytes of a TPU core's memory that a kernel may request."""
-    # Pallas' table of TPUs (TpuInfo.vmem_capacity_bytes) has 64 MiB or more from v5 on.
+    """Returns the bytes of VMEM of a TPU core that a kernel may request."""
+    # 64 MiB or more from v5 on (TpuInfo.vmem_capacity_bytes of Pallas).
     return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
 def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
-    """Returns the most that a kernel's tile takes on the chip per token."""
-    # Sources, gradients before and after, two buffers each; for each way as much; and weights.
+    """Returns the most VMEM per token that a kernel's tile takes, in bytes."""
+    # Sources and gradients in and out, double-buffered; as much per stream; and weights.
     return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
 
 
 def kernel_refused(
     emb_dim: int, backend: str, *, of_token: int = 0, device_kind: str = ""
 ) -> str | None:
-    """Returns why aggregation of this width has no kernel on "gpu" or "tpu", None if it has one.
-
-    `of_token` is the `bytes_of_token` of the largest aggregation.
-    """
+    """Returns why no kernel fits, None if one does; `of_token` is the largest `bytes_of_token`."""
     if backend != "tpu":
         return "the kernel is one for TPU"
     if emb_dim % KERNEL_WIDTH:
         return f"emb_dim {emb_dim} is no multiple of {KERNEL_WIDTH}"
-    # The rest is for what does not grow with tokens, and for what the compiler puts beside.
+    # The rest is for buffers that do not grow with tokens, and for the compiler's own.
     needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind) * 7 // 8
     if needed > most:
         return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on the chip"
@@ -55,13 +51,9 @@ def kernel_refused(
 
 
 class Norms(NamedTuple):
-    """RMS norms y / sqrt(mean(y^2) + eps) * factor that a kernel fuses with its sums.
+    """RMS norms y / sqrt(mean(y^2) + eps) * factor that a kernel fuses with its aggregations."""
 
-    Attributes:
-      ways: Indices of the normalized streams.
-    """
-
-    ways: tuple[int, ...] = ()
+    ways: tuple[int, ...] = ()  # indices of the normalized streams
     epsilon: float = 0.0
 
 
@@ -69,27 +61,19 @@ NO_NORMS = Norms()
 
 
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
-    """Returns whether `mix` can fuse the norms of its sums.
-
-    Without fusion XLA reads and writes the result of a kernel several times for a norm.
-    """
+    """Returns whether `mix` can fuse norms, which spares XLA several passes over its result."""
     sharding = sharding_in_force(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     whole = dims == state_BTD.shape[2]
-    # Tiles have to be full, as gradients of norms are sums over tokens.
+    # Tiles must be full, as gradients of norms are sums over tokens.
     return form == "kernel" and batch * length % KERNEL_TOKENS == 0 and whole
 
 
 class Mixed(NamedTuple):
-    """Sums and their sources.
+    """Aggregates and their sources."""
 
-    Attributes:
-      sums: y_BTD of each stream, in the format of the sources.
-      sources: To be read by later layers instead of those given.
-    """
-
-    sums: list[jax.Array]
-    sources: list[jax.Array]
+    sums: list[jax.Array]  # y_BTD of each stream, in the dtype of the sources
+    sources: list[jax.Array]  # for later layers to read instead of the given ones
 
 
 def mix(
@@ -101,16 +85,13 @@ def mix(
     norms: Norms = NO_NORMS,
     factors_MD: jax.Array | None = None,
 ) -> Mixed:
-    """y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c, in float32.
+    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c, in float32.
 
     Args:
       weights_BTCS: float32; B and T are 1 for static weights.
-      sources: x_BTD each, from `to_be_scaled` if there are scales.
-      form: "sum" (or "auto") adds one source after another, "kernel" is a Pallas kernel,
-        interpreted on CPU. No effect on the result.
-      scales_SD: float32, None is 1. Their gradient is that of `to_be_scaled`.
-      norms: Of sums, if `normalizes` allows it.
-      factors_MD: float32, of these norms.
+      sources: x_BTD each; with scales, from `to_be_scaled`, through which the scales get gradients.
+      form: "sum" (or "auto"), or "kernel", a Pallas kernel, interpreted on CPU; the same result.
+      norms: Norms to fuse, with `factors_MD` in float32, if `normalizes` allows it.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
@@ -124,8 +105,7 @@ def mix(
 def to_be_scaled(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
     """Returns x, and takes gradients with respect to scale * x from here on.
 
-    All sums over scale * x multiply by the same scale, so its gradient and that of x are computed
-    once from the accumulated gradient.
+    All aggregations share the scale, so both gradients are computed once, from the accumulated one.
     """
     del scale_D
     return x_BTD
@@ -150,13 +130,12 @@ def _mix(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
     if form == "kernel":
         return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
     assert not norms.ways
-    # Without a barrier the compiler makes a sum again inside each operation that reads it.
+    # Without a barrier XLA recomputes a sum inside each operation that reads it.
     return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources
 
 
 def _mix_forward(form, norms, *arguments):
-    # With symbolic zeros, arguments come with the question whether they are differentiated.
-    arguments = jax.tree.map(lambda x: x.value, arguments)
+    arguments = jax.tree.map(lambda x: x.value, arguments)  # pairs (value, perturbed)
     return _mix(form, norms, *arguments), arguments
 
 
@@ -218,7 +197,7 @@ def _sum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
 
 
 def _product_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
-    """Computes `_sum_gradients` by a small product per source, in 0.6 of the time on CPU."""
+    """Computes `_sum_gradients` by a small matmul per source, in 0.6 of the time on CPU."""
     of_sums_BTCD = jnp.stack(_floats(of_sums), axis=2)
     of_weights, new = [], []
     for s, x_BTD in enumerate(_floats(sources, scales_SD)):
@@ -230,8 +209,7 @@ def _product_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
     return jnp.stack(of_weights, axis=-1), new
 
 
-# Of float32 in float32 on every device.
-_product = functools.partial(jnp.einsum, precision="highest")
+_product = functools.partial(jnp.einsum, precision="highest")  # float32 on every device
 
 
 def _total(terms) -> jax.Array:
@@ -244,8 +222,7 @@ def _given(weights, sources, scales, factors) -> dict[str, Any]:
 
 
 def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
-    # Pallas takes a second to import.
-    from MaxText.layers import mixing_kernel
+    from MaxText.layers import mixing_kernel  # here, as Pallas takes a second to import
 
     def run(given, **axes):
         del axes
@@ -261,8 +238,7 @@ def _kernel_gradients(norms, given):
 
     def run(given, of_tokens=(), of_dims=()):
         found = mixing_kernel.backward(_flat(given), _target(), norms)
-        # A device that holds some of the dimensions, or some of the tokens, has that part of
-        # what is summed over them.
+        # Sums over sharded dimensions or tokens are partial on each device.
         if of_dims:
             found["of_weights"] = jax.lax.psum(found["of_weights"], of_dims)
         if norms.ways and of_tokens:
@@ -290,12 +266,7 @@ def _flat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_each_device(run, result_specs, given: dict[str, Any]) -> Any:
-    """Runs a kernel on each device's share, since XLA cannot partition it.
-
-    Args:
-      run: Also takes the mesh axes that divide tokens, and those that divide dimensions.
-      result_specs: (spec of states, spec of weights) -> spec of the results.
-    """
+    """Runs a kernel on each device's shards, since XLA cannot partition it."""
     sharding = sharding_in_force(HIDDEN, given["sources"][0].shape)
     if sharding is None:
         return run(given)

@@ -1,17 +1,11 @@
-"""Dropout (Srivastava et al. 2014) and drop path, both scaled at training time.
-
-Legend: B sequences, T tokens, D emb_dim.
-"""
+"""Dropout (Srivastava et al. 2014) and drop path, both scaled at training time."""
 
 import jax
 import jax.numpy as jnp
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes each element with probability `rate` and scales the rest by 1 / (1 - rate).
-
-    Returns `x` itself if `key` is None (evaluation) or the rate is 0.
-    """
+    """Zeroes elements with probability `rate` and scales the rest; no-op if `key` is None."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -19,6 +13,6 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def drop_path(x_BTD: jax.Array, rate: float | jax.Array, key: jax.Array) -> jax.Array:
-    """Zeroes whole sequences with probability `rate`, scaling the rest (Huang et al. 2016)."""
+    """Zeroes whole sequences with probability `rate` and scales the rest (Huang et al. 2016)."""
     keep_B11 = jax.random.bernoulli(key, 1.0 - rate, (x_BTD.shape[0], 1, 1))
     return jnp.where(keep_B11, x_BTD / (1.0 - rate), 0).astype(x_BTD.dtype)

@@ -1,7 +1,4 @@
-"""Tables of vectors.
-
-Legend: B sequences, T tokens, D emb_dim, V vocab_size.
-"""
+"""Embedding tables."""
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +16,9 @@ class Embedding(nnx.Module):
         row_axis: str,
         building: Init,
         rngs: nnx.Rngs,
-        scale: float | None = None,
-        used_in: jnp.dtype | None = None,
+        scale: float | None = None,  # of the embeddings, not of the tied head
+        used_in: jnp.dtype | None = None,  # widest dtype it is read in; None is that of activations
     ):
-        """Declares the table.
-
-        Args:
-          scale: Factor of the embeddings, not of the tied head.
-          used_in: Widest format in which it is read, if it is not that of activations.
-        """
         D = building.dimensions.emb_dim
         self.dtype = building.dtype
         self.precision = building.precision
@@ -43,16 +34,13 @@ class Embedding(nnx.Module):
         rows_BTD = jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
         if self.scale is None:
             return rows_BTD
-        # Rounded first, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+        # The scale is rounded first, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
         return rows_BTD * jnp.asarray(self.scale, self.dtype)
 
     def attend(
         self, x_BTD: jax.Array, dtype: jnp.dtype, rounded: jnp.dtype | None = None
     ) -> jax.Array:
-        """Returns products of x with every row, [B, T, V], computed in `dtype`.
-
-        `rounded` is a format that the table is rounded to first.
-        """
+        """Returns logits [B, T, V], computed in `dtype` after rounding the table to `rounded`."""
         table = self.embedding[...]
         if rounded is not None:
             table = table.astype(rounded)

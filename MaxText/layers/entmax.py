@@ -1,19 +1,15 @@
-"""Alpha-entmax: probabilities of which most are exactly 0 (Peters et al. 2019), and their loss.
-
-Legend: V vocab_size; "..." any dimensions before it.
-"""
+"""Alpha-entmax, probabilities that are mostly 0, and its loss (Peters et al. 2019)."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-# Relative error up to which a sum of float32 probabilities reaches 1.
-_SLACK = 1e-6
+_SLACK = 1e-6  # tolerance for a sum of float32 probabilities to be 1
 
 
 def entmax(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """Returns alpha-entmax of logits [..., V], 1 < alpha <= 2; many probabilities are exactly 0."""
+    """Returns alpha-entmax of logits [..., V] for 1 < alpha <= 2."""
     return _probabilities(logits_V, _shift(logits_V, alpha), alpha)
 
 
@@ -21,10 +17,10 @@ def entmax(logits_V: jax.Array, alpha: float) -> jax.Array:
 def entmax_loss(logits_V: jax.Array, targets: jax.Array, alpha: float) -> jax.Array:
     """Returns the Fenchel-Young loss of alpha-entmax, float32 [...], for 1 < alpha <= 2.
 
-    (p - onehot(target)) . logits + H(p), with p the entmax and H Tsallis' entropy sum_j (p_j -
-    p_j^alpha) / (alpha (alpha - 1)) (Peters et al. 2019, equation 9). It is convex and nonnegative,
-    0 only if p is 1 at the target, and finite where the target has probability 0, as is its
-    gradient p - onehot(target). It approaches cross entropy as alpha approaches 1.
+    (p - onehot(target)) . logits + H(p), H the Tsallis entropy sum_j (p_j - p_j^alpha) / (alpha
+    (alpha - 1)) (Peters et al. 2019, equation 9). Convex, nonnegative, 0 only if p is 1 at the
+    target, and finite even if p is 0 there, as is the gradient p - onehot(target). It approaches
+    cross entropy as alpha approaches 1.
     """
     return _loss_forward(logits_V, targets, alpha)[0]
 
@@ -32,15 +28,15 @@ def entmax_loss(logits_V: jax.Array, targets: jax.Array, alpha: float) -> jax.Ar
 def _loss_forward(logits_V, targets, alpha):
     shift_1 = _shift(logits_V, alpha)
     p_V = _probabilities(logits_V, shift_1, alpha)
-    # The largest logit is taken off both terms, since that of a sum near 0 should not round them.
+    # Centered, as large logits would cost precision in a loss near 0.
     centred_V = logits_V - jnp.max(logits_V, axis=-1, keepdims=True)
     target_logits = jnp.take_along_axis(centred_V, targets[..., None], axis=-1)[..., 0]
     inside_V = p_V > 0
     log_p_V = jnp.log(jnp.where(inside_V, p_V, 1.0))
     entropy = jnp.sum(-p_V * jnp.expm1((alpha - 1) * log_p_V), axis=-1) / (alpha * (alpha - 1))
-    # Logits of -inf have probability 0, and 0 times them is nothing.
+    # Logits may be -inf where p is 0: 0 * -inf would be NaN.
     expected = jnp.sum(jnp.where(inside_V, p_V * centred_V, 0.0), axis=-1)
-    # As in cross entropy nothing is kept of the size of the logits but the logits themselves.
+    # As in cross entropy, only the logits themselves are saved at [..., V].
     return expected - target_logits + entropy, (logits_V, targets, shift_1)
 
 
@@ -59,8 +55,8 @@ def _scaled(logits_V: jax.Array, alpha: float) -> jax.Array:
 
 
 def _powers(scaled_V: jax.Array, shift_1: jax.Array, power: float) -> jax.Array:
-    """max(0, scaled + 1 - shift) ** power."""
-    # Brackets are held as their distance from 1: for alpha near 1 they differ from it by little.
+    """Returns max(0, scaled + 1 - shift) ** power."""
+    # Brackets are kept as their difference from 1, which is small for alpha near 1.
     bracket_V = scaled_V - shift_1
     inside_V = bracket_V > -1
     log_V = jnp.log1p(jnp.where(inside_V, bracket_V, 0.0))
@@ -73,11 +69,11 @@ def _probabilities(logits_V: jax.Array, shift_1: jax.Array, alpha: float) -> jax
 
 
 def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """Returns the shift [..., 1] with which p sums to 1.
+    """Returns the shift [..., 1] with which p sums to 1, by Newton's method.
 
     p = max(0, (alpha - 1) (z - max z) + 1 - shift) ** q, q = 1 / (alpha - 1). The q-norm of these
-    brackets is convex and falls with the shift, so Newton's method climbs from 0 without
-    overshooting. It takes about five steps for the logits of a language model.
+    brackets is convex and decreases with the shift, so steps from 0 never overshoot. Logits of a
+    language model take about five.
     """
     q = 1 / (alpha - 1)
     scaled_V = _scaled(logits_V, alpha)
@@ -87,7 +83,7 @@ def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
         sum_1 = jnp.sum(_powers(scaled_V, shift_1, q), axis=-1, keepdims=True)
         slope_1 = jnp.sum(_powers(scaled_V, shift_1, q - 1), axis=-1, keepdims=True)
         step_1 = -sum_1 * jnp.expm1((1 - alpha) * jnp.log(sum_1)) / slope_1
-        # A row that has arrived stays, so that it does not depend on the rows beside it.
+        # A converged row stays, so that it does not depend on the rest of the batch.
         next_1 = jnp.where(moved_1 & (sum_1 > 1 + _SLACK), shift_1 + step_1, shift_1)
         return next_1, next_1 > shift_1
 

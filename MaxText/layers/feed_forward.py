@@ -1,7 +1,4 @@
-"""The feed-forward part: a plain MLP or a gated one.
-
-Legend: B sequences, T tokens, D emb_dim, F mlp_dim.
-"""
+"""The feed-forward part: a plain or gated MLP (F is mlp_dim)."""
 
 from typing import Any
 
@@ -26,23 +23,21 @@ from MaxText.layers.part import FeedForward, Scalars
 from MaxText.layers.weights import Init
 from MaxText.parallelism.constraints import constrain
 
-_RANDOM_SLOPES = 10  # place of randomness within a layer; block.py has the others
+_RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
 
 
 @register("feed_forward", "mlp")
 class MLP(FeedForward):
-    """wo(prod_i activation_i(wi_i x)).
+    """wo(prod_i activation_i(wi_i x)), the MLP of Vaswani et al. 2017 for one activation.
 
-    One activation is the MLP of Vaswani et al. 2017, (silu, linear) the SwiGLU of Shazeer 2020,
-    equation 6. Input kernels are wi, or wi_0, wi_1, ... if there are several; the numbers of
-    learned activations are in activation, or activation_0, activation_1, ...
+    (silu, linear) is the SwiGLU of Shazeer 2020, equation 6. Several activations have kernels wi_0,
+    wi_1, ... instead of wi, and their learned scalars are in activation_0, ...
     """
 
     not_recomputed = ("wo",)
 
     @classmethod
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
-        """Returns the MLP of a layer, or its experts."""
         section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
         if experts.num_experts > 1:
             return MixtureOfExperts(experts, section.mlp_activations, init, rngs)
@@ -53,9 +48,8 @@ class MLP(FeedForward):
         section: FeedForwardSection,
         building: Init,
         rngs: nnx.Rngs,
-        place: int = _RANDOM_SLOPES,
+        place: int = _RANDOM_SLOPES,  # RNG stream id within a layer
     ):
-        """Declares the kernels; `place` is the RNG stream id within a layer."""
         D, F = building.dimensions.emb_dim, building.dimensions.mlp_dim
         init = building.initializers
         bias = section.ffn_bias

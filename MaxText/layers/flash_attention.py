@@ -1,10 +1,8 @@
-"""Softmax attention by library kernels that keep scores on the chip (Dao et al. 2022).
+"""Softmax attention by fused kernels (Dao et al. 2022): JAX's splash attention, or cuDNN's on GPU.
 
-Splash attention of JAX on TPU, cuDNN's on GPU. Both kernels are written for one device; this module
-divides the work among several.
+Both kernels are written for one device; this module partitions the work.
 
-Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim,
-W window.
+Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
 
 import functools
@@ -22,27 +20,19 @@ from MaxText.config.model_sections import Model as ModelSection
 from MaxText.layers.attention_core import Scoring, copies_of_heads, softmax_windows
 from MaxText.parallelism.constraints import platform, split_axes
 
-# A block of splash attention has whole tiles, and no more rows and keys than MaxText's default
-# (its sa_block_* keys); twice as many compile five times longer, four times do not fit a v5p.
+# Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
+# as large compiles five times longer, four times does not fit a v5p.
 TILE = 128
 LARGEST_BLOCK = 512
-# Bytes of a head's part of a token, beyond which blocks of that size do not fit a v4.
-_LARGEST_HEAD = 1024
-# Products of a kernel's phases; both backward ones make scores and the gradient of probabilities.
-_PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}
-# What the kernel hands to its backward pass, for policies of rematerialisation.
-_KEPT = "context"
+_LARGEST_HEAD = 1024  # most bytes of one head of a token with which such blocks fit a v4
+_PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}  # matmuls; both backward kernels recompute scores
+_KEPT = "context"  # name of the kernel's residuals in remat policies
 
 
 def kernel_refused(
     section: ModelSection, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
-    """Returns why no kernel serves a model on "gpu" or "tpu", None if one does.
-
-    Args:
-      num_length_parts: Devices that share a sequence.
-      num_stages: Pipeline stages.
-    """
+    """Returns why no kernel serves a model on "gpu" or "tpu"; None if one does."""
     attention, d = section.attention, section.shape.dimensions
     precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
     windows, in_parts = softmax_windows(section), num_length_parts > 1
@@ -83,12 +73,7 @@ def kernel_refused(
 
 
 def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
-    """Returns why cuDNN has no kernel for a model, None if it has one; compiles one layer's to see.
-
-    Args:
-      section: One that `kernel_refused` accepts.
-      devices: GPUs, present or of a topology; absent ones cannot be tried.
-    """
+    """Returns why cuDNN fails to compile a layer that `kernel_refused` accepts, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
@@ -110,7 +95,7 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
         gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
         try:
             gradients.lower(queries, keys, keys, segments_BT).compile()
-        except Exception as error:  # what it is depends on what is missing of cuDNN
+        except Exception as error:  # its type depends on what cuDNN lacks
             reason = (str(error) or type(error).__name__).splitlines()[0]
             return f"cuDNN has no kernel for it: {reason}"
     return None
@@ -121,7 +106,7 @@ def serves(q_BTNH: jax.Array, of_queries: NamedSharding | None) -> bool:
     length = q_BTNH.shape[1]
     own = length if of_queries is None else of_queries.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
-        return own == length and length % 2 == 0  # as JAX asks of gradients
+        return own == length and length % 2 == 0  # JAX requires it for gradients
     return own % TILE == 0
 
 
@@ -137,8 +122,7 @@ def flash_attention(
 ) -> jax.Array:
     """Computes attention_core.softmax_attention without ALiBi, memories and dropout.
 
-    The output, and on TPU the log-sum-exp that the backward pass reads, are tagged "context" for
-    remat policies.
+    The output, and on TPU the log-sum-exp, are tagged "context" for remat policies.
 
     Args:
       of_queries: Sharding of `q_BTNH`, T over any axes that `serves` accepts; None on one device.
@@ -174,28 +158,22 @@ def flash_attention(
 
 
 def block_of(length: int) -> int:
-    """Returns the rows and keys of a splash attention block; `length` is a multiple of TILE."""
+    """Returns the size of a splash attention block; `length` is a multiple of TILE."""
     return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
-    """Returns the matmul operations of a splash attention call, which declares none itself.
-
-    Args:
-      name: Of the kernel.
-      queries: Shape of q_BNTH.
-      num_keys: Average keys per query, see `keys_multiplied`.
-    """
+    """Returns the FLOPs of a splash attention call, which declares none; `queries` is a shape."""
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 
 
 def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Returns the average keys per query that splash attention multiplies, masked ones included."""
+    """Returns the average keys multiplied per query by splash attention, masked ones included."""
     block = block_of(length)
     blocks = np.arange(length // block)
     behind = blocks[:, None] - blocks
-    # The nearest query and key of two blocks stand so many tokens apart.
+    # Distance between the nearest query and key of two blocks.
     nearest = (np.abs(behind) - 1) * block + 1
     reach = length if window is None else window
     seen = (behind == 0) | (behind > 0) & (nearest < reach)
@@ -209,7 +187,7 @@ def _kernel_of(
 ) -> Any:
     window = scoring.window
     if window is not None and window >= shape[1]:
-        window = None  # splash attention divides no mask that hides nothing
+        window = None  # splash attention cannot partition a mask that hides nothing
     return _splash_kernel(
         shape, num_heads, num_length_parts,
         scoring.causal, window, scoring.soft_cap or None, platform() == "cpu",
@@ -228,7 +206,7 @@ def _splash_kernel(
 ) -> Any:
     """Returns the kernel for all rows of the mask, with its arrays on the host.
 
-    Cached: all layers share one, because it is a key of jit's cache and slow to build.
+    Cached, so that all layers share one: it is a key of jit's cache and slow to build.
     """
     # Pallas takes a second to import.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -273,7 +251,7 @@ def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scorin
 
 
 def _cudnn(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
-    """Runs cuDNN's attention; a mask of segments exists only as [T, S] in memory."""
+    """Runs cuDNN's attention on one device; the mask of segments takes [T, S] memory."""
     del kernel
     mask_B1TS = None
     if of_queries_BT is not None:

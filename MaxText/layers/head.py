@@ -1,7 +1,4 @@
-"""The plain head: from the final hidden states to logits.
-
-Legend: B sequences, T tokens, D emb_dim, V vocab_size.
-"""
+"""The linear head: logits from the final hidden states."""
 
 import math
 from typing import Any
@@ -18,13 +15,12 @@ from MaxText.layers.part import Head, Init
 
 
 def head_of(section: Model) -> tuple[type[Head], Layer]:
-    """Returns the class of a model's head, and the layer keys it is built with."""
     return lookup("head", section.head.name), Layer(section, section.shape.dimensions)
 
 
 @register("head", "linear")
 class LinearHead(Head):
-    """A matrix, or the token table (a tied head); scaled and capped."""
+    """An output matrix, or the token table (a tied head), optionally scaled and soft-capped."""
 
     def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
         self.section = head = keys.head

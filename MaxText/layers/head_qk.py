@@ -1,8 +1,8 @@
-"""Head-QK: the head points back at tokens of the text (fattorib/transformer, after B. Peng).
+"""Head-QK: pointer scores for tokens of the context (fattorib/transformer, after B. Peng).
 
     c_tj = (h_t Wq) . (h_j Wk) / E for j <= t of the same segment;  logits_t[token_j] += c_tj
 
-Legend: B sequences, T tokens, S tokens pointed at, D emb_dim, E head_qk_dim, V vocab_size.
+Legend: B sequences, T tokens, S context tokens, D emb_dim, E head_qk_dim, V vocab_size.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from MaxText.layers.weights import orthogonal, zeros
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pointers:
-    """Tokens that the head may point at: projected keys, ids and segments (None is one)."""
+    """Context tokens: projected keys, ids and segments (None is one)."""
 
     keys_BSE: jax.Array
     tokens_BS: jax.Array
@@ -54,7 +54,7 @@ class Pointers:
 
 @register("head", "head_qk")
 class HeadQK(LinearHead):
-    """The plain head plus Head-QK."""
+    """The linear head plus Head-QK."""
 
     rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
     not_recomputed = ("head_qk",)
@@ -96,9 +96,9 @@ class HeadQK(LinearHead):
 
 
 class Pointing(nnx.Module):
-    """Adds to the logits of ids that occurred in the text; nothing at first, as Wq starts at 0."""
+    """Adds Head-QK scores to logits; 0 initially, as Wq starts at 0."""
 
-    not_recomputed = ("key",)  # multiplied once for the whole sequence
+    not_recomputed = ("key",)  # computed once for the whole sequence
 
     def __init__(self, width: int, init: Init, rngs: nnx.Rngs):
         D = init.dimensions.emb_dim
@@ -115,12 +115,7 @@ class Pointing(nnx.Module):
     def __call__(
         self, logits_BTV: jax.Array, h_BTD: jax.Array, pointers: Pointers, places_BT: jax.Array
     ) -> jax.Array:
-        """Returns logits with the contributions of tokens up to their positions.
-
-        Args:
-          h_BTD: Hidden states of the logits.
-          places_BT: Positions of the hidden states among the tokens of `pointers`; B may be 1.
-        """
+        """Adds scores of tokens up to `places_BT`, positions within `pointers`; B may be 1."""
         query_BTE = self.query(h_BTD)
         scores_BTS = jnp.einsum(
             "bte,bse->bts", query_BTE, pointers.keys_BSE,

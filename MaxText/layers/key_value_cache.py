@@ -18,22 +18,16 @@ _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyValueCache:
-    """A cache in which slot s of a row holds the token at position s.
+    """A cache whose slot s holds the token at position s of its sequence.
 
-    Rows may have different lengths: slots beyond a row's length hold anything, because a query sees
-    only slots up to its own position. Memories, which every query sees, precede the slots.
-
-    A batch of one has no dimension B: with it, the CPU compiler copies all slots twice in every
-    step, a third of the time of reading the weights of a small model.
-
-    Attributes:
-      keys: [B, K, M + S, H] or [K, M + S, H], after norms and rotary.
-      num_memories: M.
+    Slots beyond a sequence's length hold anything: a query sees only slots up to its own position.
+    Memories, which every query sees, precede the slots. A batch of one has no dimension B, with
+    which XLA copies all slots twice per step on CPU, a third of the time to read a small model.
     """
 
-    keys: jax.Array
+    keys: jax.Array  # [B, K, M + S, H] or [K, M + S, H], after norms and rotary
     values: jax.Array
-    num_memories: int = dataclasses.field(default=0, metadata={"static": True})
+    num_memories: int = dataclasses.field(default=0, metadata={"static": True})  # M
 
     @classmethod
     def of_prompt(
@@ -43,7 +37,7 @@ class KeyValueCache:
         capacity: int,
         memory: Memory | None = None,
     ) -> "KeyValueCache":
-        """Returns a cache of `capacity` slots whose first T hold these."""
+        """Returns a cache of `capacity` slots, of which the first T are filled."""
 
         def slots(x_BTKH: jax.Array, kept_MKH: jax.Array | None) -> jax.Array:
             x_BKTH = x_BTKH.transpose(0, 2, 1, 3)
@@ -60,7 +54,7 @@ class KeyValueCache:
     def append(
         self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array
     ) -> "KeyValueCache":
-        """Appends T tokens to each row, consecutive from positions_BT[:, 0]."""
+        """Appends T tokens to each sequence, consecutive from positions_BT[:, 0]."""
         first_B = positions_BT[:, 0]
 
         def write(slots_KSH, x_KTH, first):
@@ -77,7 +71,6 @@ class KeyValueCache:
         )
 
     def attend(self, q_BTNH: jax.Array, positions_BT: jax.Array, scoring: Scoring) -> jax.Array:
-        """Attends from queries at these positions: [B, T, N, H]."""
         slots = jnp.arange(self.keys.shape[-2]) - self.num_memories
         distance_BTS = positions_BT[:, :, None] - slots
         mask_BTS = scoring.sees(distance_BTS)
@@ -104,7 +97,7 @@ class KeyValueCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowCache:
-    """The newest W tokens of each row in a ring buffer: position p is in slot p mod W."""
+    """The newest W tokens of each sequence in a ring buffer: position p is in slot p mod W."""
 
     keys_BKWH: jax.Array
     values_BKWH: jax.Array
@@ -113,7 +106,6 @@ class WindowCache:
     def of_prompt(
         cls, k_BTKH: jax.Array, v_BTKH: jax.Array, lengths_B: jax.Array, window: int
     ) -> "WindowCache":
-        """Returns the cache after the first `lengths_B` tokens of each row."""
         places_BW = _places_in_ring(lengths_B, window)
 
         def ring(x_BTKH: jax.Array) -> jax.Array:
@@ -130,7 +122,7 @@ class WindowCache:
         positions_BT: jax.Array,
         scoring: Scoring,
     ) -> tuple[jax.Array, "WindowCache"]:
-        """Attends from T new tokens, themselves included; returns the cache with them."""
+        """Attends from T new tokens, themselves included, and returns the cache with them."""
         window, length = self.keys_BKWH.shape[2], positions_BT.shape[1]
         old_BW = _places_in_ring(positions_BT[:, 0], window)
         places_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
@@ -142,7 +134,7 @@ class WindowCache:
         mask_BTS = scoring.sees(distance_BTS) & (places_BS >= 0)[:, None]
         o_BTNH = attend(q_BTNH, keys, values, mask_BTS, distance_BTS, scoring)
         new_BW = _places_in_ring(positions_BT[:, -1] + 1, window)
-        # Slots of new tokens are filled from behind the ring, the others stay.
+        # New tokens stand behind the ring and overwrite their slots.
         first_B1 = positions_BT[:, :1]
         source_BW = jnp.where(
             new_BW >= first_B1, window + new_BW - first_B1, jnp.arange(window)[None]
@@ -153,7 +145,7 @@ class WindowCache:
 
 
 def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
-    """Returns the position in each slot after `length` tokens, [B, W]; negative for none."""
+    """Returns the position in each slot after `lengths_B` tokens, [B, W]; negative if empty."""
     newest_B1 = lengths_B[:, None] - 1
     return newest_B1 - (newest_B1 - jnp.arange(window)[None]) % window
 
@@ -163,17 +155,12 @@ def _constrained(slots: jax.Array) -> jax.Array:
 
 
 def capacity_of(states: Any) -> int | None:
-    """Returns the tokens that every part of a decode state has room for, None for any number.
-
-    Nodes of the tree that grow have `capacity` and `with_capacity`.
-    """
+    """Returns the smallest `capacity` in a decode state; None if no node has `with_capacity`."""
     nodes = jax.tree.leaves(states, is_leaf=_can_grow)
     return min((node.capacity for node in nodes if _can_grow(node)), default=None)
 
 
 def with_capacity(states: Any, capacity: int) -> Any:
-    """Returns the decode states with room for more tokens."""
-
     def grown(node: Any) -> Any:
         return node.with_capacity(capacity) if _can_grow(node) else node
 

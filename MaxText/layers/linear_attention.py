@@ -2,11 +2,10 @@
 
     o_t = phi(q_t) S_t / (phi(q_t) z_t + eps),  S_t = sum_{s<=t} exp(k_s) v_s^T,  z_t = sum exp(k_s)
 
-with phi the softmax over a head's dimensions (Shen et al. 2021, arXiv 1812.01243, made causal by
-GPT-Neo). Scores are not scaled. Inside, everything is float32.
-
-exp(k) overflows beyond 88, so the sums and eps are divided by exp(m), m the running maximum of k in
-the head. m only grows, so every factor between two tokens is at most 1.
+phi is softmax over a head's dimensions (Shen et al. 2021, arXiv 1812.01243, made causal by
+GPT-Neo). Scores are unscaled; everything is float32 inside. exp(k) overflows beyond 88, so the sums
+and eps are divided by exp(m), m the running maximum of k in the head: every factor between two
+tokens is then at most 1.
 
 Legend: B sequences, T tokens, C chunk, K key/value heads, G query heads per key/value head, N = K G
 query heads, H head_dim.
@@ -25,26 +24,19 @@ from MaxText.layers.attention import Attention, named
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops
 
-_NOTHING = -1e30  # the largest k of no tokens; finite, so that differences are
+_NOTHING = -1e30  # maximum over no tokens; finite, so that differences are
 _TINY = 1e-37
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """Decode state of causal linear attention.
+    """Decode state of causal linear attention."""
 
-    Attributes:
-      sums_BKHH: S / exp(m).
-      counts_BKH: z / exp(m).
-      largest_BK: m.
-      segment_B: Segment of the newest token, whose tokens alone are in the sums.
-    """
-
-    sums_BKHH: jax.Array
-    counts_BKH: jax.Array
-    largest_BK: jax.Array
-    segment_B: jax.Array
+    sums_BKHH: jax.Array  # S / exp(m)
+    counts_BKH: jax.Array  # z / exp(m)
+    largest_BK: jax.Array  # m
+    segment_B: jax.Array  # segment of the newest token; the sums cover only this one
 
 
 def causal_linear_attention(
@@ -59,17 +51,13 @@ def causal_linear_attention(
     lengths_B: jax.Array | None = None,
     precision: str | None = None,
 ) -> tuple[jax.Array, LinearState]:
-    """Computes causal linear attention in chunks: O(T) operations and memory.
+    """Returns causal linear attention [B, T, N, H] in O(T), and the state after the last token.
 
     Args:
-      chunk: C; tokens of a chunk are multiplied with each other.
-      epsilon: Added to the divisor.
-      state: After the tokens before; None for none.
+      chunk: C, tokens that are multiplied with each other.
+      state: The state before the first token, if any.
       segments_BT: Tokens see only their own segment; segments are contiguous.
-      lengths_B: Tokens of each row; later ones do not enter the state.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`, and the state after the last token.
+      lengths_B: Tokens of each sequence; later ones do not enter the state.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
@@ -92,19 +80,18 @@ def causal_linear_attention(
 
     def one_chunk(state: LinearState, given):
         phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = given
-        # Keys of filling count as nothing: exp(k - m) is 0.
+        # Padding keys do not count: exp(k - m) is 0.
         k_BCKH = jnp.where(real_BC[..., None, None], k_BCKH, _NOTHING)
         carries_BC1 = (segments_BC == state.segment_B[:, None])[..., None]
         largest_BCK = _largest_so_far(k_BCKH.max(-1), segments_BC)
         largest_BCK = jnp.where(
             carries_BC1, jnp.maximum(largest_BCK, state.largest_BK[:, None]), largest_BCK
         )
-        # The result does not depend on what is divided out, so neither does its gradient.
-        largest_BCK = jax.lax.stop_gradient(largest_BCK)
+        largest_BCK = jax.lax.stop_gradient(largest_BCK)  # m cancels out of the result
         psi_BCKH = jnp.where(
             real_BC[..., None, None], jnp.exp(k_BCKH - largest_BCK[..., None]), 0.0
         )
-        # From token s (columns) to token t (rows): exp(m_s - m_t).
+        # exp(m_s - m_t) from token s (columns) to token t (rows).
         places = jnp.arange(segments_BC.shape[1])
         sees_BCC = (places[:, None] >= places)[None] & (
             segments_BC[:, :, None] == segments_BC[:, None, :]
@@ -126,11 +113,11 @@ def causal_linear_attention(
             + einsum("btkgh,bkh->btkg", phi_BCKGH, state.counts_BKH) * carried_BCK[..., None]
         )
         if epsilon:
-            # Beyond 80 the result is 0 in any case, and so it is finite.
+            # Clamped to stay finite; beyond 80 the result is 0 in any case.
             below = below + epsilon * jnp.exp(jnp.minimum(-largest_BCK, 80.0))[..., None]
         o_BCKGH = _quotient(above, below[..., None])
 
-        # The state after the chunk: of the segment that the last real token belongs to.
+        # The new state is that of the last real token's segment.
         last_B = jnp.maximum(real_BC.sum(1) - 1, 0)
         any_B = real_BC.any(1)
         segment_B = jnp.where(
@@ -171,7 +158,7 @@ def causal_linear_attention(
         state, o = one_chunk(state, jax.tree.map(lambda x: x[0], given))
         o = o[None]
     else:
-        # Rows of a chunk are made again in the backward pass instead of being kept: [B, T, C].
+        # Scores [B, T, C] are recomputed in the backward pass instead of being saved.
         state, o = jax.lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), state, given)
     o = jnp.moveaxis(o, 0, 1).reshape(batch, num_chunks * chunk, num_heads, head_dim)
     return o[:, :length].astype(q_BTNH.dtype), state
@@ -185,10 +172,7 @@ def bidirectional_linear_attention(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """Returns softmax over dimensions of q, times (softmax over tokens of k)^T v.
-
-    O(T) without segments. With segments, all tokens of a row are multiplied with each other.
-    """
+    """Returns softmax_H(q) (softmax_T(k)^T v), in O(T) without segments and O(T^2) with them."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
     phi = jax.nn.softmax(q_BTNH.astype(jnp.float32), axis=-1)
@@ -199,7 +183,7 @@ def bidirectional_linear_attention(
         o = jnp.einsum("btkgh,bkhi->btkgi", phi, sums, precision=precision)
     else:
         same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-        # Each token's sums over its segment, of numbers that the largest k of the segment bounds.
+        # Sums over each token's segment, stabilized by the largest k of the segment.
         largest = jnp.maximum(
             _largest_so_far(k, segments_BT), _largest_so_far(k, segments_BT, reverse=True)
         )
@@ -207,7 +191,7 @@ def bidirectional_linear_attention(
         below = jnp.einsum(
             "bts,bskh->btkh", same_BTS.astype(jnp.float32), weights, precision=precision
         )
-        # The largest k itself counts 1, so no divisor is small.
+        # Every divisor is at least 1, the term of the largest k.
         scores = jnp.einsum(
             "btkgh,bskh->btskg", phi / below[:, :, :, None], weights, precision=precision
         )
@@ -230,21 +214,20 @@ def _largest_so_far(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = Fal
 
 
 def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
-    """Returns above / below, 0 where both are; its gradient divides by `below` twice."""
+    """Returns above / below, 0 for 0 / 0; its gradient divides by `below` twice, not by below^2."""
     size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
     return (above / size) / jnp.maximum(below / size, _TINY)
 
 
 @register("mixer", "linear_attention")
 class LinearAttention(Attention):
-    """Attention whose state does not grow (layers/linear_attention.py)."""
+    """Linear attention, with a decode state of fixed size."""
 
     has_softmax = False
     has_memories = False
 
     @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Counts k v^T and q S of a token by the rule; executed are the chunks' squares as well."""
         N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
         adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
         if not keys.attention.causal:
@@ -253,7 +236,7 @@ class LinearAttention(Attention):
         filled = -(-length // chunk) * chunk / length
         square, counts = 2.0 * N * H * chunk, 2.0 * N * H
         scores, values = filled * (square + counts + adds), filled * (square + reads)
-        # The state after a chunk was kept: adding to it is not done again.
+        # The scan saves the state after each chunk, so its update is not recomputed.
         again = length > keys.attention.linear_attention_chunk
         return {
             "attention scores": Flops(adds, scores, (scores - filled * adds) if again else 0.0),

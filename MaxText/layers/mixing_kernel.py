@@ -1,4 +1,4 @@
-"""Depth-wise aggregation as Pallas TPU kernels, one for each direction.
+"""Depth-wise aggregation as Pallas TPU kernels, forward and backward.
 
 Each source is an operand of its own, so nothing is stacked. A program owns a few tokens with all
 their dimensions, reads each source once for all streams, and may normalize sums before writing.
@@ -23,22 +23,19 @@ Target = Literal["tpu", "interpret"]
 
 TPU_ROWS = 16  # tokens of a register tile in a 16-bit format
 MAX_ROWS = {"tpu": 128, "interpret": 16}
-MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions that are in registers at once
+MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions in registers at once
 
 
 Given = dict[str, Any]
 
 
 def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.Array]:
-    """y_c = norm_c(sum_s w_cs * scale_s * x_s).
+    """Returns norm_c(sum_s w_cs * scale_s * x_s) of each stream c, [N, D] in the sources' dtype.
 
     Args:
-      given: `weights` [N, K], w_cs at c * S + s; `sources`, x_ND each; `scales` [S, D], 1 if
-        absent; `factors` [M, D] of norms. All but sources are float32.
-      norms: Normalized streams; requires N to be a multiple of 16.
-
-    Returns:
-      y_ND of each stream, in the format of the sources.
+      given: `weights` [N, K], w_cs at c * S + s; `sources`, [N, D] each; `scales` [S, D], optional;
+        `factors` [M, D] of norms. All but sources are float32.
+      norms: Normalized streams; N must then be a multiple of 16.
     """
     sources = given["sources"]
     num_weights = given["weights"].shape[1]
@@ -54,16 +51,15 @@ def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.A
 
 
 def backward(given: Given, target: Target, norms: Norms = NO_NORMS) -> dict[str, Any]:
-    """Gradients of `forward`, accumulated in place into those of the sources.
+    """Returns gradients of `forward`, those of the sources accumulated in place.
 
         of_weights_cs = sum_D g_c * scale_s * x_s      of_sources_s += sum_c w_cs g_c
 
-    g_c is the gradient of a sum before its norm. Such sums are recomputed from the sources, which
-    are on the chip anyway.
+    g_c is the gradient of a sum before its norm, for which the sum is recomputed on chip.
 
     Args:
-      given: Arguments of `forward`, and `of_sums`, gradients of its results; `accumulated`, those
-        of each source so far, unless 0 (its memory is reused).
+      given: Arguments of `forward`; `of_sums`, gradients of its results; optionally `accumulated`,
+        gradients of the sources so far, whose memory is reused.
 
     Returns:
       `of_weights` [N, K] float32; `of_sources`, [N, D] each, of scale * x for scaled sources
@@ -88,8 +84,7 @@ def backward(given: Given, target: Target, norms: Norms = NO_NORMS) -> dict[str,
     return found
 
 
-# Of each tile, [tiles, M, D]; few bytes beside those of the sources.
-_PART_OF_FACTORS = "part_of_factors"
+_PART_OF_FACTORS = "part_of_factors"  # sums of each tile, [tiles, M, D]; small next to sources
 
 
 def _call(
@@ -105,9 +100,8 @@ def _call(
 
     Args:
       body: (chunk, target, input refs, result refs, scratch) -> None.
-      given: Arrays; "scales" and "factors" are the same for all tiles. "accumulated" donates its
-        memory to "of_sources": both come first in the order of names.
-      results: Shapes without the gradients of factors.
+      given: Operands; all tiles share "scales" and "factors". "accumulated" donates its memory to
+        "of_sources", for which both must come first by name.
     """
     num_tokens, emb_dim = given["sources"][0].shape
 
@@ -168,8 +162,7 @@ def _call(
 def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
     rows = MAX_ROWS[target]
     if target == "tpu":
-        # Both buffers of each block are counted.
-        blocks = chip_memory(device_kind()) // 2
+        blocks = chip_memory(device_kind()) // 2  # `bytes_of_token` counts both buffers of each
         while rows > TPU_ROWS and rows * bytes_of_token > blocks:
             rows //= 2
         if num_tokens % TPU_ROWS:
@@ -191,7 +184,7 @@ def _for_each(number: int, do: Callable[[Any], Any]) -> None:
 
 
 class Tile(NamedTuple):
-    """A tile processed in parts that fit into registers."""
+    """A tile, processed in pieces that fit into registers."""
 
     shape: tuple[int, ...]
     chunk: int
@@ -212,7 +205,7 @@ class Tile(NamedTuple):
         width = min(self.chunk, 128) if self.target == "tpu" else self.chunk
 
         def folded(x):
-            # Up to the width of a register, so that few additions go across its lanes.
+            # Down to the width of a register, so that few additions cross lanes.
             return functools.reduce(
                 jnp.add, [x[:, i : i + width] for i in range(0, self.chunk, width)]
             )
@@ -226,7 +219,6 @@ class Tile(NamedTuple):
         return [jnp.sum(total, axis=1) for total in totals]
 
     def inverse_rms(self, squares: Sequence[jax.Array], epsilon: float) -> list[jax.Array]:
-        """Returns [tokens, 1] of each normalized stream, from sums of squares."""
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
 
 

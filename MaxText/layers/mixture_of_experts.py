@@ -1,6 +1,6 @@
-"""A feed-forward of many experts, of which each token visits a few.
+"""Mixture of experts: a feed-forward of many experts, of which each token visits a few.
 
-Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, k experts of a token, G
+Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, k experts per token, G
 groups, S tokens of a group, C capacity of an expert for a group.
 """
 
@@ -23,10 +23,7 @@ from MaxText.parallelism.constraints import batch_axes_in_force, constrain
 
 
 def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:
-    """Returns the tokens of a group and the capacity C of an expert for a sequence length.
-
-    With k experts per token the factor counts tokens, not choices (GShard).
-    """
+    """Returns the tokens of a group and C; the factor counts tokens, not choices (GShard)."""
     group = length
     if section.moe_group_size != -1 and length % section.moe_group_size == 0:
         group = section.moe_group_size
@@ -34,7 +31,7 @@ def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:
 
 
 class Experts(nnx.Module):
-    """E MLPs without biases, plain or gated, stacked on a first dimension."""
+    """E MLPs without biases, plain or gated, stacked along the first dimension."""
 
     def __init__(
         self,
@@ -67,7 +64,6 @@ class Experts(nnx.Module):
         return self.wo[...].astype(self.dtype)
 
     def gated(self, branches: list[jax.Array]) -> jax.Array:
-        """Returns the product of the activated branches."""
         return math.prod(
             (ACTIVATIONS[name](x) for name, x in zip(self.activations, branches, strict=True)),
             start=1,  # type: ignore[arg-type]
@@ -83,8 +79,8 @@ class MixtureOfExperts(nnx.Module):
 
     With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
     earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
-    Groups are parts of a sequence, so a token's fate does not depend on the rest of the batch.
-    Nothing is dropped during generation, where a text arrives in other parts than in training.
+    Groups are parts of a sequence, so drops do not depend on the rest of the batch. Generation
+    drops nothing, as it sees a text in other groups than training.
     """
 
     rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
@@ -106,15 +102,14 @@ class MixtureOfExperts(nnx.Module):
             building.initializers.kernel,
             building,
             rngs,
-            # Rounded, a token might visit another expert.
-            used_in=jnp.dtype(jnp.float32),
+            used_in=jnp.dtype(jnp.float32),  # rounding could send a token to another expert
         )
         width = dimensions.mlp_dim if section.moe_mlp_dim == -1 else section.moe_mlp_dim
         chosen = section.moe_activations or activations
         self.experts = Experts(section.num_experts, width, chosen, building, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns y_BTD and losses, each summed over tokens that are not padding."""
+        """Returns y_BTD, and losses summed over tokens that are not padding."""
         section = self.section
         batch, length, width = x_BTD.shape
         factor = section.capacity_factor if context.training else section.eval_capacity_factor
@@ -139,12 +134,12 @@ class MixtureOfExperts(nnx.Module):
         return y.reshape(batch, length, width), scalars
 
     def _without_drops(self, factor: float) -> float:
-        """Returns -1, or `factor` if experts are on several devices and need a capacity."""
+        """Returns -1, or `factor` if experts are sharded and need a capacity."""
         found = batch_axes_in_force("activation_exp")
         return factor if found is not None and found[1][0] else -1.0
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
-        """Returns the choices to follow, [G, S, k]: the first always, the second by its policy."""
+        """Returns a mask of choices to follow, [G, S, k]: the first, and by policy the second."""
         section = self.section
         followed = jnp.ones(gates.shape, bool)
         if section.num_experts_per_tok != 2:
@@ -166,11 +161,11 @@ class MixtureOfExperts(nnx.Module):
     def _losses(
         self, logits: jax.Array, p: jax.Array, choices: jax.Array, real: jax.Array
     ) -> Scalars:
-        """Returns load balance and z loss times their weights, summed over tokens.
+        """Returns weighted load balance and router z losses, summed over tokens.
 
-        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e
-        and P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: the square of
-        log sum exp of the scores (Zoph et al. 2022, equation 5).
+        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e,
+        P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: logsumexp(logits)^2
+        (Zoph et al. 2022, equation 5).
         """
         section, num_experts = self.section, p.shape[-1]
         real = real[..., None].astype(jnp.float32)
@@ -209,8 +204,7 @@ class MixtureOfExperts(nnx.Module):
             return filled
 
         filled = jax.vmap(fill)(x, slots).reshape(num_groups, num_experts, capacity, width)
-        # From devices that hold groups to those that hold experts, and back.
-        # Places of an expert are divided like tokens of a sequence.
+        # Resharded from groups to experts and back; slots of an expert shard like tokens.
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
         filled = constrain(constrain(filled, *by_group), *by_expert)
@@ -236,7 +230,6 @@ class MixtureOfExperts(nnx.Module):
     def _dropless(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array
     ) -> jax.Array:
-        """Sorts tokens by expert and multiplies blocks of rows with matrices."""
         experts, num_experts = self.experts, self.section.num_experts
         per_token = choices.shape[-1]
 
@@ -266,7 +259,7 @@ class MixtureOfExperts(nnx.Module):
         if x.shape[1] % math.prod(mesh.shape[axis] for axis in length_axes):
             length_axes = ()
         if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
-            tensor_axes = ()  # matrices that an axis does not divide lie whole
+            tensor_axes = ()  # a width that the axes do not divide is replicated
         rows = PartitionSpec(batch_axes, length_axes)
         columns = PartitionSpec(None, None, tensor_axes)
         return jax.shard_map(
@@ -278,12 +271,10 @@ class MixtureOfExperts(nnx.Module):
         )(*given)
 
 
-_ROUTING = 9  # place of randomness within a layer; block.py has the others
+_ROUTING = 9  # RNG stream id within a layer; block.py has the others
 
 
 def _for_each(initializer: Initializer) -> Initializer:
-    """Applies an initializer to every matrix of a stack, each with its own key."""
-
     def initialize(key, shape, num_in_dims, dtype):
         keys = jax.random.split(key, shape[0])
         return jax.vmap(lambda key: initializer(key, shape[1:], num_in_dims, dtype))(keys)

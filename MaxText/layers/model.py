@@ -1,7 +1,6 @@
 """A model as an abstract parameter table and pure functions.
 
-Modules declare the weights. From here on parameters are a plain nested dict of arrays, and the
-module is merged inside the trace, so that host dispatch is that of a dict.
+Parameters are a plain nested dict, merged into the module inside the trace for fast host dispatch.
 """
 
 from collections.abc import Sequence
@@ -19,12 +18,11 @@ from MaxText.parallelism.constraints import ParameterInfo
 
 Parameters = dict  # nested, leaves are arrays
 
-# Weights of built-in heads, which checkpoints have beside the layers, not in the head's folder.
-_OUT_OF_HEAD = ("logits_dense", "head_qk")
+_OUT_OF_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
 
 
 def _as_stored(tree: Any) -> Parameters:
-    """Returns the parameters of a decoder under the names that checkpoints have."""
+    """Returns a decoder's parameters under the names that checkpoints have."""
     head = dict(tree.get("head", {}))
     beside = {name: head.pop(name) for name in _OUT_OF_HEAD if name in head}
     rest = {name: tree[name] for name in tree if name != "head"}
@@ -39,7 +37,6 @@ def _as_built(parameters: Parameters) -> Parameters:
 
 
 def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
-    """Returns what the modules above a parameter declare about it (layers/part.py)."""
     row, is_recomputed = "", False
     for step in path:
         rows = getattr(type(module), "rows", {})
@@ -68,8 +65,8 @@ class Model:
         for path, parameter in nnx.to_flat_state(state):
             parameter.set_metadata(**_declared(module, path))
         state = nnx.State(_as_stored(state))
-        self.abstract: Parameters = nnx.to_pure_dict(state)
-        self.parameters: dict[str, ParameterInfo] = {}
+        self.abstract: Parameters = nnx.to_pure_dict(state)  # of jax.ShapeDtypeStruct
+        self.parameters: dict[str, ParameterInfo] = {}  # by name, such as "layers/mlp/wo/kernel"
         for path, parameter in nnx.to_flat_state(state):
             name, value = "/".join(map(str, path)), parameter.get_value()
             metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
@@ -77,7 +74,7 @@ class Model:
             self.parameters[name] = ParameterInfo(*(metadata[f] for f in ParameterInfo._fields))
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
-        """Returns the stored array and row of a layer's parameter such as "mlp/wo/kernel"."""
+        """Returns (array name, row) of a layer's parameter such as "mlp/wo/kernel", as stored."""
         if self.blueprint.is_stacked:
             return f"layers/{name}", layer
         path, row = self.blueprint.plan.path(layer)
@@ -98,7 +95,7 @@ class Model:
         return within, plan.layers_of(int(run))
 
     def layer_of(self, name: str) -> Layer | None:
-        """Returns the first layer that a parameter belongs to, None outside of layers."""
+        """Returns the first layer that a parameter belongs to; None outside of layers."""
         layers = self.placed(name)[1]
         return None if layers is None else self.section.layers[layers[0]]
 
@@ -112,17 +109,15 @@ class Model:
         return _as_stored(nnx.to_pure_dict(state))
 
     def merge(self, parameters: Parameters) -> Decoder:
-        """Returns the module with these parameters, for use inside a trace."""
         layers = parameters["layers"]
         if isinstance(layers, tuple):
             parameters = parameters | {"layers": self.blueprint.join(layers)}
         return nnx.merge(self._graphdef, _as_built(parameters))
 
     def in_parts(self, parameters: Parameters) -> Parameters:
-        """Returns parameters for generation, which reads all of them for each token.
+        """Returns parameters for generation: an array per layer, in the dtype that it is used in.
 
-        Layers become arrays of their own, converted to the format they are used in, so that a step
-        does not convert them. Arrays are deleted one by one: there is never a second copy of all.
+        Deletes the given arrays one by one, so that there is never a second copy of all.
         """
 
         def converted(path: Any, leaf: jax.Array) -> jax.Array:

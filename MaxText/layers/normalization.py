@@ -1,8 +1,7 @@
 """Norms over the last dimension with float32 statistics.
 
-The parameter `scale` holds the factor, or its difference from 1 if normalization_zero_centered is
-set; both start at a factor of 1. Weight decay pulls the parameter to 0, so a zero-centered factor
-to 1. A norm without parameters has factor 1 and no bias.
+The parameter `scale` is the factor, or with normalization_zero_centered its difference from 1, so
+that weight decay pulls the factor to 1 instead of 0.
 """
 
 import math
@@ -29,9 +28,8 @@ class RMSNorm(nnx.Module):
         rngs: nnx.Rngs,
         *,
         parametric: bool = True,
-        initial: float = 1.0,
+        initial: float = 1.0,  # factor at the start
     ):
-        """Declares the scale; `initial` is the factor at the start."""
         self.size, self.epsilon = size, epsilon
         self.zero_centered = building.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
@@ -39,7 +37,6 @@ class RMSNorm(nnx.Module):
         self.scale = weight(rngs, (size,), ("norm",), stored, dtype=dtype) if parametric else None
 
     def factors(self) -> jax.Array:
-        """Float32 [size], 1 without a scale."""
         if self.scale is None:
             return jnp.ones(self.size, jnp.float32)
         return factor(self.scale, self.zero_centered)
@@ -62,7 +59,7 @@ class LayerNorm(RMSNorm):
 
 
 class ScaleNorm(RMSNorm):
-    """g x / |x|, one g for all dimensions, sqrt(D) at first (Nguyen and Salazar 2019)."""
+    """g x / |x| with a scalar g, initially sqrt(D) (Nguyen and Salazar 2019)."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = normalized(x.astype(jnp.float32), None, self.epsilon)
@@ -71,7 +68,7 @@ class ScaleNorm(RMSNorm):
 
 
 def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + epsilon) * factors in the format of x; None is a factor of 1."""
+    """Returns x / sqrt(mean(x^2) + epsilon) * factors in the dtype of x; None is a factor of 1."""
     x_float = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
     y = x_float * jax.lax.rsqrt(mean_square + epsilon)
@@ -92,12 +89,7 @@ def normalization(
     parametric: bool = True,
     kind: str | None = None,
 ) -> nnx.Module:
-    """Returns the configured norm of the residual stream.
-
-    Args:
-      parametric: Whether it has weights.
-      kind: normalization_type, if not that of the section.
-    """
+    """Builds the configured norm of the residual stream; `kind` overrides normalization_type."""
     make = lookup("norm", kind or section.normalization_type)
     return make(section, building, rngs, parametric=parametric)
 
@@ -127,5 +119,5 @@ def scale_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) 
 def scale_norm_centered(
     section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool
 ) -> nnx.Module:
-    """Builds GPT-Neo's scalenorm: LayerNorm with one scale and no bias."""
+    """Builds GPT-Neo's scalenorm, a LayerNorm with one scale and no bias."""
     return LayerNorm(1, section.normalization_layer_epsilon, init, rngs, parametric=parametric)

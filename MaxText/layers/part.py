@@ -1,4 +1,4 @@
-"""The protocol of the parts of a model, built-in ones and those that a user brings.
+"""The protocol of model parts, built-in and user-defined.
 
 A part is a class registered under a kind and a name (config/registry.py):
 
@@ -7,7 +7,7 @@ A part is a class registered under a kind and a name (config/registry.py):
         def __init__(self, keys, init, rngs): ...      # declares weights: layers/weights.py, Dense
         def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
 
-What the rest of the program has to know of a part, it declares here; nothing else is edited.
+It declares here all that the rest of the program needs to know; nothing else is edited.
 
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
@@ -31,43 +31,34 @@ __all__ = [
     "Position", "Scalars", "register", "tag",
 ]  # fmt: skip
 
-Scalars = dict[str, jax.Array]  # to be summed over layers
+Scalars = dict[str, jax.Array]  # to sum over layers
 
 
 class Flops(NamedTuple):
-    """Forward operations per token in one layer, besides those of weights (2 per weight).
+    """Forward FLOPs per token in one layer, besides those of weights (2 per weight)."""
 
-    Attributes:
-      by_rule: Counted for the MFU: products of tokens with tokens or with a state.
-      executed: By the backend, masked products included; None for the same.
-      recomputed: Executed again by the backward pass under every remat policy.
-      backward: Operations of the backward pass for each forward one.
-      kept: Executed ones that the backward pass never repeats; nan if unknown.
-    """
-
-    by_rule: float
-    executed: float | None = None
-    recomputed: float = 0.0
-    backward: int = 2
-    kept: float = 0.0
+    by_rule: float  # as the MFU counts: products of tokens with tokens or with a state
+    executed: float | None = None  # by the backend, masked products included; None is `by_rule`
+    recomputed: float = 0.0  # executed again by the backward pass under every remat policy
+    backward: int = 2  # backward FLOPs per forward FLOP
+    kept: float = 0.0  # executed, and never recomputed by the backward pass; nan if unknown
 
 
 class Part(nnx.Module):
     """A part of a model.
 
-    Remat policies keep intermediate values that `tag` names query_proj, key_proj, value_proj,
-    context and out_proj (of a mixer), mlpwi and mlpwo (of a feed-forward).
+    Remat policies save values that `tag` names query_proj, key_proj, value_proj, context and
+    out_proj (in a mixer), mlpwi and mlpwo (in a feed-forward).
 
     Attributes:
       logical_axes: Logical axis -> mesh axes, for axes that logical_axis_rules does not name.
       rows: Row of the FLOPs table for all weights, or own attribute -> row; by default the name of
         the weight's module. The outermost module decides.
-      not_recomputed: Own attributes whose product the backward pass does not read: those that make
-        the output. With remat_policy=full they are computed once if the layer only adds the output
-        to the residual stream.
-      hugging_face_names: Of a mixer or feed-forward: own weight -> its name in a layer of a Hugging
-        Face checkpoint, such as {"into/kernel": "mixer.in_proj.weight"}. Matrices are stored there
-        like those of torch.nn.Linear, [outputs, inputs].
+      not_recomputed: Own attributes whose output no backward pass reads: those that make the part's
+        output. With remat_policy=full they run once if it is only added to the residual stream.
+      hugging_face_names: For mixers and feed-forwards, own weight -> its name in a layer of a
+        Hugging Face checkpoint, such as {"into/kernel": "mixer.in_proj.weight"}. Matrices are
+        stored there as [outputs, inputs], like those of torch.nn.Linear.
     """
 
     logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -91,52 +82,40 @@ class Part(nnx.Module):
 
     @classmethod
     def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
-        """Returns why these keys or sizes are impossible; a second line says what to set."""
+        """Returns why these keys or sizes are invalid; a second line says what to set."""
         return None
 
     @classmethod
     def flops(cls, keys: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Returns row of the FLOPs table -> operations, for sequences of `length` tokens."""
+        """Returns row of the FLOPs table -> FLOPs, for sequences of `length` tokens."""
         return {}
 
     @classmethod
     def state_bytes(
         cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        """Returns the bytes of a sequence's decode state: per token, and independent of the length.
-
-        Args:
-          length: Maximum number of tokens.
-          itemsize: Bytes of a number in the activations' format.
-        """
+        """Returns a sequence's decode state bytes, (per token, fixed), for at most `length`."""
         return 0, 0
 
 
 class Mixer(Part):
-    """A token mixer.
+    """A token mixer."""
 
-    Attributes:
-      has_separate_inputs: Whether queries, keys and values may come from different hidden states
-        (dense connections); x is then a tuple of three.
-      has_softmax: Whether it is softmax attention in the form that the key `attention` chooses.
-    """
-
-    has_separate_inputs = False
-    has_softmax: ClassVar[bool] = False
+    has_separate_inputs = False  # whether x is a tuple (q, k, v), for dense connections
+    has_softmax: ClassVar[bool] = False  # whether it is softmax attention, by the key `attention`
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and scalars to be summed over layers.
+        """Returns the output [B, T, D], and scalars to sum over layers.
 
         Tokens may depend only on earlier tokens of the same segment (`context.segments_BT`).
         """
         raise NotImplementedError
 
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
-        """Returns the output of prompts and the state after each, a tree of arrays.
+        """Returns the output of right-padded prompts and the state after each, a tree of arrays.
 
-        `context.lengths_B` are the tokens of each prompt, followed by padding. State that grows
-        with tokens has room for `context.capacity` and can be enlarged: a KeyValueCache, or another
-        registered dataclass with `capacity` and `with_capacity`.
+        State that grows with tokens has room for `context.capacity` and can be enlarged: a
+        KeyValueCache, or another registered dataclass with `capacity` and `with_capacity`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
@@ -146,18 +125,18 @@ class Mixer(Part):
 
     @classmethod
     def notes(cls, keys: Any, length: int) -> tuple[str, str]:
-        """Returns footnotes of the FLOPs table about `by_rule` and `executed`; "" for none."""
+        """Returns FLOPs table footnotes about `by_rule` and `executed`; "" for none."""
         return "", ""
 
     @classmethod
     def decodes(cls) -> bool:
-        """Returns whether text can be generated with it."""
+        """Returns whether it can generate text."""
         return cls.prefill is not Mixer.prefill
 
 
 @register("mixer", "none")
 class Nothing(Mixer):
-    """No mixer: the layer has a feed-forward alone."""
+    """No mixer: the layer is only a feed-forward."""
 
     @classmethod
     def decodes(cls) -> bool:
@@ -165,23 +144,23 @@ class Nothing(Mixer):
 
 
 class FeedForward(Part):
-    """Changes each token independently."""
+    """A part that changes each token independently."""
 
     rows = "feed-forward"
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and scalars to be summed over layers."""
+        """Returns the output [B, T, D], and scalars to sum over layers."""
         raise NotImplementedError
 
 
 @register("position", "none")
 class Position(Part):
-    """A positional encoding; this one encodes nothing."""
+    """A position encoding; the base class encodes nothing."""
 
     rows = "position embedding"
 
     def embed(self, positions_BT: jax.Array) -> jax.Array | None:
-        """Returns what is added to the embedding, [B or 1, T, D]."""
+        """Returns what to add to the embedding, [B or 1, T, D]."""
         return None
 
     def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
@@ -190,7 +169,7 @@ class Position(Part):
 
 
 class Normalized(NamedTuple):
-    """An input that the layer's own norm has been applied to."""
+    """An input that is already normalized by the layer's own norm."""
 
     x_BTD: jax.Array
 
@@ -209,33 +188,28 @@ class Inputs(NamedTuple):
 
 
 class Connection(Part):
-    """State carried from layer to layer, and what each layer reads of it.
+    """The state carried from layer to layer, from which layers take their inputs.
 
-    The state is a tree of arrays [B, T, ...] that passes through the scan over layers, pipeline
-    stages and each step of decoding.
-
-    Attributes:
-      keeps_shapes: Whether the tree has the same shapes after every layer. Otherwise layers are
-        unrolled, on one stage.
+    It is a tree of arrays [B, T, ...], carried through scan, pipeline stages and decoding steps.
     """
 
-    keeps_shapes: ClassVar[bool] = True
+    keeps_shapes: ClassVar[bool] = True  # if False, layers are unrolled, on one stage
 
     def begin(self, x_BTD: jax.Array) -> Any:
-        """Returns the state that the first layer gets, from the embedding."""
+        """Returns the state for the first layer, from the embedding."""
         return x_BTD
 
     def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
         """Returns the inputs of a layer, and the state to carry on.
 
         Args:
-          index: Of the layer, from 0; an array inside a scan.
-          norms: The layer's norms of inputs that it normalizes alone.
+          index: Index of the layer; an array inside a scan.
+          norms: The layer's norms of single inputs, for results of type Normalized.
         """
         raise NotImplementedError
 
     def shared(self, carried: Any) -> dict[str, jax.Array]:
-        """Returns what mixers read, and may replace, in `context.shared`."""
+        """Returns the arrays that mixers read, and may replace, in `context.shared`."""
         return {}
 
     def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
@@ -247,7 +221,7 @@ class Connection(Part):
         raise NotImplementedError
 
     def checked(self, before: Any, after: Any) -> Any:
-        """Returns `after`; raises a UserError if it should have the shapes of `before`."""
+        """Returns `after`; raises UserError if it should have the shapes of `before`."""
         if self.keeps_shapes and _shapes(before) != _shapes(after):
             raise UserError(
                 f"{described(self)}: write returned {_shapes(after)}, and has to keep what "
@@ -258,7 +232,7 @@ class Connection(Part):
 
 @register("connection", "residual")
 class ResidualStream(Connection):
-    """Each layer reads the output of the one before it (He et al. 2016)."""
+    """The residual stream: a layer reads the output of the one before it (He et al. 2016)."""
 
     def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
         return Inputs.all(carried), carried
@@ -284,7 +258,7 @@ class Head(Part):
 
         Args:
           table: Token embeddings, for a tied head.
-          state: Of the whole sequence, from `state`.
+          state: From `state`, of the whole sequence.
           places_BT: Positions of the hidden states in the sequence; B may be 1.
         """
         raise NotImplementedError
@@ -292,7 +266,7 @@ class Head(Part):
     def state(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, context: Context, earlier: Any = None
     ) -> Any:
-        """Returns what logits read besides their own hidden state; None for nothing.
+        """Returns a tree of arrays that logits read besides their hidden state, or None.
 
         Args:
           h_BTD: Hidden states: of whole sequences (`context.segments_BT`), of prompts
@@ -300,10 +274,7 @@ class Head(Part):
           tokens_BT: Their tokens.
           earlier: The state before the next tokens.
 
-        Returns:
-          A tree of arrays. During generation, what grows with tokens has room for
-            `context.capacity` and
-          can be enlarged, as for Mixer.prefill.
+        State that grows with tokens is as in Mixer.prefill.
         """
         return None
 
@@ -314,11 +285,7 @@ class Head(Part):
 
 
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
-    """Returns the result of a part's method: a pair whose first has the input's shape.
-
-    Raises:
-      UserError: It is not.
-    """
+    """Returns `found`; raises UserError unless it is a pair whose first has the shape of x_BTD."""
     if isinstance(found, tuple) and len(found) == 2 and _words(found[0]) == _words(x_BTD):
         return found
     given = f"({', '.join(map(_words, found))})" if isinstance(found, tuple) else _words(found)
@@ -330,7 +297,6 @@ def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
 
 
 def described(part: Part) -> str:
-    """Returns kind, name and place of a part, for messages."""
     names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
              if one.target is type(part))  # fmt: skip
     return next(names, type(part).__name__)

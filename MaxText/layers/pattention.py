@@ -1,8 +1,7 @@
 """Pattention: attention from tokens to learned slots, in place of matrices.
 
-TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its two programs, whose constants
-differ. More slots make a larger model of the same width. Legend: B sequences, T tokens, D emb_dim,
-n slots.
+TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its JAX and PyTorch programs,
+whose constants differ. More slots (n of them) make a larger model of the same width.
 """
 
 import dataclasses
@@ -25,10 +24,8 @@ from MaxText.layers.part import FeedForward, Scalars
 from MaxText.layers.weights import Init, Initializer, Shape
 from MaxText.parallelism.constraints import constrain
 
-# Of flax, whose LayerNorm the JAX program uses.
-_LAYER_NORM_EPSILON = 1e-6
-# The places of slots, in the order of messages, and how these call them.
-_PLACES: Mapping[SlotPlace, str] = {
+_LAYER_NORM_EPSILON = 1e-6  # the default of flax, which the JAX program uses
+_PLACES: Mapping[SlotPlace, str] = {  # in the order of messages
     "qkv": "query, key, value",
     "proj": "output projection",
     "ffn": "feed-forward",
@@ -36,7 +33,6 @@ _PLACES: Mapping[SlotPlace, str] = {
 
 
 def slot_place(name: str) -> SlotPlace | None:
-    """Returns the place of a parameter's slots, by its name; None without slots."""
     parts = name.split("/")
     if "mlp" in parts:
         return "ffn"
@@ -66,14 +62,14 @@ def _called(places: Sequence[SlotPlace | None]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Theta:
-    """The configured function from scores to weights of slots."""
+    """The configured function from scores to slot weights."""
 
     section: PattentionSection
     place: SlotPlace
     emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
-        """Returns weights of the slots from scores [..., n], in their format; sums are float32."""
+        """Returns slot weights from scores [..., n], in their dtype; computes in float32."""
         kind = self.section.normalize_type
         y = scores.astype(jnp.float32)
         if kind in ("l2_norm_gelu", "l2_norm"):
@@ -90,13 +86,13 @@ class Theta:
         return (y * factor).astype(scores.dtype)
 
     def _normalised(self, a: jax.Array) -> jax.Array:
-        """Returns sqrt(zoom) a / (|a| + epsilon); zeros have a finite gradient."""
+        """Returns sqrt(zoom) a / (|a| + epsilon), with a finite gradient at 0."""
         epsilon = self.section.score_norm_epsilon
         if epsilon is None:
             epsilon = 1e-5 if self.section.normalize_type == "l2_norm_gelu" else 1e-8
         square = jnp.sum(jnp.square(a), axis=-1, keepdims=True)
-        # The root has no gradient at 0, and below the smallest normal number 1 / |a|^2 overflows.
-        # Both branches of `where` are differentiated, so the root must not see a zero at all.
+        # sqrt has no gradient at 0, and 1 / |a|^2 overflows for subnormal |a|^2. Both branches of
+        # `where` are differentiated, so sqrt must not see a zero at all.
         is_zero = square < jnp.finfo(jnp.float32).tiny
         norm = jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))
         if epsilon == 0:
@@ -107,7 +103,7 @@ class Theta:
 class Pattention(nnx.Module):
     """y = Theta(x K) V, with n key slots K [inputs, n] and n value slots V [n, outputs].
 
-    Scores are not divided by the root of the width. Biases, if any, are added to both products.
+    Scores are not divided by the root of the width. Optional biases are added to both products.
     """
 
     not_recomputed = ("values",)
@@ -125,11 +121,9 @@ class Pattention(nnx.Module):
         emb_dim, initial = init.dimensions.emb_dim, init.initializers
         n = section.num_slots(place, emb_dim)
         self.theta = Theta(section, place, emb_dim)
-        # What policies of rematerialisation call the scores.
-        self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"
+        self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"  # in remat policies
         slots = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
-        # Inputs and outputs are as wide as the residual stream, or as all heads together, and are
-        # split as the stream is.
+        # Inputs and outputs shard like the residual stream, even if they are heads.
         self.keys = Dense(
             (inputs,), (n,), ("embed", "slots"), slots.keys, init, rngs, use_bias=use_bias
         )
@@ -145,10 +139,7 @@ class Pattention(nnx.Module):
 
 @register("projection", "pattention")
 class PattentionProjection(Pattention):
-    """A Pattention in place of an attention projection; inputs or outputs may be heads.
-
-    Dimension h of head n is number n * H + h in the weights.
-    """
+    """Pattention as an attention projection; dimension h of head n has index n * H + h."""
 
     def __init__(
         self,
@@ -173,7 +164,7 @@ class PattentionProjection(Pattention):
 
 @register("feed_forward", "pattention")
 class PattentionFeedForward(FeedForward, Pattention):
-    """A Pattention in place of the MLP."""
+    """Pattention in place of the MLP."""
 
     not_recomputed = Pattention.not_recomputed
 

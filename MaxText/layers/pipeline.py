@@ -1,14 +1,13 @@
 """Pipeline parallelism over the stages of a mesh.
 
 A stage is the devices at one index of the mesh axis `stage`. The L layers are split into runs of K;
-run c is on stage c mod S, so that a microbatch passes through all stages R times (GPipe, Huang et
-al. 2019, for R = 1; interleaved stages, Narayanan et al. 2021, section 2.2, for more).
+run c is on stage c mod S, so a microbatch passes through all stages R times (GPipe, Huang et al.
+2019, for R = 1; interleaved stages, Narayanan et al. 2021, section 2.2, for more).
 
-In each turn all stages compute, each on another microbatch, and send the result to the next stage.
-Stage s starts in turn s; its visit v is that of microbatch v mod M in repeat v // M, so all
-microbatches finish a repeat before the first of them begins the next. One that leaves the last
-stage waits at the first one until then. That takes M R + S - 1 turns. In S - 1 of them a stage is
-idle: it computes then too, and the result is dropped.
+In each turn every stage computes one microbatch and sends the result to the next stage. Stage s
+starts in turn s; its visit v is that of microbatch v mod M in repeat v // M. All microbatches
+finish a repeat before any begins the next, and wait at the first stage until then. That takes
+M R + S - 1 turns. In S - 1 of them a stage is idle: it computes, too, but the result is dropped.
 
 Legend: B sequences, T tokens, D emb_dim, S stages, R repeats, K layers of a run, M microbatches, b
 sequences of a microbatch.
@@ -38,20 +37,15 @@ def pipelined(
     schedule: PipelineSchedule,
     policy: RematPolicy,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """Applies all layers of a stacked module, on the stages of a mesh.
+    """Applies all layers on the stages of a mesh; returns the output and summed scalars.
 
-    The result is that of `stack.apply_scanned` except for rounding, and for dropout, which each
-    microbatch draws itself.
+    Same as `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
 
     Args:
       layers: From `stack`, all of them repeats of one cycle.
-      carried: Input of the first layer: a tree of arrays [B, T, ...].
-      context: Of the whole batch.
+      carried: Input of the first layer, a tree of arrays [B, T, ...].
       apply: (layer, carried, context of these rows, index) -> (input of the next layer, scalars).
       schedule: With as many stages as the current mesh.
-
-    Returns:
-      The output of the last layer, and each scalar summed over layers and rows.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
@@ -114,9 +108,8 @@ def pipelined(
         return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
 
     def begin(x: jax.Array) -> jax.Array:
-        # Only the first stage's places are ever read. The others get rows as well, not zeros, and
-        # so do stages that wait for their first visit: what they compute stays finite, as must be
-        # for its gradient to be 0.
+        # Only the first stage's slots are read. The others hold rows instead of zeros, as idle
+        # stages must compute something finite for its gradient to be 0.
         axes = _axes(x.ndim)
         x_MbT = split_rows(constrain(x, *axes), num_microbatches, *axes[1:])
         return staged(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
@@ -134,8 +127,8 @@ def pipelined(
 def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
     """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages; R = 1 is omitted.
 
-    `per_stage` is K. With several repeats, runs of layers move between stages once for the forward
-    and once for the backward pass, because checkpoints store layers by their number.
+    With several repeats, layers move between stages once per forward and once per backward pass,
+    because checkpoints store them in order. `per_stage` is K.
     """
     num_stages, repeats = schedule.num_stages, schedule.num_repeats
 

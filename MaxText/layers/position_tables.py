@@ -1,7 +1,4 @@
-"""Learned positions, added to the embedding.
-
-Legend: B sequences, T tokens, D emb_dim.
-"""
+"""Learned position tables, added to the embedding."""
 
 import jax
 from flax import nnx
@@ -14,7 +11,7 @@ from MaxText.layers.part import Init, Position
 
 @register("position", "learned")
 class LearnedPositions(Embedding, Position):
-    """A row of a table for each position (GPT-2)."""
+    """A table with a row for each position (GPT-2)."""
 
     def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
         num_rows = keys.position.trainable_position_size
@@ -28,10 +25,9 @@ class LearnedPositions(Embedding, Position):
 
 @register("position", "axial")
 class AxialPositions(Position):
-    """Positions as rows of two small tables: (first[p // b] + second[p % b]) / 2.
+    """Positions from two small tables of a and b rows: (first[p // b] + second[p % b]) / 2.
 
-    Ho et al. 2019 with the mean of GPT-Neo, whose tables have a deviation of 0.01. The tables have
-    a and b rows (axial_pos_shape).
+    Ho et al. 2019 with the mean of GPT-Neo; (a, b) is axial_pos_shape.
     """
 
     def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):

@@ -1,18 +1,16 @@
 """Ring attention: queries stay on their device, keys and values rotate.
 
-Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers". Every device accumulates
-what its queries see of the part that it holds, with a running maximum and sum, and passes the part
+Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers". Each device attends to
+the shard of keys that it holds, accumulating with a running maximum and sum, and passes the shard
 on. The backward pass rotates once more and recomputes probabilities from the log-sum-exp (Dao et
-al. 2022, algorithm 4), so that at most one part and one block of scores are in memory.
+al. 2022, algorithm 4), so that at most one shard and one block of scores are in memory.
 
 In causal attention the device of the first tokens would wait for that of the last ones. Balanced,
-each has two pieces of the sequence, one counted from its beginning and one from its end, so that
-all have the same work in every step, half of the full square. Pieces are exchanged before and
-after.
+each has two pieces, one counted from the beginning of the sequence and one from its end, so that
+all do the same work in every step, half of the full square. Pieces are exchanged before and after.
 
-Legend: B sequences, L queries of a device, K key/value heads, G query heads for each of them, N = K
-* G, H head_dim, M memories, P blocks of R = L / P queries, Q pieces of S = L / Q keys, C devices of
-the ring.
+Legend: B sequences, L queries of a device, K key/value heads, G query heads per key/value head, N =
+K * G, H head_dim, M memories, P blocks of R = L / P queries, Q pieces of S = L / Q keys, C devices.
 """
 
 import dataclasses
@@ -30,8 +28,7 @@ from MaxText.parallelism.constraints import split_axes
 
 Axes = tuple[str, ...]
 
-# Below every score; finite, so that differences are numbers where nothing is seen yet.
-_LOWEST = -1e30
+_LOWEST = -1e30  # below every score; finite, so that differences are not NaN
 
 
 def ring_attention(
@@ -47,13 +44,11 @@ def ring_attention(
     block_size: int | None = None,
     balanced: bool = True,
 ) -> jax.Array:
-    """Computes softmax_attention without dropout, [B, T, N, H] in the format of `q_BTNH`.
+    """Computes softmax_attention without dropout, [B, T, N, H] in the dtype of `q_BTNH`.
 
     Args:
       of_queries: Sharding of `q_BTNH`, T over the axes of the ring, which divide it.
       of_keys: Sharding of `k_BTKH` and `v_BTKH`, T over the same axes.
-      segments_BT: Attention stays within a segment; None is one segment.
-      memory: Keys and values that every query sees in addition.
       block_size: Query rows whose scores are in memory at once; None is all of a device.
       balanced: Whether causal work without a window is divided evenly.
     """
@@ -87,20 +82,20 @@ def ring_attention(
 
 
 class _Rows(NamedTuple):
-    """A block of queries, or all of them with a first dimension P."""
+    """A block of queries, or all blocks with a leading dimension P."""
 
     q_BRKGH: jax.Array
     places_R: jax.Array
     segments_BR: jax.Array | None
-    kept: Any = ()  # what the backward pass reads besides
+    kept: Any = ()  # other inputs of the backward pass
 
 
 class _Keys(NamedTuple):
-    """A piece of keys and values, or all with a first dimension Q; memories have no positions."""
+    """A piece of keys and values, or all with a leading dimension Q."""
 
     k_BSKH: jax.Array
     v_BSKH: jax.Array
-    places_S: jax.Array | None
+    places_S: jax.Array | None  # None for memories
     segments_BS: jax.Array | None
 
 
@@ -110,21 +105,14 @@ _OfBlock = Callable[[_Rows, _Keys, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The work of one device.
-
-    Attributes:
-      axes: Mesh axes of the ring.
-      num_parts: C.
-      length: L.
-      block_size: About R, which divides a piece; None is all of it.
-    """
+    """The work of one device."""
 
     scoring: Scoring
-    axes: Axes
-    num_parts: int
-    length: int
+    axes: Axes  # mesh axes of the ring
+    num_parts: int  # C
+    length: int  # L
     asks_for_balance: bool
-    block_size: int | None
+    block_size: int | None  # about R, which divides a piece; None is all of it
 
     @property
     def num_pieces(self) -> int:
@@ -138,13 +126,13 @@ class _Ring:
         divisors = [rows for rows in range(1, piece + 1) if piece % rows == 0]
         rows = max(rows for rows in divisors if rows <= longest)
         if 4 * rows < longest:
-            # Rather a longer block than many of a few rows.
+            # A longer block is better than many of a few rows.
             rows = min(rows for rows in divisors if rows > longest)
         return self.length // rows
 
     @property
     def steps(self) -> range:
-        """Offsets of the devices whose parts are visited; a window limits them."""
+        """Offsets of the devices whose shards are visited; a window limits them."""
         window, last = self.scoring.window, self.num_parts - 1
         if window is None:
             return range(self.num_parts)
@@ -162,7 +150,6 @@ class _Ring:
         slopes_N: jax.Array | None,
         memory: Memory | None,
     ) -> jax.Array:
-        """Returns attention of this device's queries, o_BLNH."""
         tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
         if self.num_pieces > 1:
             tokens = jax.tree.map(self._exchanged, tokens)
@@ -217,7 +204,7 @@ class _Ring:
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
-        # sum_s p_s dp_s, by which the gradient of each score is lowered.
+        # sum_s p_s dp_s, which is subtracted from the gradient of each probability.
         lowered = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
         by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, lowered))
         rows = rows._replace(kept=(*by_head, log_sums))
@@ -259,7 +246,7 @@ class _Ring:
     def _around(
         self, of_block: _OfBlock, rows: _Rows, keys: Any, of_rows: Any, of_keys: Any
     ) -> tuple[Any, Any, int]:
-        """Folds every part that queries see; returns the states, and the shift of those of keys."""
+        """Folds all shards that queries see; returns both states, and the shift of the keys'."""
         steps = self.steps
         own = jax.lax.axis_index(self.axes)
 
@@ -284,8 +271,6 @@ class _Ring:
     def _fold(
         self, of_block: _OfBlock, rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any
     ) -> tuple[Any, Any]:
-        """Applies `of_block` to each block of queries and each piece of keys that it may see."""
-
         def one_piece(of_rows: Any, given: Any) -> tuple[Any, Any]:
             keys, of_keys = given
 
@@ -315,7 +300,7 @@ class _Ring:
         return sees
 
     def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
-        """Returns scores [B, K, G, R, S], their mask, and their derivative by the products q k."""
+        """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
         scoring, scale = self.scoring, self.scoring.scale_of(rows.q_BRKGH.shape[-1])
         scores = scale * self._product("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
@@ -356,7 +341,7 @@ class _Ring:
         return jnp.moveaxis(x, 2, 4)
 
     def _places(self, part: jax.Array) -> jax.Array:
-        """Returns positions in the sequence of a part's tokens, int32 [Q, S]."""
+        """Returns positions in the sequence of a shard's tokens, int32 [Q, S]."""
         numbers_Q = part[None]
         if self.num_pieces > 1:
             late = 2 * self.num_parts - 1 - part
@@ -365,14 +350,14 @@ class _Ring:
         return numbers_Q[:, None] * size + jnp.arange(size)
 
     def _handed_on(self, tree: Any, by: int) -> Any:
-        """Receives from the device `by` positions before this one."""
+        """Sends arrays to the device `by` positions ahead."""
         if by % self.num_parts == 0:
             return tree
         pairs = [(i, (i + by) % self.num_parts) for i in range(self.num_parts)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def _exchanged(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
-        """Moves pieces 2 i and 2 i + 1 of 2 C on device i to i and 2 C - 1 - i, or back."""
+        """Moves pieces 2 i and 2 i + 1 of 2 C from device i to i and 2 C - 1 - i, or back."""
         halves, last = [], 2 * self.num_parts - 1
         for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
             pieces = range(parity, last + 1, 2)

@@ -1,7 +1,6 @@
 """Rotary position embedding (Su et al. 2021, equation 34), halves convention.
 
-Dimension i of the rotary part pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama. Legend:
-B sequences, T tokens, N heads, H head_dim, R rotary dimensions.
+Dimension i of the R rotary ones pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama.
 """
 
 import math
@@ -37,7 +36,6 @@ def rotary_table(
     """Returns sin and cos of position * frequency, each float32 [B, T, 1, R/2].
 
     rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
-    rope_table_dtype rounds them.
     """
     angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, section)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
@@ -45,7 +43,7 @@ def rotary_table(
         factor = 0.1 * math.log(section.rope_factor) + 1.0
         sin, cos = factor * sin, factor * cos
     if section.rope_table_dtype != "float32":
-        # Without the barrier the compiler may leave out rounding that is undone at once.
+        # Without the barrier XLA may drop the rounding, as the cast back undoes it at once.
         rounded = jax.lax.optimization_barrier(
             (sin.astype(section.rope_table_dtype), cos.astype(section.rope_table_dtype))
         )
@@ -54,20 +52,18 @@ def rotary_table(
 
 
 def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarray:
-    """Returns radians per token of each pair of dimensions, float32 [R/2].
+    """Returns radians per token of each pair of dimensions, float32 [R/2], by rope_type.
 
-        default   f_i = theta^(-2i/R)
-        linear    f_i / s (Chen et al. 2023)
-        llama3.1  f_i for pairs that turn at least high_freq_factor times in the first length,
-                  f_i / s below low_freq_factor times, interpolated between (Grattafiori 2024)
-        yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
-                  (Peng et al. 2023, section 3.2)
-
-    s is `rope_factor`, the first length `original_max_position_embeddings`.
+    default   f_i = theta^(-2i/R)
+    linear    f_i / s with s = rope_factor (Chen et al. 2023)
+    llama3.1  f_i for pairs that turn high_freq_factor times or more in the original length,
+              f_i / s below low_freq_factor times, interpolated between (Grattafiori 2024)
+    yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
+              (Peng et al. 2023, section 3.2)
     """
     theta, factor = section.rope_max_timescale, section.rope_factor
     if section.rope_type == "default":
-        # Left to XLA, whose power differs from NumPy's in the last bit: runs stay as they were.
+        # By XLA: NumPy's power differs in the last bit, which would change existing runs.
         exponents = jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims
         return 1.0 / (theta**exponents)
     plain = theta ** -(np.arange(0, num_dims, 2) / num_dims)
@@ -85,7 +81,7 @@ def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarr
 
         low = max(math.floor(pair_that_turns(section.beta_fast)), 0)
         high = min(math.ceil(pair_that_turns(section.beta_slow)), num_dims - 1)
-        # Both on one pair would divide by zero; 0.001 is what the authors add.
+        # Both on one pair would divide by zero; 0.001 is the authors' choice.
         width = max(high - low, 0.001)
         kept = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)
     return (kept * plain + (1 - kept) * plain / factor).astype(np.float32)
@@ -109,10 +105,10 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_vjp
 def rotate_whole(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Computes `rotate` for TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
+    """Rotates on TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
 
     TPUs pad 64 lanes to 128, and XLA would write halves to memory, in the backward pass in float32.
-    The table has no gradient. That of x is the gradient of y rotated back.
+    The table gets no gradient.
     """
     rest = x_BTNH.shape[-1] - 2 * sin.shape[-1]
     whole_cos = _joined([cos, cos], rest, 1.0)
@@ -140,14 +136,12 @@ def _joined(halves: list[jax.Array], rest: int, filling: float) -> jax.Array:
 
 
 def _swapped(x_BTNH: jax.Array, half: int) -> jax.Array:
-    """Swaps the first two halves; the rest is arbitrary."""
     if x_BTNH.dtype != jnp.bfloat16:
         halves = [x_BTNH[..., half : 2 * half], x_BTNH[..., :half], x_BTNH[..., 2 * half :]]
         return jnp.concatenate(halves, axis=-1)
-    # A product with a permutation is exact in the format that the matrix unit takes, and the
-    # compiler joins it with what stands around it.
+    # Swaps both halves by a matmul, which is exact in bfloat16 and fused with its neighbors.
     H = x_BTNH.shape[-1]
-    # Made of the compiler's own numbers, or what is kept for a backward pass has it as an array.
+    # From iota: a constant would be saved for the backward pass as an array.
     row_HH, column_HH = (jax.lax.broadcasted_iota(jnp.int32, (H, H), axis) for axis in (0, 1))
     other_HH = jnp.where(row_HH < half, row_HH + half, row_HH - half)
     permutation_HH = (row_HH < 2 * half) & (column_HH == other_HH)

@@ -25,8 +25,7 @@ from MaxText.parallelism.constraints import platform, token_by_token
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
-# Policy -> names of intermediate values (checkpoint_name in the parts) that are kept.
-_SAVED: dict[str, tuple[str, ...]] = {
+_SAVED: dict[str, tuple[str, ...]] = {  # policy -> names of checkpoint_name
     "minimal": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "minimal_with_context": (*_PRODUCTS_OF_ATTENTION, "context", "mlpwi", "mlpwo"),
     "save_dot_except_mlp": _PRODUCTS_OF_ATTENTION,
@@ -34,9 +33,7 @@ _SAVED: dict[str, tuple[str, ...]] = {
     "save_qkv_proj": _PROJECTIONS,
     "save_out_proj": ("out_proj",),
 }
-# Under every policy: a few numbers of each token that a whole hidden state was read for, and the
-# sums that dense_kept_sums names.
-_ALWAYS_SAVED = ("depth_product", "depth_sum")
+_ALWAYS_SAVED = ("depth_product", "depth_sum")  # small, but costly to recompute; dense_kept_sums
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
@@ -57,16 +54,16 @@ def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) ->
             offload_src="device",
             offload_dst="pinned_host",
         )
-    # Inside a scan the loop itself keeps XLA from merging the two computations.
+    # Inside a scan the loop itself keeps XLA from merging both computations.
     return jax.checkpoint(function, policy=keep, prevent_cse=not in_scan)
 
 
 @jax.custom_vjp
 def _unstacked(stacked: Any) -> list[Any]:
-    """Returns a stacked tree as a list of one tree per layer.
+    """Splits a stacked tree into one tree per layer; its gradient is one concatenation.
 
-    Its gradient is one concatenation. The gradients of plain slices would each have the whole
-    stacked size, and adding them up costs more than the layers themselves on CPU.
+    Gradients of plain slices would each have the stacked size: on CPU, adding them up costs more
+    than the layers themselves.
     """
     num_layers = jax.tree.leaves(stacked)[0].shape[0]
     return [_row(stacked, index) for index in range(num_layers)]
@@ -85,21 +82,14 @@ _unstacked.defvjp(_unstacked_forward, _unstacked_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """How the layers of a model are built and stored.
-
-    Attributes:
-      graphdefs: Each layer's graph definition (nnx.split).
-      is_stacked: Whether one tree of stacked arrays holds all layers.
-      is_shared: Whether all layers share their weights.
-    """
+    """The structure of a model's layers, and how they are stored."""
 
     plan: LayerPlan
-    graphdefs: tuple[Any, ...]
-    is_stacked: bool
-    is_shared: bool
+    graphdefs: tuple[Any, ...]  # each layer's graph definition (nnx.split)
+    is_stacked: bool  # whether one tree of stacked arrays holds all layers
+    is_shared: bool  # whether all layers share their weights
 
     def cycle_weights(self, weights: dict) -> Any:
-        """Returns the stacked weights of the repeated layers alone."""
         plan = self.plan
         if not self.is_stacked:
             return weights["cycle"]
@@ -125,8 +115,7 @@ class Blueprint:
     def join(self, layers: Sequence[dict]) -> dict:
         """Returns all layers' weights as they are stored, for use inside a trace.
 
-        XLA takes slices of the result from the parts themselves: nothing is copied unless a loop
-        reads it.
+        XLA reads slices of the result from its inputs: nothing is copied unless a loop reads it.
         """
 
         def stacked(chosen: Sequence[dict]) -> dict:
@@ -151,16 +140,7 @@ def stack(
     *,
     shared: bool = False,
 ) -> tuple[Any, Blueprint]:
-    """Builds all layers as one module.
-
-    Args:
-      make_layer: (index, keys) -> layer.
-      shared: Whether all layers share their weights.
-
-    Returns:
-      A module like a single layer whose weights have a leading dimension of layers; or, if layers
-      differ in shapes, an nnx.Dict as described above. And its blueprint.
-    """
+    """Builds all layers as one module: a stacked layer, or an nnx.Dict if their shapes differ."""
     shapes_only = isinstance(rngs, ShapesOnly)
     first_of = [
         plan.first_of(place[0]) if (place := plan.cycled(i)) else i for i in range(plan.num_layers)
@@ -179,7 +159,7 @@ def stack(
             return nnx.to_pure_dict(nnx.state(make_layer(index, nnx.Rngs(params=key))))
 
         if keys is not None:
-            # Drawn by one vmap over keys: one by one, deep models take seconds to compile.
+            # One vmap over keys: drawn one by one, deep models take seconds to compile.
             values = jax.vmap(draw)(keys[jnp.asarray(chosen)])
         else:
             count = len(chosen)
@@ -213,13 +193,10 @@ def _shapes(layer: Any) -> list[Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
-    """Returns one layer's weights, the stacked ones for the next layer, and what is carried.
+    """Returns a layer's weights, the stacked weights for the next layer, and `carried`.
 
-    In the backward pass each layer's gradients are written into the stacked ones when that layer is
-    done, as in a scan, instead of when the gradients of all layers exist.
-
-    Args:
-      index: Of the layer; None for weights that are not stacked.
+    In the backward pass a layer's gradients are written into the stacked ones as soon as the layer
+    is done, as in a scan, not once those of all layers exist. `index` is None if not stacked.
     """
     if index is None:
         return weights, None, carried
@@ -227,7 +204,7 @@ def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, A
 
 
 def _in_turn_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
-    # With symbolic zeros, arguments come with the question whether they are differentiated.
+    # With symbolic zeros, arguments are pairs (value, perturbed).
     return _in_turn(index, *jax.tree.map(lambda x: x.value, arguments)), None
 
 
@@ -245,7 +222,7 @@ def _in_turn_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, 
         of_weights = jax.tree.map(put, of_weights, so_far, is_leaf=is_zero)
     leaves, structure = jax.tree.flatten((of_weights, of_carried), is_leaf=is_zero)
     there = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
-    # What has no gradient gets none, instead of an array of zeros.
+    # None for a symbolic zero, instead of an array of zeros.
     return jax.tree.unflatten(structure, [None if is_zero(g) else next(there) for g in leaves])
 
 
@@ -253,7 +230,6 @@ _in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
 
 
 def is_zero(gradient: Any) -> bool:
-    """Returns whether a backward pass was given no array as a gradient."""
     return isinstance(gradient, SymbolicZero)
 
 
@@ -266,13 +242,7 @@ def apply_scanned(
 ) -> tuple[Any, Scalars]:
     """Applies all layers: repeats of the cycle in a scan, others unrolled.
 
-    Args:
-      layers: From `stack`.
-      carried: Input of the first layer: a tree of arrays.
-      apply: (layer, carried, index) -> (input of the next layer, scalars).
-
-    Returns:
-      The output of the last layer, and each scalar summed over layers.
+    `apply` maps (layer, carried, index) to (input of the next layer, scalars to sum over layers).
     """
     weights, plan = weights_of(layers), blueprint.plan
     totals: Scalars = {}
@@ -315,12 +285,12 @@ def scan_cycle(
     """Applies repeats of the cycle in a scan.
 
     Args:
-      weights: Of these layers (Blueprint.cycle_weights).
-      first: Number of the first layer.
-      select: Stored weights of a layer -> its weights. Only policy "none" keeps the result.
+      weights: Weights of these layers (Blueprint.cycle_weights).
+      first: Index of the first layer.
+      select: Stored weights of a layer -> its weights. Only policy "none" saves the result.
     """
     plan, is_shared = blueprint.plan, blueprint.is_shared
-    # Whether a layer cuts its weights out of those of a whole cycle. An inner loop cannot do so.
+    # Whether a layer slices its weights out of a whole cycle's, which an inner loop cannot do.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
 
     def one_run(carried: Any, weights: Any, run: int, start: Any) -> tuple[Any, Scalars]:
@@ -329,14 +299,13 @@ def scan_cycle(
         weights = weights if in_layer else weights[run]
 
         def one_layer(carried, weights, index):
-            # In here, as weights cut out before would be kept for the backward pass.
+            # Sliced in here, or the slices would be saved for the backward pass.
             own = _row(weights, row) if length == 1 or is_shared else weights
             return apply(
                 nnx.merge(graphdef, own if select is None else select(own)), carried, index
             )
 
-        # A loop of one turn is none to the compiler.
-        in_scan = num_repeats > 1 or length > 1
+        in_scan = num_repeats > 1 or length > 1  # XLA removes a loop of one iteration
         one_layer = rematerialized(one_layer, policy, in_scan=in_scan)
         if length == 1:
             carried, scalars = one_layer(carried, weights, start)
@@ -380,11 +349,7 @@ def scan_cycle(
 
 
 def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
-    """Returns the weights of each run of the cycle, [repeats, layers, ...].
-
-    They are split before the loop over repeats, which would otherwise save the parts for the
-    backward pass.
-    """
+    """Splits weights by run, [repeats, layers, ...]; a loop would save the slices."""
     plan = blueprint.plan
     if not blueprint.is_stacked:
         return [weights[str(run)] for run in range(len(plan.runs))]
@@ -405,17 +370,11 @@ def _add(totals: Scalars, found: Scalars) -> None:
 
 
 class LayersOutput(NamedTuple):
-    """Output of unrolled layers.
+    """Output of unrolled layers."""
 
-    Attributes:
-      carried: Output of the last layer.
-      scalars: Summed over layers.
-      states: Decode states of the mixers, one per layer.
-    """
-
-    carried: Any
-    scalars: Scalars
-    states: tuple[Any, ...]
+    carried: Any  # output of the last layer
+    scalars: Scalars  # summed over layers
+    states: tuple[Any, ...]  # decode states, one per layer
 
 
 def apply_unrolled(
@@ -431,18 +390,16 @@ def apply_unrolled(
     """Applies all layers, unrolled.
 
     Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
-    ones for every token, which takes as long as the products.
+    ones for every token, which takes as long as the matmuls.
 
     Args:
-      layers: From `stack`.
-      carried: Input of the first layer: a tree of arrays.
       apply: (layer, carried, index, state or None) -> (input of the next layer, scalars, state).
-      policy: Remat policy. Outputs of layers are always kept.
-      states: Of each layer, or None before there are any.
+      policy: Remat policy. Outputs of layers are always saved.
+      states: Decode state of each layer; None before there are any.
       in_turn: On TPU a layer's backward pass waits for the weight gradients of the layer after it.
-        With dense connections XLA otherwise postpones the products for all layers' weights to the
-        end and keeps their operands until then; without them waiting costs memory
-        (docs/mudd_cost.md). No effect on the result.
+        With dense connections XLA otherwise postpones all weight gradients to the end and keeps
+        their operands until then; without them waiting costs memory (docs/mudd_cost.md). No effect
+        on the result.
     """
     in_turn = in_turn and platform() == "tpu"
     totals, new_states = {}, []
@@ -466,8 +423,7 @@ def apply_unrolled(
 def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
     """Returns each layer's weights as a tree of its own, for `Blueprint.join` inside a trace.
 
-    Generation reads all weights for each token and cannot afford to slice them out of an array.
-    Each stacked array is deleted as soon as it is split.
+    Decoding cannot afford to slice them for every token. Deletes each stacked array once split.
     """
 
     def cut(stacked: dict) -> list[dict]:
@@ -484,10 +440,9 @@ def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
 
 
 def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any, Any]:
-    """Returns the weights of a layer, those to take the next layer's from, and its input.
+    """Returns a layer's weights, what to take the next layer's from, and the layer's input.
 
-    Args:
-      held: One tree of stacked weights, a list of one tree per layer, or of one that all share.
+    `held` is one tree of stacked weights, a list of one tree per layer, or of one shared tree.
     """
     if not in_turn:
         return held[index % len(held)], held, carried
@@ -499,5 +454,4 @@ def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any
 
 
 def weights_of(layers: Any) -> dict:
-    """Returns the weights of a module as nested dicts of arrays."""
     return nnx.to_pure_dict(nnx.state(layers))

@@ -29,13 +29,12 @@ from MaxText.layers.part import Flops, Init, Mixer, Scalars
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewestInputs:
-    """The newest `kernel` inputs x_BPE in order; zeros stand for missing tokens."""
+    """The newest `kernel` inputs x_BPE in order, with zeros for missing tokens."""
 
     x_BPE: jax.Array
 
     @classmethod
     def of_prompt(cls, x_BTE: jax.Array, lengths_B: jax.Array, kernel: int) -> "NewestInputs":
-        """Returns the state after the first `lengths_B` tokens of each row."""
         places_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
         found = jnp.take_along_axis(x_BTE, jnp.maximum(places_BP, 0)[..., None], axis=1)
         return cls(jnp.where((places_BP >= 0)[..., None], found, 0))
@@ -43,7 +42,6 @@ class NewestInputs:
     def step(
         self, x_BTE: jax.Array, kernel: int, precision: str | None = None
     ) -> tuple[jax.Array, "NewestInputs"]:
-        """Returns the sums of T new tokens, and the state after them."""
         x_BSE = jnp.concatenate([self.x_BPE, x_BTE], axis=1)
         weights = _band(x_BTE.shape[1], kernel)
         y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
@@ -53,7 +51,7 @@ class NewestInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitState:
-    """Decode states of the two halves of a layer with static SGU."""
+    """Decode states of both halves of a layer with static SGU."""
 
     attention: Any
     sums: NewestInputs
@@ -61,11 +59,9 @@ class SplitState:
 
 @functools.cache
 def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
-    """Returns a mixer with half of the channels, next to static SGU on the other half."""
+    """Returns a mixer with static SGU on the first half of the channels, itself on the second."""
 
     class BesideStaticSGU(mixer):  # type: ignore[misc, valid-type]
-        """Static SGU on the first half of the channels, and a mixer on the second."""
-
         sgu_kernel: int
         sgu_precision: str | None
 
@@ -80,7 +76,6 @@ def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
 
         @classmethod
         def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-            """Adds the sums, through which no gradient flows."""
             kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
             rows, num_blocks = sgu_blocks(kernel, length)
             sums = Flops(
@@ -135,10 +130,7 @@ def static_sgu(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """Returns sum_d x_(t-d) / (d + 2) within segments, d from 0 to `kernel`: [B, T, E].
-
-    Blocks of tokens are multiplied with a band matrix, O(T kernel).
-    """
+    """Returns sum_d x_(t-d) / (d + 2) within segments, d = 0..kernel, in O(T kernel): [B, T, E]."""
     batch, length, channels = x_BTE.shape
     rows, num_blocks = sgu_blocks(kernel, length)
     spare = num_blocks * rows - length
@@ -159,7 +151,6 @@ def static_sgu(
 
 
 def sgu_blocks(kernel: int, length: int) -> tuple[int, int]:
-    """Returns the tokens of a block, and the number of blocks."""
     rows = min(max(kernel, 16), length)
     return rows, -(-length // rows)
 
@@ -172,7 +163,7 @@ def _product(weights: jax.Array, x: jax.Array, precision: str | None) -> jax.Arr
 
 
 def _band(rows: int, kernel: int) -> np.ndarray:
-    """Float32 [rows, kernel + rows]: row t sums the columns up to its own, t + kernel."""
+    """Returns float32 [rows, kernel + rows]: row t sums columns t to t + kernel."""
     distance = np.arange(rows)[:, None] + kernel - np.arange(kernel + rows)[None]
     inside = (distance >= 0) & (distance <= kernel)
     return np.where(inside, 1.0 / (np.maximum(distance, 0) + 2.0), 0.0).astype(np.float32)

@@ -1,7 +1,6 @@
 """Declaration of a weight on one line: shape, logical axes and initializer.
 
-The logical axes are metadata of the nnx.Param under our own key, so that building a model needs no
-mesh.
+Logical axes are metadata of the nnx.Param under our own key, so that building needs no mesh.
 """
 
 import dataclasses
@@ -23,31 +22,23 @@ Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 
 
 class ShapesOnly(nnx.Rngs):
-    """A stand-in for nnx.Rngs with which nothing is drawn or traced.
+    """A stand-in for nnx.Rngs: modules hold a jax.ShapeDtypeStruct in each nnx.Param.
 
-    A module built with it holds a jax.ShapeDtypeStruct in each nnx.Param, in a tenth of the time of
-    jax.eval_shape, which traces every draw.
+    Takes a tenth of the time of jax.eval_shape, which traces every draw.
     """
 
 
 def weight(
     rngs: nnx.Rngs,
-    shape: Shape,
+    shape: Shape,  # of a matrix: [inputs..., outputs...]
     logical_axes: tuple[str | None, ...],
     initializer: Initializer,
     *,
     dtype: jnp.dtype,
-    num_in_dims: int = 0,
-    used_in: jnp.dtype | None = None,
+    num_in_dims: int = 0,  # input dimensions of a matrix; 0 for other weights
+    used_in: jnp.dtype | None = None,  # dtype that it is always cast to; generation casts it once
 ) -> nnx.Param:
-    """Declares a parameter.
-
-    Args:
-      shape: Of a matrix, [inputs..., outputs...].
-      dtype: Stored format.
-      num_in_dims: Number of input dimensions of a matrix; 0 for other weights.
-      used_in: A format that it is always converted to; generation converts it once.
-    """
+    """Declares a parameter."""
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, ShapesOnly):
         value = jax.ShapeDtypeStruct(shape, dtype)
@@ -61,8 +52,6 @@ def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> j
 
 
 def constant(value: float | np.ndarray) -> Initializer:
-    """Returns an initializer with the same numbers for every key."""
-
     def initialize(key, shape, num_in_dims, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
 
@@ -74,8 +63,6 @@ def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
 
 
 def _normal(std: float | Callable[[int, int], float]) -> Initializer:
-    """Draws normal numbers; the deviation may depend on inputs and outputs."""
-
     def initialize(key, shape, num_in_dims, dtype):
         scale = std(*_fans(shape, num_in_dims)) if callable(std) else std
         return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
@@ -100,13 +87,13 @@ def _xavier_uniform(key, shape, num_in_dims, dtype):
 
 def _truncated_fan_in(key, shape, num_in_dims, dtype):
     fan_in, _ = _fans(shape, num_in_dims)
-    # 0.8796 is the deviation of a unit normal cut at two sigma, so that the result has 1/fan_in.
+    # The divisor is the standard deviation of a unit normal truncated at 2 sigma.
     std = 1.0 / math.sqrt(fan_in) / 0.87962566103423978
     return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)
 
 
 def orthogonal(scale: float) -> Initializer:
-    """Draws orthonormal rows or columns (Saxe et al. 2014), times `scale`."""
+    """Returns an initializer of orthonormal rows or columns, times `scale` (Saxe et al. 2014)."""
 
     def initialize(key, shape, num_in_dims, dtype):
         matrix = jax.nn.initializers.orthogonal(scale)(key, _fans(shape, num_in_dims), jnp.float32)
@@ -116,8 +103,6 @@ def orthogonal(scale: float) -> Initializer:
 
 
 def _times(factor: Callable[[int], float], initializer: Initializer) -> Initializer:
-    """Multiplies an initializer by a function of the number of inputs."""
-
     def initialize(key, shape, num_in_dims, dtype):
         fan_in, _ = _fans(shape, num_in_dims)
         return factor(fan_in) * initializer(key, shape, num_in_dims, dtype)
@@ -126,14 +111,14 @@ def _times(factor: Callable[[int], float], initializer: Initializer) -> Initiali
 
 
 class SlotInitializers(NamedTuple):
-    """Of a Pattention."""
+    """Initializers of Pattention slots."""
 
     keys: Initializer
     values: Initializer
 
 
 class Initializers(NamedTuple):
-    """The initialisers that parts ask for by role."""
+    """Initializers by the role of a weight."""
 
     kernel: Initializer  # into a part: feed-forward in, head
     output: Initializer  # out of a part, back to the residual stream
@@ -149,14 +134,13 @@ class Initializers(NamedTuple):
 
 
 def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
-    """Returns the initializers of an `init` scheme.
+    """Returns the initializers of a `weight_init` scheme.
 
     gpt2: Radford et al. 2019, section 2.3 (outputs scaled by 1/sqrt of the number of residual
     additions). neox: GPT-NeoX-20B, section 2.1.3 (small init of Nguyen and Salazar 2019, outputs of
-    Wang and Komatsuzaki 2021). tokenformer: that paper's JAX program, which does not truncate the
-    slots of attention. wang: its PyTorch program. Otherwise key slots are drawn as kernels and
-    value slots as outputs. gpt_neo: GPT-Neo's code, which has the scale of attention in the
-    queries.
+    Wang and Komatsuzaki 2021). tokenformer, wang: that paper's JAX program, which does not truncate
+    attention slots, and its PyTorch program; elsewhere key slots are drawn as kernels and value
+    slots as outputs. gpt_neo: GPT-Neo's code, with the scale of attention in the queries.
     """
     kind, depth, width = section.weight_init, dimensions.num_layers, dimensions.emb_dim
     table = math.sqrt(2 / (5 * width)) if kind == "neox" else section.init_std
@@ -203,11 +187,11 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """Sizes, initializers and number formats that a part is built with besides its own keys."""
+    """Sizes, initializers and dtypes that a part is built with, besides its own keys."""
 
     dimensions: Dimensions
     initializers: Initializers
     dtype: jnp.dtype  # activations
     weight_dtype: jnp.dtype  # parameters
-    precision: str | None  # of matrix products, as jax.lax.Precision names it
-    zero_centered_norms: bool  # whether scales of norms are stored as their difference from 1
+    precision: str | None  # of matmuls, a name of jax.lax.Precision
+    zero_centered_norms: bool  # whether norms store their scale as its difference from 1

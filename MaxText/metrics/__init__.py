@@ -1,8 +1,8 @@
-"""Events of a run, and where they go: files, TensorBoard, W&B, the terminal."""
+"""Events of a run and their sinks: files, TensorBoard, W&B, the terminal."""
 
 import sys
 
 from MaxText import CallableModule
 
-# `MaxText.metrics(run)` is a call: the package's attribute of that name is this folder.
+# Makes this package callable, because `MaxText.metrics(run)` is a public function.
 sys.modules[__name__].__class__ = CallableModule

@@ -1,4 +1,4 @@
-"""The stream of a run's events, and its sinks."""
+"""Distributes the events of a run to sinks."""
 
 import contextlib
 import time
@@ -17,21 +17,17 @@ from MaxText.metrics.sinks.metrics_file import MetricsFile
 from MaxText.metrics.sinks.tensorboard import TensorBoard
 from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases
 
-# Events after which everything is flushed: what follows may be the end of the process.
+# Events that trigger a flush, because the process may end soon after.
 _FLUSHED = ("start", "resume", "checkpoint")
-# How long closing takes at most when the machine is about to go away.
 _SECONDS_WHEN_PREEMPTED = 10.0
 
 
 class EventStream:
     """Sends each event to every sink.
 
-    A run that resumes at step s continues its records: older rows of step s and later are removed
-    first, so that each step occurs once. For none to be missing, the rows of a step must be flushed
-    before its checkpoint is saved.
-
-    Attributes:
-      lost: Cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
+    A run that resumes at step s first removes older rows of step s and later, so that each step
+    occurs once. Flush the rows of a step before its checkpoint is saved, or they may be missing.
+    `lost` is the cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
     """
 
     def __init__(
@@ -43,13 +39,7 @@ class EventStream:
         flush_every: int = 100,
         callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ):
-        """Takes the sinks in the order in which they get each event.
-
-        Args:
-          attempt: Earlier starts of the program.
-          flush_every: Updates between flushes.
-          callbacks: Get each event as a row of events.jsonl, after the sinks.
-        """
+        """Takes sinks and callbacks (called with rows of events.jsonl) in order of delivery."""
         self.lost = lost or {"steps": 0, "seconds": {}}
         self._sinks = sinks
         self._callbacks = callbacks
@@ -67,15 +57,7 @@ class EventStream:
         report: Any = None,
         **facts: Any,
     ) -> None:
-        """Records an event that just ended.
-
-        Args:
-          kind: One of events.PHASES.
-          step: The update it belongs to.
-          seconds: Its wall time.
-          report: For the terminal.
-          **facts: JSON values, stored with it.
-        """
+        """Records an event that just ended; `report` is for the terminal and not stored."""
         event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
         for sink in self._sinks:
             sink.write(event)
@@ -106,7 +88,7 @@ class EventStream:
             sink.flush()
 
     def flush(self) -> None:
-        """Makes all events durable, waiting for remote records at most a minute."""
+        """Makes all events durable, waiting at most a minute for remote records."""
         self._ask_flush()
         self._settle(time.monotonic() + self._seconds_to_close)
 
@@ -116,7 +98,7 @@ class EventStream:
                 sink.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes every sink, within a minute in all. Safe to call twice."""
+        """Flushes and closes every sink, within a minute in all. Idempotent."""
         until = time.monotonic() + self._seconds_to_close
         trackers = [sink for sink in self._sinks if isinstance(sink, Tracker)]
         for tracker in trackers:
@@ -143,25 +125,17 @@ def open_stream(
     terminal: Sink,
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
 ) -> EventStream:
-    """Opens the stream of a run that begins or resumes at an update.
+    """Opens the event stream of a run that starts or resumes; UserError if a package is missing.
 
-    Only process 0 records; on the others the stream feeds the terminal alone.
-
-    Args:
-      run_name: In each metric row, as a metrics_file may be shared by runs.
-      first_step: The first update; rows of it and later ones are removed.
-      first_evaluation: The first evaluated update, if that is an earlier one.
-      callbacks: Get each event as a row of events.jsonl.
-
-    Raises:
-      UserError: A package that the configuration asks for is not installed.
+    Process 0 records rows with `run_name`, after removing those from `first_step`
+    (`first_evaluation`) on. The other processes feed only the terminal.
     """
     if jax.process_index() != 0:
         return EventStream([terminal], callbacks=callbacks)
     folder = epath.Path(run_folder)
     sinks: list[Sink] = [terminal]
     if monitoring.enable_wandb and monitoring.wandb_mode != "disabled":
-        # First, as it is the one that may refuse.
+        # First, as it is the only one that may refuse.
         wandb = WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step)
         sinks.append(Background(wandb, "Weights & Biases", remedy=wandb.remedy))
     events = EventFile(folder, first_step, first_evaluation=first_evaluation)

@@ -1,15 +1,13 @@
 """Events of a run, as rows of events.jsonl, from which all other records derive.
 
-A row is a JSON object with these fields and the facts of its kind:
+A row is a JSON object with these fields and the facts of its kind (see docs/report.md):
 
   time     Unix seconds at which it ended
   event    its kind, see PHASES
-  phase    what the program was doing until then, see PHASES
+  phase    activity until then, see PHASES
   attempt  0 for the first start of the program in this run folder, 1 for its first restart, ...
-  step     the update it belongs to, from 0, or null
-  seconds  wall time, to be added up by phase
-
-docs/report.md documents the facts of each kind.
+  step     its training step, from 0, or null
+  seconds  wall time, to be summed by phase
 """
 
 import dataclasses
@@ -18,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 EVENTS_FILE = "events.jsonl"
 
-# Kind of event -> what the time up to it was spent on.
+# Kind of event -> phase that the preceding time was spent in.
 PHASES: dict[str, str] = {
     "start": "start_up",
     "resume": "start_up",
@@ -35,18 +33,13 @@ PHASES: dict[str, str] = {
     "stop": "finish",
 }
 
-# Kinds that an attempt does again when it begins at an earlier step than the last one had reached.
+# Kinds repeated by an attempt that resumes before the last step of the previous one.
 REPEATED = ("step", "skip", "rewind", "retry", "evaluation", "checkpoint", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """An event, see above.
-
-    Attributes:
-      facts: JSON values by name; metrics of steps and evaluations under MaxText's tags.
-      report: For the terminal; not stored.
-    """
+    """A row of events.jsonl, plus a `report` for the terminal that is not stored."""
 
     kind: str
     time: float
@@ -58,11 +51,9 @@ class Event:
 
     @property
     def phase(self) -> str:
-        """What the time up to the event was spent on."""
         return PHASES[self.kind]
 
     def row(self) -> dict[str, Any]:
-        """Returns the event as a row of events.jsonl."""
         return {
             "time": round(self.time, 3),
             "event": self.kind,
@@ -75,32 +66,32 @@ class Event:
 
 
 class Sink(Protocol):
-    """A destination of events. Called from one thread."""
+    """A destination of events, called from one thread."""
 
     def write(self, event: Event) -> None:
-        """Takes an event; must not block the training loop."""
+        """Handles an event without blocking the training loop."""
 
     def flush(self) -> None:
         """Makes events durable, as far as possible without waiting."""
 
     def close(self) -> None:
-        """Flushes and releases files and threads. Safe to call twice."""
+        """Flushes and releases files and threads. Idempotent."""
 
 
 @runtime_checkable
 class Record(Sink, Protocol):
-    """A sink that resuming needs: no row may be missing next to a checkpoint."""
+    """A sink that resuming depends on: no row before a checkpoint may be missing."""
 
     def settle(self, until: float) -> None:
-        """Waits for flushed rows to be durable or to fail, until `until` of time.monotonic."""
+        """Waits for flushed rows to be durable or fail; `until` is a time.monotonic time."""
 
 
 @runtime_checkable
 class Tracker(Sink, Protocol):
-    """A sink with its own thread, for people to watch a run."""
+    """An experiment tracker: a sink with its own thread."""
 
     def end(self) -> None:
-        """Requests closing, without waiting for it."""
+        """Requests closing without waiting for it."""
 
     def wait(self, until: float) -> None:
         """Waits until it has closed after `end`, or until `until` of time.monotonic."""

@@ -1,8 +1,7 @@
 """Goodput: share of a run's time in useful steps, and where the rest went.
 
-The base is the time in which the program ran, over all its attempts. Time between a kill and the
-next start is reported separately: it says nothing about the program. docs/report.md defines every
-part.
+The base is the program's running time over all attempts, without the downtime between them, which
+says nothing about the program. docs/report.md defines every part.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Part of the time -> how it is called. In this order wherever they are shown.
+# Part of the time -> label, in display order.
 PARTS: dict[str, str] = {
     "useful": "useful steps",
     "data_wait": "waiting for data",
@@ -24,21 +23,18 @@ PARTS: dict[str, str] = {
     "other": "other",
 }
 
-# Parts of a smaller share are left out where no run has more: times are stored in milliseconds.
-NOTHING = 0.0002
+NOTHING = 0.0002  # smallest share shown: times are stored in milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """A start of the program in a run folder.
+    """A start of the program in a run folder; times in seconds.
 
     Attributes:
       first_row: Its start or resume row.
-      launched: Unix seconds of the process start.
-      running_before: Seconds that earlier attempts ran.
-      seconds: How long it ran; for a killed one at least up to its last row, and as long as the
-        work took whose loss the next attempt reports.
-      down_after: Seconds until the next attempt; 0 for the last.
+      running_before: Running time of earlier attempts.
+      seconds: Running time, of a killed attempt up to its last row plus lost work reported later.
+      down_after: Time until the next attempt; 0 for the last.
       stopped: Whether it ended by itself.
     """
 
@@ -53,11 +49,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Time of a run.
-
-    Attributes:
-      seconds: For each of PARTS; they add up to the running time.
-    """
+    """Time of a run; `seconds` of each of PARTS add up to the running time."""
 
     seconds: Mapping[str, float]
     attempts: tuple[Attempt, ...]
@@ -68,31 +60,23 @@ class Goodput:
 
     @property
     def down_seconds(self) -> float:
-        """Time between attempts."""
         return sum(attempt.down_after for attempt in self.attempts)
 
     @property
     def goodput(self) -> float:
-        """Share of the running time in useful steps."""
         return self.share("useful")
 
     def share(self, part: str) -> float:
-        """Returns the share of the running time in one of PARTS."""
         return self.seconds[part] / self.running_seconds if self.running_seconds else 0.0
 
     def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """Returns running seconds at each row, without down times: float [N]."""
+        """Returns the running time in seconds at each row, without downtime: float [N]."""
         before = {each.number: each.running_before - each.launched for each in self.attempts}
         return np.array([row["time"] + before[row["attempt"]] for row in rows], float)
 
 
 def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int] = ()) -> Goodput:
-    """Adds up the time of a run.
-
-    Args:
-      rows: All of events.jsonl, in order.
-      replaced: Indices of rows whose work was done again later; their time is lost.
-    """
+    """Sums the time of all rows by part; the time of `replaced` rows (indices) is lost."""
     parts = dict.fromkeys(PARTS, 0.0)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for index, row in enumerate(rows):
@@ -119,17 +103,16 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
 
 
 def skips_updates(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row is about updates that were not applied, not about unread records."""
+    """Returns whether a row reports skipped steps, rather than unread records."""
     return row["event"] == "skip" and row.get("what") != "record"
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the time of updates that were computed but not applied."""
     steps = iter(sorted((row for row in rows if row["event"] == "step"), key=lambda r: r["step"]))
     skips = [row for row in rows if skips_updates(row) and row.get("step") is not None]
     step, total, counted = next(steps, None), 0.0, 0
     for skip in sorted(skips, key=lambda row: row["step"]):
-        # With few reports a row stands for several updates, up to its own.
+        # A row stands for several steps if not every step is reported.
         while step is not None and step["step"] < skip["step"]:
             step, counted = next(steps, None), 0
         if step is None:
@@ -142,7 +125,7 @@ def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _lost(first_row: Mapping[str, Any]) -> float:
-    """Returns the seconds of work that earlier attempts had done and this one repeats."""
+    """Returns the seconds of earlier attempts' work that this one repeats."""
     return sum(((first_row.get("lost") or {}).get("seconds") or {}).values())
 
 
@@ -153,15 +136,15 @@ def _attempts(
     found: list[Attempt] = []
     other = pending = 0.0
     next_launch = None
-    # From the last to the first, as each says what the ones before have lost.
+    # Backwards, because each attempt reports the losses of earlier ones.
     for number, rows in reversed(by_attempt):
         launched = rows[0]["time"] - (rows[0].get("seconds") or 0.0)
         ended = max(row["time"] for row in rows)
         stopped = any(row["event"] == "stop" for row in rows)
         unnamed = max(ended - launched - sum(row.get("seconds") or 0.0 for row in rows), 0.0)
         gap = max(next_launch - ended, 0.0) if next_launch is not None else 0.0
-        # The rows of lost work are gone. After a kill they were the last ones, so that the time
-        # they took looks like a pause; otherwise it lies before the row of the end.
+        # Rows of lost work were removed. After a kill they were the last ones, so their time looks
+        # like downtime; otherwise it precedes the stop row.
         in_gap = 0.0 if stopped else min(pending, gap)
         in_attempt = min(pending - in_gap, unnamed)
         other += unnamed - in_attempt

@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a crash and can be truncated to a step."""
+"""JSON Lines files that survive a crash and can be truncated to a step."""
 
 import json
 import math
@@ -12,16 +12,15 @@ from etils import epath
 from MaxText.metrics.latest_object import LatestObject
 from MaxText.storage.paths import is_bucket
 
-# The longest that the end of a run waits for what records and shows it elsewhere.
-SECONDS_TO_CLOSE = 60.0
+SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
 
 class JsonLines:
     """A growing file of JSON rows. A local row is in the kernel when `append` returns.
 
-    Object stores (gs://) cannot append. There the rows go into segments of 4 MiB, `name.jsonl`,
-    `name.1.jsonl` and so on: the newest one is kept in memory, and a thread writes it whole after
-    `flush`. Failures there cost a warning, and the next `flush` tries again.
+    Object stores (gs://) cannot append, so rows go into segments of 4 MiB, `name.jsonl`,
+    `name.1.jsonl` and so on; a thread rewrites the newest one as a whole after `flush`. Failures
+    there log a warning, and the next `flush` tries again.
     """
 
     def __init__(
@@ -30,12 +29,9 @@ class JsonLines:
         keep: Callable[[dict[str, Any]], bool] | None,
         segment_bytes: int = 4 << 20,
     ):
-        """Opens the file; drops a partial last line and anything that is not a row.
+        """Opens the file; drops malformed rows and, atomically, those for which `keep` is false.
 
-        Args:
-          keep: Rows for which it is false are removed atomically. None keeps all rows, for a file
-            that other runs write, too.
-          segment_bytes: Size of an object after which the next one begins.
+        `keep` None keeps all rows, for a file shared by runs.
         """
         self.path = epath.Path(path)
         self._segment_bytes = segment_bytes
@@ -56,19 +52,18 @@ class JsonLines:
         if self._is_object_store():
             self._begin(lines)
             return
-        # One write per line, so that a killed process loses no finished row.
+        # Line-buffered, so that a killed process loses no finished row.
         self._file = open(existing[-1], "a", buffering=1)  # noqa: SIM115
         if keep is None and _ends_within_a_line(existing[-1]):
             self._file.write("\n")
 
     def _begin(self, lines: list[str]) -> None:
-        """Continues in the current segment, which holds `lines`."""
         self._lines = lines
         self._last = lines[-1] if lines else ""
         self._bytes = sum(map(len, lines))
-        self._changed = False  # since the object was handed over
+        self._changed = False  # since the last hand-over to the writer
         self._object = LatestObject(_segment(self.path, self._number))
-        self._full: list[LatestObject] = []  # segments on their way to the storage
+        self._full: list[LatestObject] = []  # full segments still being written
 
     def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Atomically removes the newest rows, for which `keep` is false."""
@@ -83,7 +78,7 @@ class JsonLines:
         self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row. Numbers that JSON does not have (NaN, infinity) become null."""
+        """Adds a row. NaN and infinity, which JSON lacks, become null."""
         line = self._last = _line(row)
         if self._file is None:
             self._lines.append(line)
@@ -94,7 +89,7 @@ class JsonLines:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """Returns the last row; empty if there is none, or if a full segment has it."""
+        """The last row; empty if there is none, or if it is in a full segment."""
         return json.loads(self._last) if self._last else {}
 
     def amend(self, more: Mapping[str, Any]) -> None:
@@ -105,18 +100,17 @@ class JsonLines:
             self._bytes += len(new) - len(old)
             self._changed = True
         else:
-            # Longer than before, so that one write replaces it.
+            # The new row is longer, so one write replaces the old one.
             with open(self._segment, "r+b") as file:
                 file.seek(-len(old.encode()) - 1, os.SEEK_END)
                 file.write(f"{new}\n".encode())
         self._last = new
 
     def flush(self) -> None:
-        """Makes rows durable: locally at once, in an object store soon, see `settle`."""
+        """Makes rows durable: locally at once, in an object store soon (see `settle`)."""
         if self._object is not None:
             if self._changed:
-                # A copy, as rows may come or go while it is written.
-                lines = list(self._lines)
+                lines = list(self._lines)  # a copy, because rows may change during the write
                 self._object.write(lambda: "".join(f"{line}\n" for line in lines).encode())
                 self._changed = False
             self._next_segment()
@@ -136,13 +130,12 @@ class JsonLines:
             self._full = full
 
     def settle(self, until: float) -> None:
-        """Waits for flushed rows to be durable or to fail, until `until` of time.monotonic."""
         if self._object is not None:
             for segment in (*self._full, self._object):
                 segment.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes, waiting for an object store. Safe to call twice."""
+        """Flushes and closes, waiting for an object store. Idempotent."""
         if self._object is not None:
             self.flush()
             until = time.monotonic() + SECONDS_TO_CLOSE
@@ -162,7 +155,6 @@ def _segment(path: epath.Path, number: int) -> epath.Path:
 
 
 def _segments(path: epath.Path) -> Iterator[epath.Path]:
-    """Yields the existing segments of a file, oldest first."""
     number = 0
     while (segment := _segment(path, number)).exists():
         yield segment
@@ -170,7 +162,7 @@ def _segments(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
-    """Returns the lines that stay, after the others were removed atomically."""
+    """Returns the rows to keep, after removing the others atomically."""
     if not path.exists():
         return []
     content = path.read_bytes()
@@ -191,12 +183,12 @@ def _ends_within_a_line(path: epath.Path) -> bool:
 
 
 def last_change(path: str | epath.Path) -> float:
-    """Returns when the newest segment was written, in Unix seconds; 0 if there is none."""
+    """Returns the newest segment's modification time in Unix seconds; 0 without one."""
     return max((segment.stat().mtime for segment in _segments(epath.Path(path))), default=0.0)
 
 
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
-    """Returns all complete rows of a file, in all its segments; none if it does not exist."""
+    """Returns all complete rows, over all segments; none if the file does not exist."""
     lines = (
         line for file in _segments(epath.Path(path)) for line in file.read_bytes().split(b"\n")
     )
@@ -204,7 +196,7 @@ def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
 
 
 def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows one at a time, without holding the file."""
+    """Yields the rows one at a time, in constant memory."""
     for segment in _segments(epath.Path(path)):
         with segment.open("rb") as lines:
             yield from (row for _, row in _rows(lines))
@@ -213,10 +205,10 @@ def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
 def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
     for line in lines:
         try:
-            # Left to itself, json guesses the encoding of bytes.
+            # Otherwise json guesses the encoding of bytes.
             row = json.loads(line.decode() if isinstance(line, bytes) else line)
         except (ValueError, RecursionError):
-            continue  # cut off by a crash, damaged, or empty
+            continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):
             yield line, row
 
@@ -226,7 +218,6 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts scalars of NumPy and JAX to numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""An object that a thread rewrites with the newest contents."""
+"""An object in storage that a thread overwrites with the newest contents."""
 
 import sys
 import threading
@@ -11,21 +11,18 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 class LatestObject:
-    """Writes contents on a thread without blocking the caller, skipping outdated ones.
-
-    A failed write is reported once and retried with growing waits.
-    """
+    """Writes contents on a thread, skipping outdated ones, with retries and backoff."""
 
     def __init__(self, path: epath.Path):
         self._path = path
-        self._content: Callable[[], bytes] | None = None  # to be written
-        self._asked = self._done = self._failed = 0  # numbers of writes
+        self._content: Callable[[], bytes] | None = None  # pending
+        self._asked = self._done = self._failed = 0  # sequence numbers of writes
         self._ends = self._warned = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def write(self, content: Callable[[], bytes]) -> None:
-        """Takes a function for the contents, which the thread calls at each try."""
+        """Schedules a write; the thread calls `content` at each try."""
         with self._changed:
             self._content = content
             self._asked += 1
@@ -37,11 +34,10 @@ class LatestObject:
 
     @property
     def is_durable(self) -> bool:
-        """Returns whether the newest contents are stored."""
         return self._done >= self._asked
 
     def settle(self, until: float) -> None:
-        """Waits for the newest contents to be stored or fail, until `until` of time.monotonic."""
+        """Waits until the newest contents are stored or failed, or until `until` (monotonic)."""
         with self._changed:
             asked = self._asked
             self._changed.wait_for(
@@ -50,7 +46,7 @@ class LatestObject:
             )
 
     def close(self, until: float) -> None:
-        """Settles and ends the thread. Safe to call twice; `write` restarts it."""
+        """Settles and ends the thread. Idempotent; `write` restarts it."""
         self.settle(until)
         with self._changed:
             self._ends, self._thread = True, None
@@ -64,7 +60,7 @@ class LatestObject:
         while True:
             with self._changed:
                 if wait:
-                    # Who flushes wants to know how it stands.
+                    # A new write retries at once, because its caller waits for the result.
                     self._changed.wait_for(lambda: self._ends or self._asked > self._failed, wait)
                 self._changed.wait_for(lambda: self._ends or self._content is not None)
                 if self._content is None or (wait and self._ends and self._asked == self._failed):
@@ -72,7 +68,7 @@ class LatestObject:
                 content, number, self._content = self._content, self._asked, None
             try:
                 self._path.write_bytes(content())
-            except Exception as error:  # storage and its libraries raise anything
+            except Exception as error:  # storage clients raise anything
                 self._warn(f"{str(error).strip() or type(error).__name__}".splitlines()[0])
                 wait = min(max(_FIRST_WAIT, 2 * wait), _LONGEST_WAIT)
                 with self._changed:

@@ -1,32 +1,26 @@
-"""Detection of runs whose training loss ends worse than that of an untrained model."""
+"""Detects runs that end with a loss worse than that of an untrained model."""
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Reports whose median counts as the loss of now: a spike of four does not move it far.
-_WINDOW = 9
-# How far above a level the loss must be to count as above it: a part of the first loss, but at
-# least so many nats. Small batches scatter by a few tenths.
+_WINDOW = 9  # reports whose median is the current loss: a spike of four hardly moves it
+# Margin above a level, as a share of the first loss, but at least so many nats, because losses of
+# small batches vary by a few tenths.
 _MARGIN_SHARE, _LEAST_MARGIN = 0.05, 0.25
 
 
 class LossTrend:
-    """The trend of the training loss, in a few numbers that are saved with each checkpoint.
+    """The trend of the training loss, saved with each checkpoint.
 
-    A run has diverged if its loss, the median of the last nine reports (of the newer half of
-    fewer), is above that of its first update; or if it is above the unigram baseline, and had been
-    below it before or is above the first loss. A merely short run has not.
+    A run has diverged if its loss, the median of the last nine reports (of the newer half if
+    fewer), is above that of its first step, or above the unigram baseline after having been below
+    it or above the first loss. A run that is merely short has not.
     """
 
     def __init__(self, baseline: float | None = None, state: Mapping[str, Any] | None = None):
-        """Starts or resumes.
-
-        Args:
-          baseline: Unigram entropy of the training data, nats per token; None if unknown.
-          state: From the checkpoint that the run resumes from.
-        """
+        """Starts or resumes from `state`; `baseline` is the unigram entropy in nats per token."""
         state = state or {}
         self._baseline = baseline
         self._first: float | None = state.get("first")
@@ -36,7 +30,7 @@ class LossTrend:
         self._last = [_number(loss) for loss in state.get("last", ())]
 
     def add(self, loss: float | None) -> None:
-        """Takes the loss of a report, in nats per token; None or not finite counts as infinite."""
+        """Records a loss in nats per token; None or NaN counts as infinite."""
         loss = math.inf if loss is None or not math.isfinite(loss) else loss
         if self._first is None:
             self._first = loss
@@ -46,19 +40,16 @@ class LossTrend:
         self._lowest, self._highest = min(self._lowest, now), max(self._highest, now)
 
     def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> "LossTrend":
-        """Takes step rows of events.jsonl."""
         for row in rows:
             if "learning/lm_loss" in row and not row.get("learning/skipped"):
                 self.add(row["learning/lm_loss"])
         return self
 
     def go_back(self) -> None:
-        """Forgets the newest losses after a rollback."""
         self._last, self._highest = [], -math.inf
 
     @property
     def state(self) -> dict[str, Any]:
-        """Returns the state as JSON."""
         return {
             "first": self._first,
             "lowest": _finite(self._lowest),
@@ -69,7 +60,7 @@ class LossTrend:
 
     @property
     def diverged(self) -> str:
-        """Describes a divergence; empty if there is none."""
+        """Description of a divergence; empty if there is none."""
         if self._first is None or len(self._last) < 2:
             return ""
         now = self._now()

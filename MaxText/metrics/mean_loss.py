@@ -11,7 +11,7 @@ _AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
 
 
 class MeanLoss:
-    """Losses of the updates since the last report, without skipped ones unless all were."""
+    """Mean losses since the last report, without skipped steps unless all were skipped."""
 
     def __init__(self):
         self._sums: dict[str, Any] = {}
@@ -19,11 +19,10 @@ class MeanLoss:
         self._updates = 0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the scalars of an update without waiting for them."""
         losses = {name: metrics[name] for name in _AVERAGED if name in metrics}
         skipped = metrics.get("skipped", np.zeros((), np.int32))
         if self._updates == 0:
-            # The usual case of a report for each update computes nothing.
+            # Costs nothing if every step is reported.
             self._sums, self._count = losses, skipped
         elif self._updates == 1:
             self._sums, self._count = _add_second(self._sums, self._count, losses, skipped)
@@ -32,7 +31,7 @@ class MeanLoss:
         self._updates += 1
 
     def take(self) -> dict[str, float]:
-        """Waits for the means, and restarts; empty if they are the last update's losses."""
+        """Blocks for the means and resets; empty if they equal the last step's losses."""
         sums, count, updates = jax.device_get((self._sums, self._count, self._updates))
         self.__init__()
         if updates < 2 or count == 0:
@@ -53,6 +52,6 @@ def _add(sums: Any, count: Any, losses: Any, skipped: Any) -> Any:
 
 
 def _sum(sums: Any, count: Any, losses: Any, skipped: Any) -> tuple[Any, Any]:
-    # A skipped update's loss may be no number, which a product with zero would keep.
+    # A skipped step's loss may be NaN, which multiplication by zero would keep.
     added = jax.tree.map(lambda s, loss: s + jnp.where(skipped == 0, loss, 0.0), sums, losses)
     return added, count + (skipped == 0)

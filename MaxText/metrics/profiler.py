@@ -9,13 +9,9 @@ from MaxText.config.training_sections import Monitoring
 
 
 class StepProfiler:
-    """Traces `profiler_steps` steps after `skip_first_n_steps_for_profiler`, on process 0.
-
-    Does nothing unless `profiler` is set.
-    """
+    """Traces `profiler_steps` steps on process 0, if `profiler` is set."""
 
     def __init__(self, monitoring: Monitoring, folder: Any, first_step: int):
-        """Takes `<run>/tensorboard`, and the first update, whose compilation should be skipped."""
         self._folder = str(folder)
         active = monitoring.profiler == "xplane" and jax.process_index() == 0
         self._start = first_step + monitoring.skip_first_n_steps_for_profiler if active else None
@@ -23,7 +19,7 @@ class StepProfiler:
         self._tracing = False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context for the call of a step; starts the trace when it is due."""
+        """Returns a context for the step call; starts the trace when due."""
         if step == self._start:
             jax.profiler.start_trace(self._folder)
             self._tracing = True
@@ -32,11 +28,7 @@ class StepProfiler:
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def finished(self, step: int, results: Any) -> bool:
-        """Ends the trace after a step when it is due; returns whether it was just written.
-
-        `results` are arrays of the step, which are waited for so that the trace has the device's
-        work.
-        """
+        """Ends the trace when due, once `results` are computed; returns whether it was written."""
         if not self._tracing or self._start is None or step + 1 < self._start + self._num_steps:
             return False
         jax.block_until_ready(results)
@@ -44,7 +36,6 @@ class StepProfiler:
         return True
 
     def close(self) -> None:
-        """Ends a trace that a short run left open."""
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False

@@ -1,4 +1,4 @@
-"""Record of a run, read from its folder while it runs or afterwards."""
+"""Reads the record of a run from its folder, while it runs or afterwards."""
 
 import dataclasses
 import os
@@ -28,29 +28,22 @@ _ENDS: dict[str, State] = {
     "error": "error",
 }
 
-# Fields that are a number or null wherever they stand, beside the tags, which have a slash.
+# Numeric or null fields, besides tags, which contain a slash.
 _NUMBERS = ("seconds", "data_seconds", "updates", "count")
 
-# A run without a last word counts as running until its file has been silent for so long, or for so
-# many times as long as its last row took. Five minutes cover a compilation and most evaluations.
+# A run without a stop row counts as running until its file has been silent for this long, or for
+# this multiple of its last row. Five minutes cover a compilation and most evaluations.
 _SILENT_SECONDS = 300.0
 _SILENT_ROWS = 5.0
 
-# Of which the training loss of a run is the mean.
-_LEAST_REPORTS = 9
+_LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """Recorded data of a run. Rows are those of events.jsonl; see docs/report.md.
+    """Recorded data of a run; rows are those of events.jsonl (docs/report.md).
 
-    Attributes:
-      folder: May be a bucket.
-      config: Value by key, from config.yml; empty if there is none.
-      facts: The newest start or resume row.
-      steps, evaluations: Rows by ascending step, each once.
-      marks: All other rows in order.
-      state: What the run is doing, or how it ended.
+    `facts` is the newest start or resume row, `marks` all rows except steps and evaluations.
     """
 
     folder: epath.Path
@@ -65,15 +58,12 @@ class RunRecord:
 
     @property
     def final_loss(self) -> float | None:
-        """Validation loss of the last evaluation, nats per token; None without one."""
+        """Validation loss of the last evaluation in nats per token; None without one."""
         return self.evaluations[-1].get("eval/avg_loss") if self.evaluations else None
 
     @property
     def training_loss(self) -> tuple[float, int] | None:
-        """Mean training loss of the last updates, nats per token, and their number.
-
-        Those of the last 1/25 of the reports, but of nine at least. None without any.
-        """
+        """Mean loss (nats per token) of the last 1/25 of the reports, at least 9, and its steps."""
         last = self.steps[-max(len(self.steps) // 25, _LEAST_REPORTS) :]
         counted = [
             (row["learning/lm_loss"], row.get("updates") or 1)
@@ -85,7 +75,7 @@ class RunRecord:
 
     @property
     def loss_kind(self) -> str:
-        """Text about the losses; losses of other kinds are not comparable."""
+        """Description of the loss; losses of different kinds are not comparable."""
         objective = str(self.config.get("loss_type", "cross_entropy"))
         alpha = self.config.get("entmax_alpha")
         words = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
@@ -97,27 +87,23 @@ class RunRecord:
 
     @property
     def last_step(self) -> int | None:
-        """The last recorded update."""
         return self.steps[-1]["step"] if self.steps else None
 
     @property
     def tokens(self) -> float:
-        """Tokens of this run, without its ancestors."""
         return self._spent("progress/tokens")
 
     @property
     def flops(self) -> float:
-        """Operations of this run, without its ancestors."""
         return self._spent("progress/flops")
 
     @property
     def inherited_tokens(self) -> float:
-        """Tokens of its ancestors; 0 if unknown."""
+        """Training tokens of its ancestors; 0 if unknown. Not part of `tokens`."""
         return self._inherited("tokens")
 
     @property
     def inherited_flops(self) -> float:
-        """Operations of its ancestors; 0 if unknown."""
         return self._inherited("flops")
 
     def _spent(self, tag: str) -> float:
@@ -130,12 +116,7 @@ class RunRecord:
 
 
 def read_run(folder: str | PathLike[str]) -> RunRecord:
-    """Reads a run, without a partial last line.
-
-    Raises:
-      UserError: There is no such folder, no event file in it, no start row, or the file is of
-        another program or version.
-    """
+    """Reads a run, ignoring a partial last line; UserError if there is no valid event file."""
     path = path_of(str(folder), "RUN")
     file = path / EVENTS_FILE
     if not file.exists():
@@ -152,7 +133,7 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
     kept = [row for index, row in enumerate(rows) if index not in replaced]
     facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
     steps, state = _of_kind(kept, "step"), _state(rows, silent_for=time.time() - changed)
-    # Records of earlier versions call a run complete whatever its loss was.
+    # Earlier versions record a run as completed whatever its loss was.
     if state == "completed" and LossTrend(facts.get("unigram_entropy")).add_rows(steps).diverged:
         state = "diverged"
     return RunRecord(
@@ -169,14 +150,14 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
 
 
 def real_folder(folder: str | PathLike[str]) -> str:
-    """Returns the canonical name of a folder, links followed."""
+    """Returns the canonical path of a folder, with symlinks resolved."""
     text = str(folder)
     # Buckets have no links; epath.Path.resolve follows none.
     return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
-    """Refuses a file of another program, before a missing field becomes a traceback."""
+    """Rejects another program's file, before a missing field becomes a traceback."""
     for number, row in enumerate(rows, 1):
         wrong = [
             f"{name}={row.get(name)!r}"
@@ -206,7 +187,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
 
 
 def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Returns indices of steps and evaluations that were rolled back."""
+    """Returns the indices of steps and evaluations that were rolled back."""
     replaced: set[int] = set()
     standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
 

@@ -1,4 +1,4 @@
-"""Reports of a step and of an evaluation: the line and the row of metrics."""
+"""Log line and metric row of a train step and of an evaluation."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ def _shown(perplexity: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats h:mm:ss."""
+    """Formats seconds as h:mm:ss."""
     if not math.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(round(seconds), 60)
@@ -26,26 +26,22 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-# Numbers of the compiled step whose MaxText tag has another name.
-_TAGS = {"learning_rate": "current_learning_rate"}
+_TAGS = {"learning_rate": "current_learning_rate"}  # metrics that MaxText's tags name differently
 
-# Scalars by which run/recovery.py decides, and which tell people nothing.
-_NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")
+_NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run/recovery.py only
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """Report of an update.
+    """Report of a train step.
 
     Attributes:
-      seconds: Wall time of the update, with the device's work done.
-      metrics: Scalars of the compiled step; needs loss, total_weights (targets in the loss), and
-        lm_loss (nats per token) or entmax_loss, if the objective has them; grad_norm and
-        learning_rate are shown if given. Losses are means over `updates`.
-      peak_tflops: Of a device; 0 if unknown, then no MFU is shown.
-      seconds_left: Until the last step, if known.
-      updates: Since the last report; `seconds` is their mean.
-      data_seconds: Wall time of all of them in which the devices waited for data.
+      seconds: Wall time of a step, including the device's work; a mean over `updates`.
+      metrics: Scalars of the train step. Needs loss, total_weights (target tokens), and lm_loss
+        (nats per token) or entmax_loss for such objectives. Losses are means over `updates`.
+      peak_tflops: Peak per device; 0 if unknown, which hides MFU.
+      updates: Steps since the last report.
+      data_seconds: Total time that devices waited for data in these steps.
     """
 
     step: int
@@ -60,32 +56,30 @@ class StepReport:
 
     @property
     def tflops_per_second(self) -> float:
-        """Per device."""
         return self.tflops_per_device / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Per device."""
         return self.tokens_per_device / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the device's peak that the model's own products use (PaLM, appendix B)."""
+        """Model FLOPs utilization (PaLM, appendix B)."""
         return self.tflops_per_second / self.peak_tflops if self.peak_tflops else math.nan
 
     @property
     def has_perplexity(self) -> bool:
-        """False for an objective that is not a log-probability, such as entmax."""
+        """False for objectives that are not log-probabilities, such as entmax."""
         return "lm_loss" in self.metrics
 
     @property
     def lm_loss(self) -> float:
-        """Mean loss of the targets without auxiliary losses; the total if it has another name."""
+        """Mean target loss without auxiliary losses; else the total loss."""
         names = ("lm_loss", "entmax_loss", "loss")
         return float(next(self.metrics[name] for name in names if name in self.metrics))
 
     def line(self) -> str:
-        """Returns MaxText's line, which scripts parse, followed by our additions."""
+        """Returns MaxText's line, which scripts parse, plus additional fields."""
         metrics = self.metrics
         parts = [
             f"completed step: {self.step}",
@@ -111,7 +105,7 @@ class StepReport:
         return ", ".join(parts)
 
     def compact_line(self, num_steps: int) -> str:
-        """Returns a line of about 90 columns; `num_steps` is of the whole run."""
+        """Returns a line of about 90 columns; `num_steps` is that of the whole run."""
         metrics, done = self.metrics, self.step + 1
         parts = [
             f"step {done}/{num_steps} ({done / num_steps:.0%})",
@@ -131,7 +125,6 @@ class StepReport:
         return "  ".join(parts)
 
     def row(self) -> dict[str, float]:
-        """Returns the metrics by MaxText's tags."""
         row = {
             f"learning/{_TAGS.get(name, name)}": float(value)
             for name, value in self.metrics.items()
@@ -157,11 +150,9 @@ class EvaluationReport:
     """Report of one pass over held-out data.
 
     Attributes:
-      step: The last update before it.
-      total_loss: Sum over targets, in nats, or as the objective has it.
-      total_weights: Number of targets.
-      correct: Targets that were the argmax; None if they were not counted.
-      has_perplexity: False for an objective that is not a log-probability, such as entmax.
+      total_loss: Sum over targets, in nats for log-probability objectives.
+      total_weights: Number of target tokens.
+      correct: Targets that were the argmax; None if not counted.
     """
 
     step: int
@@ -179,13 +170,11 @@ class EvaluationReport:
 
     @property
     def masked_accuracy(self) -> float | None:
-        """Share of the masked tokens that were the argmax; None if they were not counted."""
         if self.correct is None:
             return None
         return self.correct / self.total_weights if self.total_weights else math.nan
 
     def line(self) -> str:
-        """Returns MaxText's line, followed by our additions."""
         shown = f", perplexity={_shown(perplexity(self.loss))}" if self.has_perplexity else ""
         accuracy = self.masked_accuracy
         return (
@@ -196,7 +185,6 @@ class EvaluationReport:
         )
 
     def row(self) -> dict[str, float]:
-        """Returns the metrics by MaxText's tags."""
         row = {
             "eval/avg_loss": self.loss,
             "eval/total_loss": self.total_loss,

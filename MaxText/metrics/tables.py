@@ -1,4 +1,4 @@
-"""Printed tables of at most 110 columns."""
+"""Text tables of at most 110 columns."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,14 +12,7 @@ WIDTH = 110  # characters of a line
 def parameter_table(
     parameters: Mapping[str, Any], sharding_of: Callable[[str], str] | None = None
 ) -> str:
-    """Returns every parameter with its shape, format, size and share; repeated layers on one row.
-
-    Sizes that differ between layers are shown as a range, "8..24".
-
-    Args:
-      parameters: Name ("layers/0/mlp/wi") -> anything with .shape and .dtype.
-      sharding_of: Name -> text about its sharding; adds a column.
-    """
+    """Returns a table of parameters; repeated layers share a row, with size ranges "8..24"."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
         key = (_pattern(name), len(parameter.shape), np.dtype(parameter.dtype).name)
@@ -57,7 +50,7 @@ def _pattern(name: str) -> str:
 
 
 def _shapes(shapes: Sequence[Sequence[int]]) -> str:
-    """Formats shapes of equal rank as one: "64 x 8..24"."""
+    """Formats shapes of equal rank as one, "64 x 8..24"."""
     spans = [(min(sizes), max(sizes)) for sizes in zip(*shapes, strict=True)]
     words = [str(low) if low == high else f"{low}..{high}" for low, high in spans]
     return " x ".join(words) or "scalar"
@@ -69,17 +62,12 @@ def ruled_table(
     total: Sequence[str],
     right: Collection[int],
 ) -> str:
-    """Returns aligned columns, with a rule below the header and above the total.
-
-    Args:
-      rows: Cells as text; a row may be shorter than the header.
-      right: Right-aligned columns.
-    """
+    """Returns aligned columns, with rules below the header and above the total."""
     table = [header, *rows, total]
     widths = [
         max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(len(header))
     ]
-    # The end of a long name tells more than its beginning.
+    # Truncates long names at the start: their ends say more.
     others = sum(widths[1:]) + 2 * (len(widths) - 1)
     widths[0] = max(min(widths[0], WIDTH - others), 12)
     lines = []
@@ -101,16 +89,16 @@ def share(part: float, whole: float) -> str:
 
 
 def short_count(number: float, _position: float | None = None) -> str:
-    """Formats 2500000 as "2.5M"; the signature is that of a matplotlib formatter."""
+    """Formats 2500000 as "2.5M"; has the signature of a matplotlib formatter."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        # 999,600 rounds to a thousand of the smaller unit.
+        # 999,600 would round to 1000 of the smaller unit.
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
 
 
 def byte_count(number: int) -> str:
-    """Formats bytes, and the same in the largest binary unit that gives 1 or more."""
+    """Formats bytes, exact and in the largest binary unit of at least 1."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number:,} bytes ({number / size:,.2f} {unit})"
@@ -118,15 +106,9 @@ def byte_count(number: int) -> str:
 
 
 def derived_quantities(rows: Iterable[tuple[str, str, str, Any]]) -> str:
-    """Lines "name = formula = numbers = value", such as
+    """Formats rows as "name = formula = numbers = value"; empty formulas are left out.
 
-        tokens per step = per_device_batch_size x devices x length = 12 x 1 x 2048 = 24,576
-
-    Args:
-      rows: (name, formula in words, the same with numbers, value). Empty formulas are left out.
-
-    Returns:
-      Lines of at most 110 characters; longer ones are continued at an equals sign.
+    tokens per step = per_device_batch_size x devices x length = 12 x 1 x 2048 = 24,576
     """
     lines = []
     for name, formula, numbers, value in rows:

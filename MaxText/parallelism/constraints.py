@@ -16,29 +16,20 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, Sequence[str]]]
-# Logical names of the dimensions of hidden states [B, T, D].
-HIDDEN = ("activation_batch", "activation_length", "activation_embed")
+HIDDEN = ("activation_batch", "activation_length", "activation_embed")  # [B, T, D]
 
 
 class ParameterInfo(NamedTuple):
-    """Facts about a parameter of the abstract model.
-
-    Attributes:
-      num_in_dims: Leading dimensions contracted with the input, after `layers` and `exp`.
-      used_in: Format that it is always read in; None if that may differ.
-      owner: Attribute of the decoder: "layers", "connections", "head", ...
-      row: Of the FLOPs table (layers/part.py).
-      is_recomputed: Whether rematerialization of its owner recomputes its product.
-    """
+    """Metadata of a parameter of the abstract model."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
     logical_axes: tuple[str | None, ...]
-    num_in_dims: int
-    used_in: jnp.dtype | None = None
-    owner: str = "layers"
-    row: str = ""
-    is_recomputed: bool = True
+    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
+    used_in: jnp.dtype | None = None  # dtype that it is always read in; None if that may differ
+    owner: str = "layers"  # attribute of the decoder: "layers", "connections", "head", ...
+    row: str = ""  # of the FLOPs table (layers/part.py)
+    is_recomputed: bool = True  # whether remat of its owner recomputes its product
 
     @property
     def size(self) -> int:
@@ -52,7 +43,7 @@ _in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Conte
 
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Sets the mesh and rules for what is traced inside."""
+    """Sets the mesh and rules for code traced in this context."""
     token = _in_force.set((mesh, rules))
     try:
         yield
@@ -92,16 +83,13 @@ def partition_spec(
 
 
 def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    """Returns the mesh axes of one dimension; jax gives a single one without its tuple."""
+    """Returns the mesh axes of one dimension, always as a tuple."""
     found = sharding.spec[dim] if dim < len(sharding.spec) else None
     return (found,) if isinstance(found, str) else tuple(found or ())
 
 
 def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """Returns the current mesh, and the axes over which it splits each logical name.
-
-    For parts that run on many devices by `jax.shard_map`. None without a mesh or with one device.
-    """
+    """Returns the current mesh, and the axes that split each logical name; None on one device."""
     in_force = _in_force.get()
     if in_force is None or in_force[0].size == 1:
         return None
@@ -123,8 +111,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def token_by_token(tree: Any) -> Any:
     """Constrains arrays to a token-major layout on TPU.
 
-    Without it XLA alternates layouts between layers and inserts transposes. No effect elsewhere,
-    nor without a mesh: exported programs are for other machines, too.
+    Without it XLA alternates layouts between layers and inserts transposes. No effect without a
+    mesh, as exported programs are for other machines, too.
     """
     if _in_force.get() is None or platform() != "tpu":
         return tree
@@ -143,35 +131,32 @@ def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> Name
 
 
 def num_stages_in_force() -> int:
-    """Returns the pipeline stages of the current mesh; 1 without one."""
     in_force = _in_force.get()
     return 1 if in_force is None else in_force[0].shape["stage"]
 
 
 def split_rows(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
-    """[B, ...] -> [A, B/A, ...], part a taking rows a, a + A, ...
+    """Reshapes [B, ...] to [A, B/A, ...], part a taking rows a, a + A, ...
 
-    Each part has rows of every device's share of the batch, so that no row moves.
-
-    Args:
-      names: Logical names of the dimensions after the rows; by default these are unsharded.
+    Each part has rows of every device's share of the batch, so that no row moves. `names` are
+    logical names of the dimensions after the rows, which are unsharded by default.
     """
     x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
     return constrain(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))
 
 
 def joined_rows(x: jax.Array) -> jax.Array:
-    """[A, B/A, ...] -> [B, ...], the inverse of `split_rows`."""
+    """Reshapes [A, B/A, ...] to [B, ...], the inverse of `split_rows`."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def platform() -> str:
-    """Returns the kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
+    """Returns the platform that is compiled for: "cpu", "gpu" or "tpu"."""
     return _device().platform
 
 
 def device_kind() -> str:
-    """Returns the name of that device, such as "TPU v4"."""
+    """Returns the name of its devices, such as "TPU v4"."""
     return _device().device_kind
 
 

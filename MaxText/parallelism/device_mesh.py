@@ -1,8 +1,8 @@
-"""Arrangement of devices: mesh sizes inside a slice and across slices.
+"""Arrangement of devices: mesh sizes inside a slice (ICI) and across slices (DCN).
 
-A slice is connected by a fast network: a TPU slice, or the GPUs of a server (jax tells them apart
-by `slice_index`). If jax knows a single slice and `dcn_*` sizes ask for several, devices are
-divided into equal parts in the order of their processes.
+A slice is connected by a fast network: a TPU slice, or the GPUs of a server (`slice_index` in jax).
+If jax knows a single slice and `dcn_*` sizes ask for several, devices are divided into equal parts
+in the order of their processes.
 """
 
 import contextlib
@@ -29,16 +29,11 @@ class MeshSizes(NamedTuple):
 
     @property
     def total(self) -> list[int]:
-        """Sizes over all devices."""
         return [inner * outer for inner, outer in zip(*self, strict=True)]
 
 
 def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
-    """Returns the configured sizes, with -1 filled.
-
-    Raises:
-      UserError: Sizes inside a slice do not multiply to its devices, or those across to the slices.
-    """
+    """Returns the configured sizes with -1 resolved; raises UserError if they do not fit."""
     num_slices = len(_slices(section, devices))
     across = _filled(section, "dcn", num_slices)
     if across is None:
@@ -53,13 +48,9 @@ def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
 
 
 def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
-    """Returns the devices as a mesh, close ones adjacent.
+    """Returns the devices as a mesh, close ones adjacent; raises UserError like mesh_sizes.
 
-    Along each axis the parts of a slice are contiguous: an axis of 2 slices and 4 devices inside of
-    each has the first slice at positions 0 to 3.
-
-    Raises:
-      UserError: As mesh_sizes.
+    Along each axis slices are contiguous: of 2 slices of 4, the first has positions 0 to 3.
     """
     sizes = mesh_sizes(section, devices)
     slices = [
@@ -73,14 +64,11 @@ def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
 
 
 def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
-    """Returns the devices of a slice as a mesh.
+    """Returns the devices of a slice as a mesh; raises UserError if `allow_split` is needed.
 
-    Each mesh axis takes whole axes of the physical network if possible. Otherwise physical axes are
-    split, and if jax knows no such arrangement either, devices are used in their order: slower
-    collectives, but every mesh whose sizes multiply builds.
-
-    Raises:
-      UserError: No arrangement keeps physical axes whole, and `allow_split` is false.
+    Each mesh axis takes whole axes of the physical network if possible, else physical axes are
+    split. If jax knows no such arrangement either, devices are used in their order: collectives are
+    slower, but every mesh whose sizes multiply can be built.
     """
     named = zip(MESH_AXES, sizes, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in named if size > 1)
@@ -100,11 +88,6 @@ def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: boo
 
 
 def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:
-    """Returns the devices of each slice.
-
-    Raises:
-      UserError: They cannot be of one size.
-    """
     known: dict[int, list[Any]] = {}
     for device in devices:
         known.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
@@ -131,7 +114,7 @@ def _sizes(section: MeshSection, network: str) -> list[int]:
 
 
 def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
-    """Returns the sizes with -1 filled; None if they do not multiply to `number`."""
+    """Returns the sizes with -1 resolved; None if they do not multiply to `number`."""
     sizes = _sizes(section, network)
     fixed = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and number % fixed == 0:
@@ -142,7 +125,6 @@ def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] 
 def _misfit(
     section: MeshSection, network: str, number: int, present: str, things: str
 ) -> UserError:
-    """Returns the error for sizes that do not fit, with sizes that do."""
     sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     several = "a multiple of " if -1 in sizes.values() else ""
@@ -150,7 +132,7 @@ def _misfit(
     asked = {axis: size for axis, size in sizes.items() if size != 1} or {filling: 1}
     proposal = {filling: -1} if network == "dcn" else {"data": 1, filling: -1}
     rest = number
-    # What is hardest to do without comes first.
+    # Axes that are hardest to do without come first.
     for axis in ("expert", *reversed(MESH_AXES)):
         if axis not in proposal and sizes[axis] != 1:
             proposal[axis] = math.gcd(max(sizes[axis], 1), rest)

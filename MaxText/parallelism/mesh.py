@@ -18,36 +18,26 @@ from MaxText.errors import UserError
 from MaxText.parallelism.constraints import ParameterInfo, Rules, axis_rules, partition_spec
 from MaxText.parallelism.device_mesh import arranged
 
-# Of the host, where devices can fetch from it.
-HOST_MEMORY = "pinned_host"
-# Axes that split weights; the others only copy them.
-WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")
+HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
+WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """Returns a mesh of all devices with the axes of MESH_AXES."""
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
     return Mesh(arranged(section, devices), MESH_AXES)
 
 
 class Layout:
-    """A mesh with the logical axis rules of the configuration.
-
-    Args:
-      optimizer_state_axis: Mesh axis over which the optimizer state is split, too, where it would
-        be replicated; empty for none.
-      pipeline: Split of batches over stages.
-      offloads_optimizer: Keep the optimizer state in host memory.
-    """
+    """A mesh with the logical axis rules of the configuration."""
 
     def __init__(
         self,
         mesh: Mesh,
         rules: Rules,
-        optimizer_state_axis: str = "",
+        optimizer_state_axis: str = "",  # mesh axis that also splits the optimizer state, if any
         pipeline: Pipeline | None = None,
         *,
-        offloads_optimizer: bool = False,
+        offloads_optimizer: bool = False,  # whether the optimizer state is in host memory
     ):
         self.mesh = mesh
         self.rules = rules
@@ -63,7 +53,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Axes with several devices: "data 2, fsdp 4"."""
+        """Axes with several devices, as in "data 2, fsdp 4"."""
         sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
         return ", ".join(sizes) or "one device"
 
@@ -82,16 +72,11 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        """Divisor of the sequences of a batch.
-
-        Each part is split into microbatches of a pipeline, and outside of its stages over their
-        devices.
-        """
+        """Required divisor of the batch size, by data parallelism, stages and microbatches."""
         num_stages = self.mesh.shape["stage"]
         return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Returns the sharding of an array with logical `names`."""
         return NamedSharding(self.mesh, partition_spec(names, shape, self.rules, self.mesh))
 
     def parameter_shardings(self, parameters: Mapping[str, ParameterInfo]) -> dict:
@@ -100,7 +85,7 @@ class Layout:
         }
 
     def describe(self, parameters: Mapping[str, ParameterInfo]) -> Callable[[str], str] | None:
-        """Returns parameter name -> text about its mesh axes; None on one device."""
+        """Returns parameter name -> its mesh axes as text; None on one device."""
         if self.mesh.size == 1:
             return None
         shardings = self.parameter_shardings(parameters)
@@ -117,10 +102,9 @@ class Layout:
     def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
         """Returns a tree like `abstract_state`: moments are sharded like their parameters.
 
-        Everything else (counters, factored moments) is small and replicated. With
-        `optimizer_state_axis` the optimizer state is split over that axis, too: ZeRO stage 1
-        (Rajbhandari et al. 2020, section 5.1). With `offloads_optimizer` it is in host memory, from
-        where the train step fetches it.
+        Everything else (counters, factored moments) is small and replicated. `optimizer_state_axis`
+        splits the optimizer state further: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
+        `offloads_optimizer` places it in host memory, from where the train step fetches it.
         """
         shardings = self.parameter_shardings(parameters)
 
@@ -135,14 +119,13 @@ class Layout:
             if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
                 return found
             found = self._split_besides(found, leaf.shape)
-            # Counters are not worth the way.
-            offloads = self.offloads_optimizer and leaf.ndim > 0
+            offloads = self.offloads_optimizer and leaf.ndim > 0  # not counters
             return found.with_memory_kind(HOST_MEMORY) if offloads else found
 
         return jax.tree_util.tree_map_with_path(of, abstract_state)
 
     def _split_besides(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-        """Splits the longest divisible dimension over `optimizer_state_axis`, unsplit first."""
+        """Splits the longest divisible dimension, best an unsplit one, over the extra axis."""
         axis = self.optimizer_state_axis
         spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         axes = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
@@ -158,10 +141,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
-        """Returns the sharding of a batch: sequences over the axes of activation_batch.
-
-        Tokens of a sequence are not split: ids are small next to their hidden states.
-        """
+        """Returns the sharding of a batch: sequences are split, tokens (small ids) are not."""
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
@@ -188,8 +168,6 @@ class Layout:
         )
 
     def abstract_batch(self, shapes: Any) -> Any:
-        """Returns shapes of a batch with the shardings that `place` gives."""
-
         def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = self.batch_sharding(x.shape[0])
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -199,7 +177,6 @@ class Layout:
     def abstract_state(
         self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParameterInfo]
     ) -> Any:
-        """Returns shapes and shardings of `initialize(key)`."""
         return self.laid_out(jax.eval_shape(initialize, jax.random.key(0)), parameters)
 
     def laid_out(self, shapes: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
@@ -213,11 +190,11 @@ class Layout:
     def draw_state(
         self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
     ) -> Any:
-        """Returns a fresh state, each device drawing its own part."""
+        """Returns a fresh state, of which each device draws its own part."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         options = {}
         if self.mesh.devices.flat[0].platform == "cpu":
-            # Random numbers compile 3 times faster and run as fast, with the same bits.
+            # Random draws compile 3 times faster and run as fast, with the same bits.
             options["compiler_options"] = {"xla_backend_optimization_level": 1}
         return jax.jit(initialize, out_shardings=shardings, **options)(jax.random.key(seed))
 
@@ -234,10 +211,7 @@ class Layout:
     def compile_step(
         self, train_step: Callable, abstract_state: Any, abstract_batch: Any
     ) -> tuple[Callable, float]:
-        """Returns the compiled (state, batch) -> (state, metrics), and its seconds.
-
-        The state is donated.
-        """
+        """Returns the compiled train step, which donates its state, and the seconds it took."""
         began = time.perf_counter()
         compiled = self.lower_step(train_step, abstract_state, abstract_batch).compile()
         return compiled, time.perf_counter() - began
@@ -245,7 +219,6 @@ class Layout:
     def lower_step(
         self, train_step: Callable, abstract_state: Any, abstract_batch: Any
     ) -> jax.stages.Lowered:
-        """Returns the lowered train step; see compile_step."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         jitted = self.jit(train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         return jitted.lower(abstract_state, abstract_batch)
@@ -254,15 +227,12 @@ class Layout:
 def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
     """Returns (part, parts) of the sequences of a batch that a process reads.
 
-    The same choice as that of jax.make_array_from_process_local_data.
+    Must make the same choice as jax.make_array_from_process_local_data. Parts are counted by their
+    first sequences. If processes hold overlapping sets, returns (0, 1): each reads all sequences
+    and places what it holds.
 
     Args:
       held: Process -> coordinates, along the axes that split a batch, of the sequences it holds.
-
-    Returns:
-      Parts are counted by their first sequences; if processes hold overlapping sets, (0, 1): each
-        reads
-      all sequences and places what it holds.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
     sizes = {len(parts) for parts in distinct}
@@ -275,11 +245,7 @@ def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tup
 def make_layout(
     section: MeshSection, devices: Sequence[Any], pipeline: Pipeline | None = None
 ) -> Layout:
-    """Returns the configured layout; `pipeline` is of a model that may have stages.
-
-    Raises:
-      UserError: As make_mesh; or these devices have no host memory for moments.
-    """
+    """Returns the configured layout; raises UserError if the devices do not support it."""
     offloads = section.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
@@ -307,11 +273,7 @@ def _check_host_memory(device: Any) -> None:
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
-    """Returns the sequences of an update over all devices and microbatches.
-
-    Args:
-      per_device: Sequences per device and microbatch.
-    """
+    """Returns the sequences of an update; `per_device` is per device and microbatch."""
     key = "per_device_batch_size"
     rows = _rows(layout, per_device, key)
     return rows * section.gradient_accumulation_steps
@@ -320,11 +282,8 @@ def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> 
 def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
     """Returns the sequences of one microbatch over all devices.
 
-    Args:
-      per_device: Sequences per device, 0 for per_device_batch_size; for evaluation.
-
-    Raises:
-      UserError: Not an integer, or not divisible by the devices that split the batch.
+    Raises UserError if not an integer, or not divisible by the devices that split the batch. For
+    evaluation, `per_device` replaces per_device_batch_size.
     """
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
     return _rows(layout, per_device or section.per_device_batch_size, key)
@@ -348,7 +307,7 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
 
 
 def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
-    """Checks that the mesh divides the sequences; otherwise every device would hold them."""
+    """Raises UserError if the mesh does not divide the sequences, which would replicate them."""
     lengths = {f"max_target_length={longest}": longest}
     for _, length in section.sequence_length_stages:
         lengths[f"a stage of {length} in sequence_length_stages"] = length
@@ -366,11 +325,7 @@ def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
 def check_sharding(
     parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
 ) -> float:
-    """Returns the share of parameters that are replicated although the mesh could split them.
-
-    Raises:
-      UserError: The share is above `tolerance`; names the largest such parameters.
-    """
+    """Returns the share of replicated parameters; raises UserError above `tolerance`."""
     if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
     whole = {
@@ -401,7 +356,6 @@ def check_sharding(
 
 
 def _undivided(info: ParameterInfo, layout: Layout) -> str:
-    """Returns the sizes of a parameter that a mesh axis should split and does not divide."""
     first_rule: dict[str, Sequence[str]] = {}
     for name, axes in layout.rules:
         first_rule.setdefault(name, axes)

@@ -1,4 +1,4 @@
-"""Description of charts, drawn by page.js on the page and by pictures.py as PNG."""
+"""Chart descriptions, drawn by page.js in HTML and by pictures.py as PNG."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-# What the curves of a run can be drawn against.
+# Horizontal axes of a run's curves.
 AxisName = Literal["tokens", "flops", "time", "step"]
 
-# Runs are told apart by colour, then by dashes. Told apart also by people who see few colours, on
-# white and on dark.
+# Runs differ by color, then by dashes. The palette suits color-blind readers, white and dark pages.
 PALETTE = (
     "#2f7ed8",
     "#d9485f",
@@ -25,7 +24,7 @@ PALETTE = (
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
 
-# Kind of mark -> symbol of plotly.js, marker of matplotlib.
+# Kind of mark -> plotly.js symbol, matplotlib marker.
 SYMBOLS: dict[str, tuple[str, str]] = {
     "checkpoint": ("line-ns-open", "|"),
     "restart": ("diamond", "D"),
@@ -36,8 +35,8 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "diverged or failed": ("x", "X"),
 }
 
-# raw: every step, faint. line: smoothed, or exact where nothing fluctuates. thin: one seed of
-# several. dots: few measurements, joined.
+# raw: every step, faint. line: smoothed, or exact if nothing fluctuates. thin: one seed of several.
+# dots: few measurements, joined.
 Kind = Literal["raw", "line", "thin", "dots"]
 
 
@@ -45,10 +44,7 @@ Kind = Literal["raw", "line", "thin", "dots"]
 class Axis:
     """A horizontal axis.
 
-    Attributes:
-      title: With the unit.
-      choice: Label of its button.
-      powers: Write large numbers as powers of ten, not as K, M, B, T.
+    `choice` is the label of its button; `powers` writes powers of ten instead of K, M, B, T.
     """
 
     name: AxisName
@@ -59,13 +55,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """A curve, [N] each.
-
-    Attributes:
-      x: Ascending.
-      y: NaN interrupts the curve.
-      low, high: Band of the seeds.
-    """
+    """A curve, [N] each: x ascends, NaN in y interrupts it, low and high are the seeds' band."""
 
     x: np.ndarray
     y: np.ndarray
@@ -78,7 +68,7 @@ class Series:
     """A curve, with its points on each axis.
 
     Attributes:
-      label: In the legend of a figure; empty for none.
+      label: Shown in the legend; empty for none.
       owner: Label of its run or group.
       colour: Index of color and dashes.
     """
@@ -92,13 +82,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """An event during a run, drawn on its curve.
-
-    Attributes:
-      kind: One of SYMBOLS.
-      owner: Label of the run or group.
-      places: (x, y) by axis.
-    """
+    """An event of a run, drawn on its curve; `places` has (x, y) by axis."""
 
     kind: str
     owner: str
@@ -111,7 +95,7 @@ class Chart:
     """Curves over a common axis.
 
     Attributes:
-      name: Of its file, without ending.
+      name: File name without extension.
       series: In drawing order.
       references: (label, y) of dashed horizontal lines.
       y_range: Initial range, so that a spike does not flatten everything else; None for all.
@@ -132,12 +116,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """A horizontal bar for each run, of parts whose shares add up to about 1.
-
-    Attributes:
-      name: Of its file, without ending.
-      parts: Name of a part -> its share of each bar.
-    """
+    """A horizontal bar per run; `parts` maps a name to its share of each bar."""
 
     name: str
     title: str
@@ -151,5 +130,5 @@ def colour_of(index: int) -> str:
 
 
 def dash_of(index: int) -> str:
-    """Returns the dashes of a run, which change when the colors repeat."""
+    """Returns a run's dash style, which changes when the colors repeat."""
     return DASHES[index // len(PALETTE) % len(DASHES)]

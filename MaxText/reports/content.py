@@ -1,4 +1,4 @@
-"""Contents of a page besides charts: plain text, never read as HTML."""
+"""Page contents besides charts: plain text, never interpreted as HTML."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Verbatim:
-    """Preformatted text.
-
-    Attributes:
-      caption: A click on it folds the text. Without one it is always shown.
-      is_open: Initially unfolded.
-    """
+    """Preformatted text, folded under `caption` if there is one."""
 
     text: str
     caption: str = ""
@@ -26,7 +21,7 @@ class Verbatim:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page: title, paragraphs, table, texts."""
+    """A section of the page."""
 
     title: str
     paragraphs: Sequence[str] = ()

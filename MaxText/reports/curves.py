@@ -10,8 +10,7 @@ from MaxText.reports.chart import Axis, AxisName, Points, Series
 from MaxText.reports.entries import Entry, averaged
 from MaxText.reports.thinning import running_median, thin
 
-# Points of the mean of several seeds.
-_GRID = 400
+_GRID = 400  # number of points in a mean over seeds
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
@@ -19,12 +18,11 @@ Row = Mapping[str, Any]
 
 
 class Axes:
-    """The horizontal axes of a report, the same for all its runs, in the order of the buttons."""
+    """The horizontal axes of a report, shared by all runs, in button order."""
 
     def __init__(self, runs: Sequence[RunRecord]):
-        """Chooses the unit of time and the label of tokens."""
         longest = max(run.goodput.running_seconds for run in runs)
-        # Two of the unit at least, so that the axis has labels.
+        # At least two units, so that the axis has labels.
         self._seconds, unit = next(
             ((size, name) for size, name in _TIME_UNITS if longest >= 2 * size), _TIME_UNITS[-1]
         )
@@ -61,13 +59,11 @@ def curve(
 ) -> list[Series]:
     """Returns the series of a quantity for a run or a group.
 
-    For a run: the faint single steps and their running median, or the values alone. For a group: a
-    thin line for each seed, and their mean with its band.
+    For a run: faint single steps and their running median, or the values alone. For a group: a thin
+    line per seed, and their mean with its band.
 
     Args:
-      rows_of: Rows of a run that hold the quantity.
       value: (run, rows) -> float [N], NaN for none.
-      label: In the legend.
       smooth: Draw a running median over scattered steps.
     """
     raw: list[Series] = []
@@ -81,8 +77,7 @@ def curve(
             continue
         places = axes.places(run, rows)
         drawn = thin(values)
-        # One array for all axes: page_data stores what they share once.
-        heights = values[drawn]
+        heights = values[drawn]  # one array for all axes: page_data stores shared values once
         every: dict[AxisName, Points] = {
             name: Points(x[drawn], heights) for name, x in places.items()
         }
@@ -110,7 +105,7 @@ def curve(
 
 
 def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Series]:
-    """Returns the validation losses of a run, or their mean over the seeds of a group."""
+    """Returns the validation losses of a run, or their mean over a group's seeds."""
     measured: list[dict[int, tuple[dict[AxisName, float], float]]] = []
     for run in averaged(entry):
         rows = run.evaluations
@@ -124,7 +119,7 @@ def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Serie
     measured = [found for found in measured if found]
     if not measured:
         return []
-    # Of seeds that are not equally far only what all have is a mean of all.
+    # Seeds may have progressed differently: average only the steps that all have.
     steps = sorted(set(measured[0]).intersection(*measured[1:]))
     losses = np.array([[found[step][1] for step in steps] for found in measured], float)
     if not np.isfinite(losses).any():
@@ -137,20 +132,20 @@ def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Serie
 
 
 def _mean_of_lines(lines: Sequence[Points]) -> Points:
-    """Returns the mean of curves over the range that all of them cover."""
+    """Returns the mean of curves over their common range."""
     whole = [_finite(line) for line in lines]
     if not all(x.size for x, _ in whole):
         return Points(np.zeros(0), np.zeros(0))
     begin, end = max(x[0] for x, _ in whole), min(x[-1] for x, _ in whole)
     if begin > end:
         return Points(np.zeros(0), np.zeros(0))
-    # As dense as the curves are themselves, and no denser.
+    # No denser than the curves themselves.
     grid = np.linspace(begin, end, min(_GRID, max(x.size for x, _ in whole)))
     return _mean_and_band(grid, np.stack([np.interp(grid, x, y) for x, y in whole]))
 
 
 def _mean_and_band(x: np.ndarray, y_SN: np.ndarray) -> Points:
-    """Returns mean, minimum and maximum over the seeds S; without a band for one seed."""
+    """Returns mean, minimum and maximum over the seeds S; no band for one seed."""
     if len(y_SN) == 1:
         return Points(x, y_SN[0])
     return Points(x, y_SN.mean(0), y_SN.min(0), y_SN.max(0))
@@ -162,10 +157,10 @@ def _finite(line: Points) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _column(rows: Sequence[Row], name: str) -> np.ndarray:
-    """Returns a field of each row; NaN if it is absent or null."""
+    """Returns a field of each row; NaN if absent or null."""
     return np.array([row.get(name) for row in rows], float)
 
 
 def column(name: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
-    """Returns a function for a field of rows."""
+    """Returns a function that reads a field of rows."""
     return lambda _run, rows: _column(rows, name)

@@ -1,4 +1,4 @@
-"""Compared items of a report: runs, and groups of runs that differ in their seed only."""
+"""Compared items of a report: runs, and groups of runs that differ only in their seed."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,10 @@ from MaxText.metrics.run_record import RunRecord, real_folder
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A run, or the runs of a group.
+    """A run, or a group of runs that differ only in seed (maybe one run so far).
 
-    Attributes:
-      label: Unique on the page.
-      colour: Index of color and dashes.
-      runs: Name of each run -> its record.
-      is_group: Whether the runs are seeds of the same thing; a group may have one run so far.
+    `label` is unique on the page, `colour` an index of color and dashes, `runs` maps names to
+    records.
     """
 
     label: str
@@ -26,13 +23,9 @@ class Entry:
 def arrange(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[Entry]:
-    """Groups runs and labels everything uniquely.
+    """Groups runs and labels everything uniquely; groups come first.
 
-    Args:
-      groups: Label -> folders of its runs; folders of other runs are ignored.
-
-    Returns:
-      Groups first, then the other runs.
+    `groups` maps a label to the folders of its runs; folders of other runs are ignored.
     """
     names = dict(zip((real_folder(run.folder) for run in runs), _names(runs), strict=True))
     by_folder = {real_folder(run.folder): run for run in runs}
@@ -50,7 +43,7 @@ def arrange(
     for folder, run in by_folder.items():
         if folder not in grouped:
             name = names[folder]
-            # A run called like a group is told apart by where it lies.
+            # Disambiguates a run named like a group by its folder.
             found.append((name if name not in taken else str(run.folder), {name: run}, False))
     return [
         Entry(label, colour, members, is_group)
@@ -64,7 +57,7 @@ def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns the name of each run, with as many parent folders as make it unique."""
+    """Returns run names, with as many parent folders as make them unique."""
     paths = [real_folder(run.folder).split("/") for run in runs]
     names = []
     for run, path in zip(runs, paths, strict=True):
@@ -95,10 +88,9 @@ def averaged(entry: Entry) -> list[RunRecord]:
 
 
 def differing_peaks(entries: Sequence[Entry]) -> list[float]:
-    """Returns peaks of devices, TFLOP/s, if they differ and one of them was measured; else none.
+    """Returns device peaks in TFLOP/s if they differ and at least one was measured; else none.
 
-    MFU is not compared then: of two equal runs the one whose machine was busy while its peak was
-    measured would show the higher share.
+    MFU is not compared then: a machine that was busy during the measurement would look better.
     """
     facts = [run.facts for run in all_runs(entries).values() if run.facts.get("peak_tflops")]
     peaks = sorted({float(fact["peak_tflops"]) for fact in facts})

@@ -1,4 +1,4 @@
-"""Runs that a command line names: run folders, and folders of runs."""
+"""Finds the runs named on a command line: run folders, and folders of runs."""
 
 import dataclasses
 import json
@@ -21,9 +21,9 @@ class Found:
     """Runs and their groups.
 
     Attributes:
-      runs: Each folder once, in the order of the command line.
+      runs: Each folder once, in command-line order.
       groups: Label -> folders of its seeds, from comparisons.
-      problems: One line for each unreadable run inside a named folder.
+      problems: One line per unreadable run inside a named folder.
     """
 
     runs: list[RunRecord]
@@ -32,14 +32,10 @@ class Found:
 
 
 def find_runs(places: Sequence[str]) -> Found:
-    """Reads the runs of a command line.
-
-    Args:
-      places: Folders of runs, or folders with runs at any depth; a comparison.json names runs that
-        differ in their seed only.
+    """Reads the runs in folders of runs at any depth; a comparison.json defines groups.
 
     Raises:
-      UserError: There is no such folder, no run in it, or a run that was named cannot be read.
+      UserError: A folder is missing or has no run, or a named run cannot be read.
     """
     found = Found([], {}, [])
     for place in places:
@@ -75,7 +71,7 @@ def _add(place: str, found: Found) -> None:
             if real_folder(each) not in known:
                 found.runs.append(read_run(each))
         except UserError as error:
-            # One that has just begun must not hide the others.
+            # A run that has just begun must not hide the others.
             problems.append(f"Left out: {error}")
     if len(problems) == len(inside):
         raise UserError("\n".join([f"No run in {place} can be read.", *problems]))
@@ -85,9 +81,9 @@ def _add(place: str, found: Found) -> None:
 
 
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
-    """Yields run folders below a folder, by name, without searching inside runs.
+    """Yields run folders below a folder, without searching inside runs.
 
-    `visited` grows by real folders, as links may lead back.
+    `visited` collects real paths, because links may form cycles.
     """
     real = real_folder(folder)
     if real in visited:
@@ -102,13 +98,13 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
 
 
 def _natural_order(path: epath.Path) -> list[int | str]:
-    """Sort key for numbers in names by value: run_2 before run_10."""
-    # Text and numbers alternate, so that like is compared with like.
+    """Sort key that orders numbers in names by value: run_2 before run_10."""
+    # Text and numbers alternate, so that only like types are compared.
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
-    """Returns the groups of a comparison, with full paths; none without comparison.json."""
+    """Returns the groups in comparison.json, with full paths; none without the file."""
     file = folder / COMPARISON_FILE
     if not file.exists():
         return {}

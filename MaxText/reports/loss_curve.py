@@ -1,4 +1,4 @@
-"""loss_curve.png of a run."""
+"""Draws a run's loss_curve.png."""
 
 from etils import epath
 
@@ -12,13 +12,9 @@ FILE_NAME = "loss_curve.png"
 
 
 def draw_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
-    """Draws loss over updates and tokens from the events in a run folder.
+    """Draws loss over steps and tokens; returns the path, or None if there is nothing to draw.
 
-    Returns:
-      The path of the figure, or None if there is nothing to draw.
-
-    Raises:
-      UserError: The folder has no readable events.
+    Raises UserError if the folder has no readable events.
     """
     run = read_run(run_folder)
     axes, entries = Axes([run]), arrange([run])

@@ -11,13 +11,10 @@ from MaxText.reports import wording
 from MaxText.reports.content import Section, Table, Verbatim
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 
-# Keys that always differ and say nothing.
-_NAMES_OF_RUNS = ("run_name",)
+_NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 
-# Facts about the cost that are sentences.
-_RULES = ("mfu_rule", "attention_rule", "attention_computed")
+_RULES = ("mfu_rule", "attention_rule", "attention_computed")  # cost facts that are sentences
 
-# Samples of a run that are shown, the last ones.
 _MOST_SAMPLES = 5
 _MOST_OPEN_SAMPLES = 4
 
@@ -46,7 +43,7 @@ def configuration(entries: Sequence[Entry]) -> list[Section]:
 
 
 def cost(entries: Sequence[Entry]) -> list[Section]:
-    """Returns parameters and operations of each part of the model."""
+    """Returns parameters and FLOPs of each part of the model."""
     costs = _alike(entries, lambda run: run.facts.get("cost"))
     if not costs:
         return []
@@ -79,7 +76,6 @@ def _peak(run: RunRecord) -> tuple[float, str] | None:
 
 
 def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
-    """Returns a part's parameters and operations per token, with their shares."""
     return [
         name,
         wording.whole(own[0]),
@@ -111,7 +107,7 @@ def _memory_of(run: RunRecord) -> dict[str, str]:
         f"state: {name}": wording.size(value) for name, value in (found.get("bytes") or {}).items()
     }
     for mark in run.marks:
-        # A shape that was compiled again has its newest numbers.
+        # A recompiled shape shows its newest numbers.
         if mark["event"] == "compile" and mark.get("memory"):
             shape = f"{mark.get('rows', '?')} x {mark.get('length', '?')}"
             for name, value in mark["memory"].items():
@@ -127,7 +123,7 @@ def _memory_of(run: RunRecord) -> dict[str, str]:
 
 
 def lineage(entries: Sequence[Entry]) -> list[Section]:
-    """Returns the ancestry of the runs as a tree; nothing if all began from scratch."""
+    """Returns the ancestry of runs as a tree; nothing if all started from scratch."""
     runs = all_runs(entries)
     if not any(run.facts.get("lineage") for run in runs.values()):
         return []
@@ -164,7 +160,7 @@ def _branches(tree: Mapping[str, Any], indent: str = "", is_top: bool = True) ->
 
 
 def samples(entries: Sequence[Entry]) -> list[Section]:
-    """Returns texts that the models wrote, the newest of a few runs unfolded."""
+    """Returns sampled texts, the newest of a few runs unfolded."""
     texts, runs = [], all_runs(entries)
     for name, run in runs.items():
         rows = [row for row in run.marks if row["event"] == "sample" and row.get("text")]
@@ -205,7 +201,7 @@ def warnings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _alike(entries: Sequence[Entry], fact) -> list[tuple[str, Any]]:
-    """Returns (names of the runs, value) for each value of a fact."""
+    """Returns (names of the runs, value) for each distinct value of a fact."""
     values: list[tuple[list[str], Any]] = []
     for name, run in all_runs(entries).items():
         value = fact(run)
@@ -225,6 +221,5 @@ def _part(number: float, total: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Shortens hashes."""
     text = str(value)
     return text if len(text) <= 16 else f"{text[:12]}..."

@@ -1,4 +1,4 @@
-"""report.html: one self-contained file."""
+"""Renders report.html, a single self-contained file."""
 
 import base64
 import dataclasses
@@ -12,8 +12,7 @@ from MaxText.reports.chart import Bars
 from MaxText.reports.content import Section, Table
 from MaxText.reports.wording import ABSENT
 
-# Characters from which a cell is wrapped.
-_LONG = 44
+_LONG = 44  # minimum length of table cells that wrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +20,11 @@ class Page:
     """Contents of the page, from top to bottom.
 
     Attributes:
-      made: How and when it was made.
-      overview: One row for each run.
+      made: How and when it was generated.
       before_runs: Sections of the caller.
-      charts_json: For page.js; empty if there is nothing to draw.
-      bars: Goodput, and `goodput` the same in numbers.
-      colours: Label of a run or group -> its color in tables.
+      charts_json: Input of page.js; empty if there is nothing to draw.
+      goodput: The numbers of `bars`.
+      colours: Color of each run's or group's label in tables.
       refresh: Seconds until the page reloads; 0 for never.
     """
 
@@ -47,7 +45,7 @@ def render(page: Page) -> str:
     """Returns the page as HTML."""
     style, program = _own("page.css"), _own("page.js")
     library = _plotly()
-    # Only these very scripts may run and nothing may be loaded, whatever a sample says.
+    # Only these scripts may run and nothing may be loaded, whatever a sample contains.
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; "
         "style-src 'unsafe-inline'; img-src data: blob:"
@@ -146,7 +144,7 @@ def _table(table: Table, colours: Mapping[str, str]) -> str:
         parts = []
         for column, (text, kind) in enumerate(zip(cells, kinds, strict=True)):
             chip = ""
-            # Names of runs stand in the header or in front; a value may be called like one.
+            # Run names are in the header or first column; other values may equal one.
             if text in colours and (tag == "th" or column == 0):
                 chip = f'<span class="chip" style="background:{colours[text]}"></span>'
             parts.append(f"<{tag}{kind}>{chip}{_text(text)}</{tag}>")
@@ -161,7 +159,7 @@ def _table(table: Table, colours: Mapping[str, str]) -> str:
 
 
 def _kind(cells: Sequence[str]) -> str:
-    """Returns the attribute of a column's cells: numbers are right-aligned, long texts wrapped."""
+    """Returns the class of a column's cells: numbers align right, long texts wrap."""
     filled = [text for text in cells if text]
     if filled and all(text.lstrip("+-")[:1].isdigit() or text == ABSENT for text in filled):
         return ' class="number"'
@@ -178,14 +176,13 @@ def _own(name: str) -> str:
 
 @functools.cache
 def _plotly() -> str:
-    """Returns plotly.js, as shipped by the package plotly."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def _hash(script: str) -> str:
-    """Returns the hash of a script for the content security policy."""
-    # Browsers read a file's line ends as single line feeds before they hash.
+    """Returns a script's hash for the content security policy."""
+    # Browsers normalize line ends to line feeds before hashing.
     plain = script.replace("\r\n", "\n").replace("\r", "\n")
     return f"'sha256-{base64.b64encode(hashlib.sha256(plain.encode()).digest()).decode()}'"

@@ -20,10 +20,7 @@ from MaxText.reports.entries import Entry
 
 
 def page_json(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
-    """Returns everything that page.js needs, as JSON for a script element.
-
-    "<" is escaped, so that nothing can end the element.
-    """
+    """Returns the JSON for page.js; "<" is escaped, so nothing can end its script element."""
     data = {
         "axes": [vars(axis) for axis in axes.axes],
         "entries": [
@@ -75,11 +72,11 @@ def _series(series: Series) -> dict[str, Any]:
 
 
 def _heights(points: Mapping[AxisName, Points]) -> dict[str, Any]:
-    """Returns y and the band: once if all axes share them, else by axis."""
+    """Returns y and the band, once if all axes share them, else by axis."""
     found: dict[str, Any] = {}
     for part in ("y", "low", "high"):
         values = {name: getattr(each, part) for name, each in points.items()}
-        # A band may exist on one axis only: on another the seeds may have nothing in common.
+        # Seeds may overlap, and thus have a band, on one axis only.
         there = {name: value for name, value in values.items() if value is not None}
         first = next(iter(values.values()))
         if there and all(value is first for value in values.values()):
@@ -90,5 +87,5 @@ def _heights(points: Mapping[AxisName, Points]) -> dict[str, Any]:
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
-    """Rounds to seven significant digits; null for no number."""
+    """Rounds to seven significant digits; NaN becomes null."""
     return [float(f"{v:.7g}") if np.isfinite(v) else None for v in values.tolist()]

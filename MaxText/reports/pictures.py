@@ -1,4 +1,4 @@
-"""Charts as PNG."""
+"""Draws charts as PNG."""
 
 import io
 import warnings
@@ -21,10 +21,9 @@ from MaxText.reports.chart import (
 _INK, _GRID, _REFERENCE = "#333333", "#e6e6e6", "#7a7a7a"
 _MOST_LEGEND_ROWS = 14
 
-# Characters of a title that fit over the picture.
-_LONGEST_TITLE = 90
+_LONGEST_TITLE = 90  # maximum characters of a title
 
-# Style of each kind of curve; matplotlib's names.
+# matplotlib style of each kind of curve.
 _STYLES = {
     "raw": {"alpha": 0.25, "linewidth": 0.8},
     "thin": {"alpha": 0.35, "linewidth": 0.8},
@@ -37,14 +36,9 @@ _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 def draw_chart(
     chart: Chart, axis: Axis, title: str = "", *, above: Axis | None = None
 ) -> bytes | None:
-    """Draws a chart over one of its axes.
+    """Draws a chart over one of its axes as PNG; None if no curve has points there.
 
-    Args:
-      title: Next to the chart's own.
-      above: A second axis, at the top, if it is proportional to the first.
-
-    Returns:
-      A PNG; None if no curve has points on this axis.
+    `title` precedes the chart's own; `above` is a second axis on top, if proportional to the first.
     """
     if not any(np.isfinite(each.points[axis.name].x).any() for each in chart.series):
         return None
@@ -91,7 +85,7 @@ def draw_bars(bars: Bars, title: str = "") -> bytes:
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("share of the time running", color=_INK)
-    # Outside: a bar fills its whole row.
+    # Outside, because bars fill their rows.
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return _png(figure, axes, ", ".join(part for part in (title, bars.title) if part))
 
@@ -103,7 +97,7 @@ def _draw_series(axes, series: Series, axis: Axis) -> None:
         axes.fill_between(points.x, points.low, points.high, color=colour, alpha=0.18, linewidth=0)
     style = _STYLES[series.kind]
     dashes = _DASHES[dash_of(series.colour)]
-    # matplotlib leaves labels that begin with an underscore out of the legend.
+    # matplotlib hides labels that start with an underscore.
     label = f" {series.label}" if series.label.startswith("_") else series.label
     axes.plot(points.x, points.y, color=colour, linestyle=dashes, label=label, **style)
 
@@ -116,7 +110,7 @@ def _draw_marks(axes, kind: str, marks: Sequence[Mark], axis: Axis) -> None:
 
 
 def _draw_axis_above(axes, chart: Chart, axis: Axis, above: Axis) -> None:
-    """Draws another axis, if all curves allow it."""
+    """Draws another axis if it is a linear function of the first."""
     lines = [each.points for each in chart.series if each.kind == "line"]
     x = np.concatenate([points[axis.name].x for points in lines] or [np.zeros(0)])
     values = np.concatenate([points[above.name].x for points in lines] or [np.zeros(0)])
@@ -161,7 +155,7 @@ def _png(figure, axes, title: str) -> bytes:
     axes.margins(x=0.02)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Of names whose letters its font lacks: they are drawn as boxes.
+        # Glyphs missing in the font are drawn as boxes.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -25,18 +25,16 @@ _PART_COLOURS = {
     "other": "#8f989f",
 }
 
-# The first steps of a fresh model are so high that the rest of the curve would be flat.
+# Share of initial steps left out of the y range: their high loss would flatten the rest.
 _BEGINNING = 0.05
 
-# Reference levels are shown at first if they raise the chart by this part of its height at most.
-_ROOM = 0.5
+_ROOM = 0.5  # a reference line is in the initial view if it raises the chart by at most this share
 
-# Marks of one kind and run; of more, evenly chosen ones are drawn.
-_MOST_MARKS = 300
+_MOST_MARKS = 300  # maximum marks per kind and run, chosen evenly
 
 
 def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Returns training and validation loss, a chart for each kind of loss."""
+    """Returns training and validation loss, one chart per kind of loss."""
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
@@ -51,7 +49,7 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
 
 
 def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
-    """Returns the loss of runs of one kind; None if no run has recorded any."""
+    """Returns the loss of runs of one kind; None if none is recorded."""
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
@@ -63,7 +61,7 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
         if not alone:
             train, validation = (f"{entry.label}, {words}" for words in ("training", "validation"))
         series += curve(entry, axes, _steps, column("learning/lm_loss"), label=train, smooth=True)
-        # Alone, the two are told apart by colour; beside others the colour is that of the run.
+        # A single run has two colors, several runs have one each.
         colour = entry.colour + 1 if alone else entry.colour
         series += evaluations(entry, axes, colour, validation)
     if not series:
@@ -127,7 +125,7 @@ def _steps(run: RunRecord) -> Sequence[Mapping[str, Any]]:
 
 
 def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Returns tokens per second over all devices, whose number may differ between attempts."""
+    """Returns tokens per second over all devices, whose number may vary between attempts."""
     devices = {
         attempt.number: attempt.first_row.get("num_devices") or 1
         for attempt in run.goodput.attempts
@@ -137,14 +135,14 @@ def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.
 
 
 def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
-    """Returns the unigram baseline, if it is the same for all runs."""
+    """Returns the unigram baseline if it is the same for all runs."""
     found = {run.facts.get("unigram_entropy") for run in all_runs(entries).values()}
     level = found.pop()
     return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
 
 
 def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -> list[Mark]:
-    """Returns the events of a run, placed on the curve of its entry."""
+    """Returns the events of a run, placed on its entry's curve."""
     line = next((s for s in series if s.owner == entry.label and s.kind == "line"), None)
     if line is None or not run.steps:
         return []
@@ -193,7 +191,7 @@ def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:
-    """Returns the range of losses without spikes and without the beginning."""
+    """Returns the range of losses without spikes and the beginning."""
     shown: list[float] = []
     for each in series:
         y = each.points["step"].y
@@ -202,11 +200,10 @@ def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[
         if each.kind != "raw":
             shown += y[np.isfinite(y)].tolist()
     if not shown:
-        # Nothing but the beginning is finite.
         first = np.concatenate([each.points["step"].y for each in series])
         shown = first[np.isfinite(first)].tolist()
     low, high = min(shown), max(shown)
-    # A level far above would squeeze the curves; the page shows it on a double-click.
+    # A much higher level would squeeze the curves; a double-click on the page shows it.
     high = max([high, *(level for level in references if level < high + _ROOM * (high - low))])
     margin = 0.06 * max(high - low, 0.1)
     return low - margin, high + margin

@@ -13,15 +13,13 @@ from MaxText.reports import wording
 from MaxText.reports.content import Section, Table
 from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks
 
-# Updates from which the speed of now is taken.
-_RECENT_ROWS = 200
+_RECENT_ROWS = 200  # reports in the median of the current speed
 
-# What happened is listed up to so many rows per run; of more, the last.
-_MOST_LISTED = 40
+_MOST_LISTED = 40  # maximum events listed per run, the last ones
 
 
 def overview(entries: Sequence[Entry]) -> Table:
-    """Returns one row for each run; for a group mean and standard deviation before its runs."""
+    """Returns one row per run; groups have mean and standard deviation before their runs."""
     header = [
         "run",
         "state",
@@ -114,7 +112,7 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def goodput_table(entries: Sequence[Entry]) -> Table:
-    """Returns seconds and share of each part of the time; for a single run a row for each part."""
+    """Returns the time of each part, one row per run or, for a single run, per part."""
     runs = all_runs(entries)
     present = {
         part: words
@@ -155,7 +153,7 @@ def _goodput_of_one(present: Mapping[str, str], run: RunRecord) -> Table:
 
 
 def happenings(entries: Sequence[Entry]) -> list[Section]:
-    """Returns starts and ends, skipped updates, and other unusual events."""
+    """Returns starts, stops, skipped steps, and other unusual events."""
     rows, left_out = [], 0
     for name, run in all_runs(entries).items():
         told = [(row, words) for row in run.marks if (words := _told(row))]

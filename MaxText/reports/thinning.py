@@ -5,30 +5,22 @@ import math
 
 import numpy as np
 
-# A screen has about as many columns; more would only make the page slow.
-MOST_POINTS = 2000
+MOST_POINTS = 2000  # about a screen's columns; more would only slow the page down
 MOST_SMOOTH_POINTS = 600
 
-# Values of the running median on each side, at least.
-_LEAST_HALF = 4
-# Window of the running median: this part of all points, on both sides together.
-_WINDOWS = 25
+_LEAST_HALF = 4  # minimum half window of the running median
+_WINDOWS = 25  # the window is 1/_WINDOWS of all points
 
 
 def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Returns the indices of points to draw: minimum and maximum of each of many equal ranges.
+    """Returns ascending indices of points to draw, at most `most`, including both ends.
 
-    Args:
-      values_N: float; the first NaN of a range is kept, so that the gap shows.
-      most: Maximum number of indices.
-
-    Returns:
-      Ascending int64 indices, with the first and the last.
+    Keeps minimum, maximum and the first NaN (so that the gap shows) of equal ranges.
     """
     count = values_N.size
     if count <= most:
         return np.arange(count)
-    # Up to three of each stretch, and both ends.
+    # Up to three points per range, and both ends.
     edges = np.linspace(0, count, (most - 2) // 3 + 1).astype(np.int64)
     kept = [0, count - 1]
     for begin, end in itertools.pairwise(edges):
@@ -42,15 +34,15 @@ def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
 
 
 def median_window(count: int) -> int:
-    """Returns the window of a running median: 1/25 of the values, but nine at least."""
+    """Returns the window of a running median: 1/25 of the values, at least nine."""
     return 2 * max(count // (2 * _WINDOWS), _LEAST_HALF) + 1
 
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (indices [M], medians [M]) with M at most 600; NaN where a whole window is absent.
+    """Returns (indices [M], medians [M]) with M at most 600; NaN counts as absent.
 
-    A spike of one step does not bend a median, and a centered window does not lag behind a falling
-    loss. NaN counts as absent.
+    Robust against one-step spikes; the window is centered, so it does not lag behind a falling
+    loss.
     """
     count = values_N.size
     half = median_window(count) // 2
@@ -62,7 +54,7 @@ def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for place, centre in enumerate(indices_M):
         if np.isnan(values_N[centre]):
             continue
-        # At the steep beginning the window shrinks on both sides, at the flat end on one.
+        # The window shrinks on both sides at the steep start, on one side at the flat end.
         reach = min(half, centre)
         window = values_N[centre - reach : centre + reach + 1]
         medians_M[place] = np.median(window[~np.isnan(window)])

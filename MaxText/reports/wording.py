@@ -8,27 +8,27 @@ ABSENT = "-"
 
 
 def whole(number: float | None) -> str:
-    """12345 as "12,345"."""
+    """Formats 12345 as "12,345"."""
     return ABSENT if number is None else f"{number:,.0f}"
 
 
 def operations(number: float | None) -> str:
-    """Floating point operations, as "1.23e+18"."""
+    """Formats FLOPs as "1.23e+18"."""
     return ABSENT if number is None else f"{number:.3g}"
 
 
 def loss(value: float | None) -> str:
-    """A loss in nats per token, to four decimals."""
+    """Formats a loss in nats per token to four decimals."""
     return ABSENT if value is None or not math.isfinite(value) else f"{value:.4f}"
 
 
 def share(value: float | None) -> str:
-    """0.123 as "12.3 %"."""
+    """Formats 0.123 as "12.3 %"."""
     return ABSENT if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in the largest binary unit that fits."""
+    """Formats bytes in the largest binary unit that fits."""
     if num_bytes is None:
         return ABSENT
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
@@ -38,5 +38,5 @@ def size(num_bytes: float | None) -> str:
 
 
 def spent_time(seconds: float) -> str:
-    """Time as h:mm:ss, below a minute in seconds."""
+    """Formats seconds as h:mm:ss, or in seconds below a minute."""
     return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)

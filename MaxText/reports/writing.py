@@ -1,4 +1,4 @@
-"""Report of one or several runs: report.html and its figures."""
+"""Writes the report of one or several runs: report.html and its figures."""
 
 import datetime
 import os
@@ -19,7 +19,7 @@ from MaxText.reports.run_charts import goodput_bars, loss_charts, quantity_chart
 
 PAGE_FILE = "report.html"
 
-# Each picture shows one chart over one axis.
+# Figure -> chart and axis.
 _PICTURES: Mapping[str, tuple[str, AxisName]] = {
     "loss_tokens.png": ("loss", "tokens"),
     "loss_flops.png": ("loss", "flops"),
@@ -42,19 +42,15 @@ def write_report(
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
-    """Writes report.html and the figures, each file atomically.
+    """Writes report.html and the figures, each atomically; returns the path of report.html.
 
     Args:
       output: Folder for all files; created if absent.
-      title: Of the page; by default the names of the runs.
-      groups: Label -> folders of the runs that differ in their seed only. They are drawn in one
-        color, with mean and band. Other runs stand for themselves.
+      title: Page title; by default the names of the runs.
+      groups: Label -> folders of runs that differ only in seed, drawn in one color with mean and
+        band. Other runs are drawn on their own.
       sections: Shown before the table of runs.
-      warnings: Shown at the top with those of `warnings_about`.
       refresh: Seconds after which the page reloads; 0 for never.
-
-    Returns:
-      The path of report.html.
 
     Raises:
       UserError: The folder cannot be written.
@@ -88,7 +84,7 @@ def write_report(
         output.mkdir(parents=True, exist_ok=True)
         for name, picture in _pictures(charts, bars, axes, title):
             if picture is None:
-                # One of an earlier report would be taken for one of this.
+                # A figure of an earlier report would be mistaken for one of this report.
                 (output / name).unlink(missing_ok=True)
             else:
                 _replace(output / name, picture)
@@ -139,7 +135,6 @@ def _colours(entries: Sequence[Entry]) -> dict[str, str]:
 def _pictures(
     charts: Sequence[Chart], bars: Bars, axes: Axes, title: str
 ) -> Iterator[tuple[str, bytes | None]]:
-    """Yields (file name, figure or None)."""
     by_name = {chart.name: chart for chart in charts}
     for file, (name, axis) in _PICTURES.items():
         chart = by_name.get(name)
@@ -148,7 +143,6 @@ def _pictures(
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file atomically."""
     temporary = path.with_name(f"{path.name}.writing")
     temporary.write_bytes(content)
     os.replace(temporary, path)

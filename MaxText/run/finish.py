@@ -1,4 +1,4 @@
-"""What a run leaves in its folder when it is done, beside its records and checkpoints."""
+"""Final outputs of a run: validation loss, sample, loss curve, next commands."""
 
 import contextlib
 import shlex
@@ -30,14 +30,10 @@ def leave_results(
     layout: Layout,
     eval_loss: float | None,
 ) -> None:
-    """The validation loss beside what counting would give, a sample, the loss curve, what is next.
+    """Prints and writes the final outputs of a run.
 
-    Args:
-      batches: whose tokenizer and unigram entropy are used, where there are any.
-      eval_loss: of the last evaluation, nats per token; None without one.
-
-    Raises:
-      Diverged: the loss ended above where it began.
+    `eval_loss` is that of the last evaluation in nats per token, None without one. Raises Diverged
+    if the training loss diverged.
     """
     line, model = records.terminal.line, built.model
     entropy = batches.unigram_entropy if is_in_nats(model.section.objective) else None
@@ -49,7 +45,7 @@ def leave_results(
             from MaxText.inference.final_sample import write_sample
 
             text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
-            # Its time is part of the finish, which the last row tells.
+            # Its time is part of the finish, which the stop row records.
             records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
@@ -74,12 +70,7 @@ def leave_results(
 def _next_steps(
     run_folder: epath.Path, can_generate: bool, modules: Sequence[str] = ()
 ) -> list[str]:
-    """Where the result is, and the commands that people type next.
-
-    Args:
-      can_generate: whether the model generates text, and the run has its tokenizer.
-      modules: import_modules.
-    """
+    """Returns the checkpoint's path and likely next commands, as log lines."""
     folder = shlex.quote(str(run_folder))
     report = f"Report:      {command_line.program('report')} {folder}"
     folder_of_steps = run_folder / checkpoint_layout.CHECKPOINTS
@@ -96,7 +87,7 @@ def _next_steps(
 
 @contextlib.contextmanager
 def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
-    """Turns a failure of an optional output into a warning: the run itself is complete."""
+    """Logs a failure of an optional output as a warning: the run itself is complete."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""convert.py grow: a larger model's parameters from a smaller one's, as a run to train from."""
+"""convert.py grow: initializes a larger model from a smaller one, as a run to train from."""
 
 import math
 import os
@@ -33,7 +33,7 @@ Show = Callable[[str], None]
 
 class GrownWeights(Weights):
     def __init__(self, growth: Growth, config: Config):
-        """Draws what new slots need of a fresh model, as train.py does with the same seed."""
+        """Initializes what new slots need, as train.py does with the same seed."""
         self.config = config
         self.model = model_of(config)
         self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
@@ -58,9 +58,9 @@ class GrownWeights(Weights):
 
 
 def grow(request: Request, show: Show) -> None:
-    """Grows a model and writes it as a run whose only checkpoint has its parameters."""
+    """Grows a model and writes it as a run with one checkpoint of its parameters."""
     imported_run.check_free(request.target)
-    # A wrong path is told by the name that was typed.
+    # Checked first, so that a wrong path is reported as typed.
     if request.source_kind == "hf":
         find_folder(request.source, "from")
     else:
@@ -96,7 +96,7 @@ def grow(request: Request, show: Show) -> None:
 
 
 def _metadata(settled: Settled) -> dict[str, Any]:
-    """Returns the ancestors of the new parameters, which themselves have cost nothing."""
+    """Returns the lineage of the new parameters, which themselves have cost nothing."""
     assert settled.growth is not None
     source = settled.growth.source
     start = Start(
@@ -115,7 +115,7 @@ def _metadata(settled: Settled) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Source, target: Path) -> list[str]:
-    """Copies the tokenizer of the smaller model; a dataset keeps its own."""
+    """Copies the smaller model's tokenizer; a dataset keeps its own."""
     if source.stored is None:
         folder = Path(source.folder)
     else:

@@ -1,4 +1,4 @@
-"""Ancestors of a run, and the tokens and operations that all have used.
+"""Ancestors of a run, and the tokens and FLOPs that they all used.
 
 Saved with each checkpoint, because the ancestors' folders may be gone.
 """
@@ -13,7 +13,7 @@ from MaxText.run.starting_point import Start
 
 
 class Spent(NamedTuple):
-    """Tokens and operations of training, by the rule of cost/flops.py."""
+    """Training tokens and FLOPs, counted as in cost/flops.py."""
 
     tokens: float
     flops: float
@@ -23,12 +23,12 @@ _NOTHING = Spent(0, 0.0)
 
 
 class Ancestor(NamedTuple):
-    """A checkpoint that a run was begun from.
+    """A checkpoint that a run was started from.
 
     Attributes:
-      step: The update after which it was saved, if known.
-      how: "parameters", "full_state", or "growth" (parameters that grew).
-      tokens, flops: Used until then, with its own ancestors; None if unknown.
+      step: The step after which it was saved, if known.
+      how: "parameters", "full_state", or "growth" (grown parameters).
+      tokens: Used until then, including its own ancestors, as `flops`; None if unknown.
       growth: How its parameters grew (growth/record.py); None if they did not.
     """
 
@@ -43,12 +43,7 @@ class Ancestor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lineage:
-    """Origin of a run.
-
-    Attributes:
-      ancestors: Oldest first.
-      first_step, spent: An update, and what this run without its ancestors had used before it.
-    """
+    """Origin of a run; `spent` was used by the run itself before `first_step`."""
 
     quantities: Quantities
     ancestors: tuple[Ancestor, ...] = ()
@@ -57,7 +52,6 @@ class Lineage:
 
     @classmethod
     def of(cls, start: Start, quantities: Quantities) -> "Lineage":
-        """Returns the lineage of a run from its starting point."""
         if start.how == "scratch":
             return cls(quantities)
         if start.how == "resume":
@@ -67,21 +61,19 @@ class Lineage:
         return cls(quantities, line_of(start), start.first_step)
 
     def spent_before(self, step: int) -> Spent:
-        """Returns what this run, without its ancestors, has used before an update."""
+        """Returns what this run, without its ancestors, used before a step."""
         since = _by_plan(self.quantities, self.first_step, step)
         return Spent(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
 
     def progress(self, step: int) -> dict[str, float]:
-        """Returns what this run has used after an update, by the tags of events."""
+        """Returns what this run used up to and including a step, by event tag."""
         spent = self.spent_before(step + 1)
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 
     def facts(self) -> list[dict[str, Any]]:
-        """Returns the ancestors as JSON, oldest first."""
         return [ancestor._asdict() for ancestor in self.ancestors]
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the lineage."""
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
 
 
@@ -90,7 +82,7 @@ def _ancestors(start: Start) -> tuple[Ancestor, ...]:
 
 
 def line_of(start: Start) -> tuple[Ancestor, ...]:
-    """Returns the checkpoint that a run began from, after its own ancestors."""
+    """Returns the ancestors of a new run, the checkpoint it starts from last."""
     ancestors, stored = _ancestors(start), start.metadata.get("spent")
     before = ancestors[-1] if ancestors else None
     parent = Ancestor(

@@ -26,9 +26,9 @@ COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_lo
 
 
 class Actions(NamedTuple):
-    """What follows a step, decided before any of it is done."""
+    """The actions after a step, all decided before the first of them."""
 
-    report: bool  # metrics of this step are reported now: no row may be missing at a checkpoint
+    report: bool  # report this step's metrics now: no row before a checkpoint may be missing
     evaluation_due: bool
     evaluate: bool  # a stopping run leaves a due evaluation to the run that resumes it
     save: bool
@@ -38,7 +38,7 @@ class Actions(NamedTuple):
 def actions_after(
     step: int, last_step: int, *, eval_interval: int, checkpoint_due: bool, stop_requested: bool
 ) -> Actions:
-    """Decides what follows a step; `eval_interval` <= 0 never evaluates."""
+    """Decides the actions after a step; `eval_interval` <= 0 never evaluates."""
     is_last = step == last_step
     stop = stop_requested and not is_last  # the last step ends the run anyway
     save = checkpoint_due or stop
@@ -48,12 +48,11 @@ def actions_after(
 
 @dataclasses.dataclass
 class Loop:
-    """A run between its starting point and its end.
+    """The training loop of a run; `step` is the next step.
 
     Attributes:
-      metadata: Of every checkpoint of the run.
-      step: The next step to do.
-      eval_loss: Of the last evaluation; None without one.
+      metadata: Stored with every checkpoint.
+      eval_loss: Loss of the last evaluation; None without one.
     """
 
     config: Config
@@ -77,13 +76,9 @@ class Loop:
     eval_loss: float | None = None
 
     def run(self, evaluation_due: bool) -> str:
-        """Trains to the end.
+        """Trains to the end; returns COMPLETED, PREEMPTED or TARGET_REACHED.
 
-        Args:
-          evaluation_due: Whether to make up for an evaluation of the step before.
-
-        Returns:
-          COMPLETED, PREEMPTED or TARGET_REACHED.
+        `evaluation_due` first makes up for the evaluation of the previous step.
         """
         if evaluation_due and self.eval_batches is not None and not self.evaluate(self.step - 1):
             return PREEMPTED
@@ -109,7 +104,7 @@ class Loop:
                 self.roll_back()
                 continue
             self.recovery.snapshot(step, self.state, self.batches.position)
-            # Before the checkpoint, so that a run that resumes there has nothing to make up for.
+            # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
             stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
             reached = self.target_reached()
             if actions.save or stopping or reached:
@@ -122,7 +117,7 @@ class Loop:
         return COMPLETED
 
     def next_batch(self) -> Any:
-        """Returns the batch of the next step on the devices; None if the wait was cut short."""
+        """Returns the next step's batch on the devices; None if a stop was requested meanwhile."""
         self.watchdog.enter("data", self.step)
         batch = None
         with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
@@ -132,7 +127,7 @@ class Loop:
         return batch
 
     def update(self, batch: Any) -> None:
-        """Does one train step, compiled first if the batch has a new shape."""
+        """Runs one train step, compiled first if the batch has a new shape."""
         if not self.train_step.fits(batch):
             self.watchdog.enter("compile", self.step)
             with (
@@ -147,15 +142,14 @@ class Loop:
         self.records.profiler.finished(self.step, metrics)
 
     def roll_back(self) -> None:
-        """Continues from the last healthy state."""
-        self.state = None  # the healthy one needs its memory
+        self.state = None  # frees memory for the healthy state
         self.state = self.recovery.go_back()
         self.step = int(self.state.step)
         self.last_step = last_update(self.batches, self.config.run.steps)
         self.log.start(self.step)
 
     def evaluate(self, step: int) -> bool:
-        """Evaluates the state after a step. Returns False if the run was told to stop meanwhile."""
+        """Evaluates the state after a step; returns False if a stop was requested meanwhile."""
         self.eval_loss = None
         watched = self.watchdog.each(self.eval_batches or (), "evaluation", step)
         with (
@@ -176,7 +170,6 @@ class Loop:
         return self.eval_loss is not None and self.eval_loss < target
 
     def save(self, step: int, **facts: Any) -> None:
-        """Saves a checkpoint of the state after a step."""
         self.watchdog.enter("checkpoint", step)
         records, events = self.records, self.records.events
         with self.log.paused(complete=True):
@@ -189,7 +182,7 @@ class Loop:
 
 @dataclasses.dataclass
 class End:
-    """How a run ended."""
+    """The end of a run."""
 
     reason: str = "error"
     exit_code: int = exit_codes.DONE
@@ -198,10 +191,10 @@ class End:
 
 @contextlib.contextmanager
 def recorded_end(records: Records, log: StepLog, watchdog: Watchdog) -> Iterator[End]:
-    """Records how the code inside ended the run.
+    """Records how the block ended the run.
 
-    A run that diverged ends normally, with its exit code. After any other failure one process of
-    several ends here, as the others may wait for it forever.
+    A diverged run ends normally, with its exit code. After any other failure, one process of
+    several exits here, because the others may wait for it forever.
     """
     end, failure = End(), None
     try:

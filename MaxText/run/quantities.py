@@ -13,13 +13,7 @@ from MaxText.metrics.tables import byte_count, derived_quantities
 
 @dataclasses.dataclass(frozen=True)
 class Quantities:
-    """Sizes of a run.
-
-    Attributes:
-      plan: Sequences of an update over all devices, and their length.
-      num_updates: Of the whole run.
-      peak: Of one device.
-    """
+    """Sizes of a run; `peak` is that of one device."""
 
     model: Model
     batch: Batch
@@ -29,11 +23,10 @@ class Quantities:
     peak: PeakFlops
 
     def tokens(self, step: int) -> int:
-        """Returns the tokens of an update, over all devices."""
+        """Returns the tokens of a step over all devices."""
         return self.plan.at(step).samples * self.plan.window
 
     def tokens_before(self, step: int) -> int:
-        """Returns the tokens of all updates before `step`."""
         return self.plan.samples_before(step) * self.plan.window
 
     @property
@@ -44,11 +37,11 @@ class Quantities:
         return self.tokens(step) / self.num_devices
 
     def flops(self, step: int) -> FlopCount:
-        """Returns the operations per token of an update."""
+        """Returns the FLOPs per token of a step."""
         return self._flops_of_length[self.plan.at(step).length]
 
     def flops_before(self, step: int) -> float:
-        """Returns the operations of all updates before `step`, over all devices."""
+        """Returns the FLOPs of all steps before `step`, over all devices."""
         total = 0.0
         for stage in self.plan.stages:
             first, end = self.plan.steps_of(stage, step)
@@ -60,20 +53,17 @@ class Quantities:
         return self.flops_before(self.num_updates)
 
     def tflops_per_device(self, step: int) -> float:
-        """Returns 1e12 operations of an update per device."""
         return self.flops(step).tflops(self.tokens_per_device(step))
 
     @functools.cached_property
     def _flops_of_length(self) -> dict[int, FlopCount]:
-        """Cached: every step needs it."""
         lengths = {stage.length for stage in self.plan.stages}
         return {length: count_flops(self.model, length) for length in lengths}
 
     def summary(self, training_bytes: int) -> str:
         """Returns the sizes of a run in a few lines.
 
-        Args:
-          training_bytes: Of parameters, gradients and optimizer state together.
+        `training_bytes` is the size of parameters, gradients and optimizer state.
         """
         d, last = self.model.section.shape.dimensions, max(self.num_updates - 1, 0)
         flops, parameters = self.flops(last), self.model.num_parameters
@@ -105,7 +95,7 @@ class Quantities:
         batch, last = self.batch, max(self.num_updates - 1, 0)
         stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
         parameters = self.model.num_parameters
-        # Two products per layer, 2 operations each, 3 times for training; causal counts half.
+        # Two matmuls per layer, 2 FLOPs each, 3x for training; causal counts half.
         attention = 6 if self.model.section.attention.causal else 12
         formula = f"6 x matmul parameters + {attention} x layers x heads x head_dim x length"
         numbers = (

@@ -26,18 +26,13 @@ from MaxText.run.step_log import StepLog
 from MaxText.training.assembly import Assembled
 from MaxText.training.objective import is_in_nats
 
-# Parameters, operations and memory as tables, with the formulas; of the newest start.
+# Parameters, FLOPs and memory as tables with formulas, of the newest start.
 START_FILE = "start.txt"
 
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """All records of a run.
-
-    Attributes:
-      lineage: What the run and its ancestors have used.
-      trend: Of its loss.
-    """
+    """All records of a run."""
 
     events: EventStream
     terminal: Terminal
@@ -49,7 +44,6 @@ class Records:
     def step_log(
         self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
     ) -> StepLog:
-        """Returns the StepLog of the run."""
         return StepLog(
             self.events,
             config.guard,
@@ -90,17 +84,10 @@ def open_records(
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     show: Callable[[str], None] = print,
 ) -> Records:
-    """Opens the records of a run, continuing those of its earlier starts, and records this start.
+    """Opens the records of a run, continuing earlier ones, and records this start.
 
-    Args:
-      plan: Of the training batches.
-      batches: At their starting point.
-      peak: Of a device.
-      details: Lines about this start for the file that has all sizes.
-      callbacks: Get each event as a row of events.jsonl.
-
-    Raises:
-      UserError: A package that the configuration asks for is not installed.
+    `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
+    UserError if a package is missing.
     """
     run, monitoring, model = config.run, config.monitoring, built.model
     num_steps = last_step + 1

@@ -1,7 +1,7 @@
-"""Rollback: restore the last healthy state when updates are skipped or the loss rises.
+"""Rollback: restore the last healthy state when steps are skipped or the loss rises.
 
-The data since the first suspicious update are excluded, and training continues: bit for bit a run
-whose data never had that span.
+Data since the first suspicious step are excluded, and training continues bit for bit like a run
+whose data never contained them.
 """
 
 import collections
@@ -25,9 +25,8 @@ from MaxText.run.starting_data import standing_rewinds
 from MaxText.run.starting_point import Start
 from MaxText.runtime.agreement import on_all_processes
 
-# What is compared to say what rose before an update went wrong: medians over so many updates right
-# before it, and over those before them. Gao et al. and others saw such signs before spikes; that
-# they are there does not mean that they were the cause.
+# Metrics reported with a rollback: medians over this many steps right before it, and over those
+# before them. Gao et al. and others saw such signs before spikes; they need not be the cause.
 _SHORTLY_BEFORE, _BEFORE_THAT = 16, 64
 _WATCHED = ("update_norm", "log_z", "grad_norm", "param_norm", "loss")
 _ROSE = 1.1
@@ -35,13 +34,7 @@ _ROSE = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """Reason for a rollback.
-
-    Attributes:
-      noticed: The update at which it was detected.
-      began: The first suspicious one.
-      reason: A sentence.
-    """
+    """Reason for a rollback: step at which it was noticed, first suspicious step."""
 
     noticed: int
     began: int
@@ -50,7 +43,7 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """A state in host memory: of each leaf the parts on this process's devices."""
+    """A state in host memory; `shards` has the addressable shards of each leaf."""
 
     step: int
     shards: Any
@@ -58,11 +51,11 @@ class _Snapshot:
 
 
 class Recovery:
-    """Detects trouble from the metrics of reported updates, and rolls back.
+    """Detects trouble in the metrics of reported steps, and rolls back.
 
     Attributes:
-      trouble: Set when the run should roll back; `go_back` clears it.
-      rewinds: Rollbacks over all starts of the run.
+      trouble: Set when the run should roll back; cleared by `go_back`.
+      rewinds: Rollbacks over all restarts of the run.
     """
 
     def __init__(
@@ -74,13 +67,7 @@ class Recovery:
         abstract_state: Any,
         start: Start,
     ):
-        """Prepares for the run.
-
-        Args:
-          emit: Takes events of skipped updates and rollbacks (EventStream.emit).
-          batches: Of the training; `go_back` moves them.
-          abstract_state: A train state of jax.ShapeDtypeStruct with shardings.
-        """
+        """Reads the rollbacks of earlier starts; `emit` is EventStream.emit."""
         self.trouble: Trouble | None = None
         recorded = standing_rewinds(start, batches)
         known = [int(start.metadata.get("rewinds", 0)), *(rewind.number for rewind in recorded)]
@@ -96,7 +83,7 @@ class Recovery:
         )
         self._begin(start.state)
         for rewind in recorded:
-            # Its row went with those of the steps that are done again.
+            # Its row was removed with those of the steps to repeat.
             if rewind.to >= start.first_step:
                 emit("rewind", step=rewind.to, again=True, **rewind.facts())
 
@@ -115,10 +102,9 @@ class Recovery:
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of an update, which cover those since the one before.
+        """Processes the metrics of a report, which cover all steps since the last one.
 
-        Raises:
-          Diverged: Training cannot continue, and rollback is disabled.
+        Raises Diverged if training cannot continue and rollback is disabled.
         """
         skipped = int(metrics.get("num_skipped", 0)) - self._num_skipped
         if skipped:
@@ -135,7 +121,7 @@ class Recovery:
                 reason=numbers if self._last_skipped == step else "an outlier, or not finite",
             )
         for each in range(self._seen + 1, step + 1):
-            # Between two reports only the last skip is known: any step before it may be one too.
+            # Between reports only the last skip is known; any earlier step may be one, too.
             self._checkpoints.observe(each, each > self._last_skipped)
         self._seen = step
         self._history.append({"step": step, **metrics})
@@ -161,24 +147,18 @@ class Recovery:
         return None
 
     def snapshot(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-        """Copies a healthy state to host memory when one is due.
+        """Copies a healthy state to host memory when due.
 
-        Args:
-          step: The update just done, which the host has seen.
-          position: Data position for the next update.
+        The host must have seen the metrics of `step`; `position` is that of the next step.
         """
         period = self._section.rewind_snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
             self._snapshots.append(_Snapshot(step, copied(state), position))
 
     def go_back(self) -> Any:
-        """Rolls back to the last healthy state and excludes the data of the trouble.
+        """Rolls back to the last healthy state and excludes the suspicious data.
 
-        Returns:
-          The state to continue with; `state.step` is the next update.
-
-        Raises:
-          Diverged: There is no healthy state, or max_rewinds is reached.
+        Returns the restored state. Raises Diverged without a healthy one, or at max_rewinds.
         """
         trouble, batches = self.trouble, self._batches
         assert trouble is not None
@@ -186,7 +166,7 @@ class Recovery:
         if self.rewinds >= self._section.max_rewinds:
             healthy = self._checkpoints.latest_good(before=trouble.began)
             if healthy is not None:
-                # A restart takes the newest checkpoint, which must not be one of the trouble.
+                # A restart takes the newest checkpoint, which must predate the trouble.
                 self._checkpoints.go_back_to(healthy)
                 signs = f"{signs} A restart resumes from step {healthy}."
             raise Diverged(
@@ -254,7 +234,7 @@ class Recovery:
             self._checkpoints.show(f"!!! WARNING: THE CHECKPOINT OF STEP {good} IS BAD: {reason}")
 
     def _signs(self, began: int) -> str:
-        """Describes metrics that rose shortly before an update."""
+        """Describes metrics that rose shortly before a step."""
         rows = [row for row in self._history if row["step"] < began]
         late = rows[-_SHORTLY_BEFORE:]
         early = rows[-_SHORTLY_BEFORE - _BEFORE_THAT : -_SHORTLY_BEFORE]
@@ -272,17 +252,17 @@ class Recovery:
 
 
 def copied(state: Any) -> Any:
-    """Returns each array as a list of (device, its part), in NumPy."""
+    """Returns each array as a list of (device, NumPy shard)."""
     return jax.tree.map(
         lambda x: [(shard.device, np.array(shard.data)) for shard in x.addressable_shards], state
     )
 
 
 def placed(shards: Any, abstract_state: Any) -> Any:
-    """Returns what was `copied` as arrays with the shardings of `abstract_state`."""
+    """Restores the result of `copied` with the shardings of `abstract_state`."""
 
     def place(leaf: jax.ShapeDtypeStruct, parts: list[tuple[Any, np.ndarray]]) -> jax.Array:
-        # Copies, as a device that is the host may take the memory itself, and then donate it.
+        # Copies, because a CPU device may alias the buffer and then donate it.
         kind = leaf.sharding.memory_kind  # type: ignore[union-attr]
         arrays = [
             jax.device_put(part.copy(), SingleDeviceSharding(device, memory_kind=kind))

@@ -24,7 +24,7 @@ def start_facts(
     lineage: Lineage,
     batches: BatchIterator,
 ) -> dict[str, Any]:
-    """Returns JSON values: what is trained, on what, on which machine, and at which cost."""
+    """Returns the facts of a start event as JSON values."""
     section = quantities.model.section
     vocab_size, objective = section.shape.vocab_size, section.objective
     return {
@@ -48,12 +48,9 @@ def start_facts(
 
 
 def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> None:
-    """Opens an attempt: "resume" from the run's own checkpoint, else "start".
+    """Emits "resume" (from the run's own checkpoint) or "start".
 
-    A configuration that differs from the checkpoint's is an event of its own, as is a growth.
-
-    Args:
-      facts: See start_facts.
+    A changed configuration and a growth are events of their own.
     """
     events.emit(
         "resume" if start.how == "resume" else "start",
@@ -71,12 +68,12 @@ def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> N
 
 
 def _growth_facts(start: Start) -> dict[str, Any]:
-    """Returns the facts of a growth event; empty if none happened before this start."""
+    """Returns the facts of a growth event; empty if none preceded this start."""
     if start.how == "growth":
         assert start.growth is not None
         return event_facts(start.growth, start.folder)
-    # What convert.py grew is trained for the first time here, and no run has told of it. A record
-    # of a zoom alone is no growth.
+    # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
+    # is no growth.
     if start.how == "parameters" and start.growth and sizes(start.growth):
         return event_facts(start.growth, smaller_model(start.metadata), start.folder)
     return {}

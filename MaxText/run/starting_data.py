@@ -1,4 +1,4 @@
-"""The data position of a run's start, and its last step."""
+"""The initial data position of a run, and its last step."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,13 +14,9 @@ if TYPE_CHECKING:
 def begin_data(
     start: Start, batches: "BatchIterator", steps: int, show: Callable[[str], None] = print
 ) -> int:
-    """Moves the data to a starting point, with the exclusions of rollbacks.
+    """Moves the data to a start, applies the exclusions of rollbacks, returns the last step.
 
-    Returns:
-      The last update of the run, from 0: of `steps`, or the last one that has data.
-
-    Raises:
-      UserError: The position counts in other data.
+    Raises UserError if the stored position counts in other data.
     """
     if start.position is None:
         batches.seek(start.first_step)
@@ -33,8 +29,7 @@ def begin_data(
             raise UserError(f"growth_data=continue: {error} Or set growth_data=restart.") from None
     for rewind in standing_rewinds(start, batches):
         first, end = rewind.samples
-        # A state from before the rewind is as good a start as the one that it went back to: what is
-        # left out lies behind both.
+        # The state may predate the rollback target: the excluded samples come after both.
         if batches.exclude_once(first, end):
             show(
                 f"Samples {first} to {end - 1} of the training data are left out, because the run "
@@ -44,21 +39,18 @@ def begin_data(
 
 
 def standing_rewinds(start: Start, batches: "BatchIterator") -> list[Rewind]:
-    """Returns the recorded rollbacks that count in the data of the run."""
+    """Returns the recorded rollbacks that apply to the run's current data."""
     return [rewind for rewind in start.rewinds if not batches.differences(rewind.data)]
 
 
 def last_update(batches: "BatchIterator", steps: int) -> int:
-    """Returns the last update of the run, from 0, from its current data position."""
+    """Returns the last step of the run, from 0: of `steps`, or the last one with data."""
     num_steps = batches.num_steps
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 
 
 def complete(start: Start, steps: int, last_step: int, num_epoch: int) -> str:
-    """Returns the message for a run without a step left.
-
-    `last_step` is the result of begin_data.
-    """
+    """Returns the message for a run without a step left."""
     limit = "steps" if last_step + 1 == steps else "num_epoch"
     return (
         f"The run is complete: {start.source}, steps={steps}, num_epoch={num_epoch}. "

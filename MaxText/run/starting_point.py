@@ -1,4 +1,4 @@
-"""Start of a run: its own checkpoint, another run's, given parameters, or scratch."""
+"""Start of a run: its own checkpoint, another run's, initial weights, or scratch."""
 
 import dataclasses
 import time
@@ -28,16 +28,16 @@ class Start(NamedTuple):
     """The restored start of a run.
 
     Attributes:
-      first_step: The first update, from 0.
-      position: Data position, or None to begin with the data of `first_step`.
+      first_step: The first step, from 0.
+      position: Data position, or None to start at the data of `first_step`.
       source: One line, such as "checkpoint of step 120".
       how: "scratch", "resume", "full_state", "parameters" or "growth".
       metadata: See matching.checkpoint_metadata; empty if there is none.
       folder: Of the checkpoint; empty for scratch.
-      stored_step: The update after which the checkpoint was saved, if known.
-      changes: {key: (value in the checkpoint, value now)} of differing configuration keys.
+      stored_step: The step after which the checkpoint was saved, if known.
+      changes: {key: (value in the checkpoint, value now)}.
       growth: How the parameters grew; None if they did not.
-      rewinds: Rollbacks of the run, also after the checkpoint was saved.
+      rewinds: Rollbacks of the run, including those after the checkpoint.
     """
 
     state: Any
@@ -65,15 +65,12 @@ def restore_or_initialize(
     """Restores own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
 
     Args:
-      abstract_state: A train state of jax.ShapeDtypeStruct with the shardings wanted; the
-        checkpoint may have been written on any other mesh.
-      initialize: Makes a fresh state, if no whole state is restored.
-      show: Takes the numbered list, warnings, and every key that differs.
+      abstract_state: A train state of jax.ShapeDtypeStruct with target shardings, on any mesh.
+      initialize: Creates a fresh state, called unless a whole state is restored.
       settled: Result of growth.settling.settle; None if nothing can grow.
 
     Raises:
-      UserError: A path has no checkpoint, a checkpoint does not fit, or none of this run can be
-        read.
+      UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
     """
     if section.load_full_state_path and section.load_parameters_path:
         raise UserError(
@@ -139,7 +136,7 @@ def _show_order(
 
 
 def _check_is_a_run(stored: layout.Stored) -> None:
-    """Refuses to resume from parameters that convert.py wrote into a folder of this name."""
+    """Rejects parameters that convert.py wrote into a folder of this name."""
     if description.metadata_if_any(stored).get(layout.PARAMETERS_ONLY):
         raise UserError(
             f"{stored} holds imported parameters and no train state, so no run can resume there. "
@@ -209,7 +206,7 @@ def _load_parameters(
 ) -> Start:
     params = abstract_state.params
     given = open_parameters(path, "load_parameters_path", params, config_flat, show)
-    # The fresh parameters are dropped before the stored ones are read: one copy in memory.
+    # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())
     return Start(

@@ -1,8 +1,7 @@
-"""Metrics of train steps, from the device to the step line, one step late.
+"""Reports metrics of train steps one step late, so that the device never idles.
 
-Losses are means over the updates since the last report; other metrics are of the newest update.
-Reading metrics waits for the device, so they are read after the next step was dispatched: the
-device always has work, and the line of step n appears when step n is done.
+Reading metrics blocks on the device, so they are read after the next step was dispatched. Losses
+are means over the steps since the last report; other metrics are of the newest step.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from MaxText.runtime import start_up
 
 
 class StepLog:
-    """Turns the scalars of compiled steps into events."""
+    """Converts the scalars of train steps to events."""
 
     def __init__(
         self,
@@ -44,10 +43,8 @@ class StepLog:
 
         Args:
           period: Steps between reports; `complete` reports between them.
-          last_step: Of the run, for the time left.
           lineage: What the run had used when it began.
-          trend: Takes the loss of each report.
-          observe: Takes the step and the scalars of each report, after it was made.
+          observe: Called after each report with its step and scalars.
         """
         self._events = events
         self._guard = guard
@@ -60,17 +57,14 @@ class StepLog:
         self._losses = MeanLoss()
         self._newest: Mapping[str, Any] | None = None
         self._newest_step = -1
-        self._waiting = False  # whether the newest step is yet to be reported
+        self._waiting = False  # whether the newest step is unreported
         self._reported_step = -1
         self._has_reported = False
         self._since = 0.0
         self._data_seconds = 0.0
 
     def start(self, first_step: int) -> None:
-        """Starts the clock, right before the first step is dispatched.
-
-        Also after a rollback: pending reports are dropped.
-        """
+        """Starts the clock before the first step or after a rollback; drops pending reports."""
         if self._has_reported:
             self._trend.go_back()
         self._losses = MeanLoss()
@@ -79,7 +73,7 @@ class StepLog:
         self._since = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the scalars of a step just dispatched; reports the one before, if it is pending."""
+        """Records the scalars of a dispatched step; reports the previous one if pending."""
         self.flush()
         self._losses.add(metrics)
         self._newest, self._newest_step = metrics, step
@@ -87,7 +81,7 @@ class StepLog:
 
     @property
     def newest_step(self) -> int | None:
-        """The last dispatched update, or None."""
+        """The last dispatched step, or None."""
         return None if self._newest is None else self._newest_step
 
     @property
@@ -96,11 +90,7 @@ class StepLog:
         return time.perf_counter() - self._since
 
     def flush(self) -> None:
-        """Reports what is pending, once its step is done.
-
-        Raises:
-          Diverged: The loss is not finite and the guard forbids that.
-        """
+        """Blocks on a pending step and reports it; Diverged if the guard forbids its loss."""
         if not self._waiting:
             return
         self._waiting = False
@@ -146,23 +136,17 @@ class StepLog:
         self._observe(step, metrics)
 
     def complete(self) -> None:
-        """Reports the newest step, also between two periods, and waits for it.
+        """Blocks on the newest step and reports it, even between two periods. Raises like `flush`.
 
-        Before a checkpoint: no broken state is saved, and the rows account for every update that a
-        restart does not repeat. At the end of the run: for every update of it.
-
-        Raises:
-          Diverged: Its loss is not finite and the guard forbids that.
+        Called before a checkpoint, so that no broken state is saved and the rows cover every step
+        that a restart does not repeat, and at the end of the run.
         """
         self._waiting = self._newest_step > self._reported_step
         self.flush()
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time inside as waiting for data, if the devices had nothing left to do.
-
-        If they ran dry in the middle of it, all of it counts: an upper bound.
-        """
+        """Counts the time inside as data wait if the devices are idle after it: an upper bound."""
         began = time.perf_counter()
         yield
         if self._newest is None or self._newest["loss"].is_ready():
@@ -170,12 +154,9 @@ class StepLog:
 
     @contextlib.contextmanager
     def paused(self, *, complete: bool = False) -> Iterator[None]:
-        """Reports what is pending, then excludes the time inside from the step times.
+        """Reports a pending step (the newest with `complete`), then excludes the time inside.
 
-        Waits for the newest step first, else its computation would count as part of the pause.
-
-        Args:
-          complete: Report the newest step in any case, see `complete`.
+        Waits for the newest step first, or its computation would count as part of the pause.
         """
         if complete:
             self.complete()

@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def on_all_processes(done: bool) -> bool:
-    """Returns whether every process succeeded. Every process must call it."""
+    """Returns whether `done` holds on every process. Collective."""
     if jax.process_count() == 1:
         return done
     from jax.experimental import multihost_utils
@@ -19,18 +19,7 @@ def on_all_processes(done: bool) -> bool:
 
 
 def agreed(what: str, work: Callable[[], _T]) -> _T:
-    """Returns the result of `work` once it has succeeded on every process; fails on all if on one.
-
-    Every process must call it.
-
-    Args:
-      what: Names the work on processes where it did not fail.
-      work: Must not wait for other processes itself.
-
-    Raises:
-      Exception: What `work` raised here.
-      OSError: It failed on another process.
-    """
+    """Runs `work` (not collective) on every process; OSError if it fails on another one."""
     try:
         result = work()
     except Exception:

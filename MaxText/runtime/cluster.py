@@ -1,11 +1,11 @@
-"""Processes of a run, detected from environment variables.
+"""Detection of a run's processes from environment variables.
 
-  JAX_NUM_PROCESSES, JAX_PROCESS_ID                jax's names; launch.py local
+  JAX_NUM_PROCESSES, JAX_PROCESS_ID                JAX's names; launch.py local
   NNODES, NODE_RANK                                MaxText's, of GPU nodes
   SLURM_NTASKS, SLURM_PROCID                       srun
   OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK       Open MPI's mpirun
   PMI_SIZE, PMI_RANK                               MPICH, Intel MPI
-  metadata, TPU_WORKER_HOSTNAMES, MEGASCALE_*      TPU VMs and GKE; read by jax itself
+  metadata, TPU_WORKER_HOSTNAMES, MEGASCALE_*      TPU VMs and GKE; read by JAX itself
 
 All but the last need a coordinator, the host and a free port of process 0, from
 JAX_COORDINATOR_ADDRESS (host:port) or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT; with SLURM it is
@@ -21,27 +21,26 @@ from collections.abc import Mapping
 from MaxText.errors import UserError
 
 DEFAULT_PORT = "1234"  # MaxText's
-# The number of devices over all processes that a run is meant for; launch.py sets it.
+# Expected number of devices over all processes; set by launch.py.
 NUM_DEVICES_VARIABLE = "MAXTEXT_NUM_DEVICES"
 
 _EXPLICIT = (("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), ("NNODES", "NODE_RANK"))
 _MPI = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID")
-# srun sets it; in a batch script itself, which is no process of a run, it is not set.
+# Set by srun, but not in the batch script itself, which is not a process of a run.
 _SLURM_STEP_NODES = "SLURM_STEP_NODELIST"
 _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, and the index of this one.
+    """The processes of a run.
 
     Attributes:
-      source: Where this was found, for messages.
-      address: host:port of the coordinator; None leaves all to jax, which asks a TPU's metadata.
-      num_processes, process_id: None as above.
+      source: Variables it was detected from, for messages.
+      address: host:port of the coordinator; None (and no numbers) if JAX asks the TPU's metadata.
       local_device_ids: GPUs of this process if several share a machine; None for all.
-      is_sure: Whether failing to connect is an error. TPU chips alone do not prove other hosts.
+      is_sure: Whether failing to connect is an error. TPU chips alone do not imply other hosts.
     """
 
     source: str
@@ -53,11 +52,7 @@ class Cluster:
 
 
 def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
-    """Returns the cluster described by the environment; None for a run of one process.
-
-    Raises:
-      UserError: A variable is missing or not a number.
-    """
+    """Returns the cluster in the environment, None for a single process; UserError if unclear."""
     for count_name, rank_name in (*_EXPLICIT, _SLURM, *_MPI):
         pair = (count_name, rank_name)
         if pair == _SLURM and _SLURM_STEP_NODES not in environment:
@@ -66,7 +61,7 @@ def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
         if not given:
             continue
         if len(given) == 1:
-            # NNODES alone is set by many schedulers for other purposes.
+            # Many schedulers set NNODES alone for other purposes.
             if pair not in _EXPLICIT or given == ["NNODES"]:
                 continue
             (missing,) = set(pair) - set(given)
@@ -101,7 +96,7 @@ def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
     if not address and pair == _SLURM:
         address = _first_host(environment[_SLURM_STEP_NODES])
         if not environment.get("JAX_COORDINATOR_PORT"):
-            # Two jobs may share a node; ports up to 65535, those of most systems' own choice aside.
+            # Jobs may share a node; these ports are above most systems' ephemeral range.
             port = str(
                 61440 + int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0) % 4096
             )
@@ -118,18 +113,18 @@ def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """Parses SLURM's list: "gpu[007-012,20],cpu3" -> "gpu007"."""
+    """Parses SLURM's node list: "gpu[007-012,20],cpu3" -> "gpu007"."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    assert match is not None  # it matches the empty text
+    assert match is not None  # matches the empty string
     return "".join(part or "" for part in match.groups())
 
 
 def _local_device_ids(
     environment: Mapping[str, str], pair: tuple[str, str]
 ) -> tuple[int, ...] | None:
-    """Assigns one GPU to each process of a machine; JAX_LOCAL_DEVICE_IDS overrides."""
+    """Assigns one GPU to each process of a machine, unless the environment or scheduler did."""
     if environment.get("JAX_LOCAL_DEVICE_IDS"):
-        return None  # jax reads it
+        return None  # read by JAX
     if pair == _SLURM:
         sharing = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
             "SLURM_NTASKS_PER_NODE", "1"
@@ -140,13 +135,13 @@ def _local_device_ids(
         local = environment.get("OMPI_COMM_WORLD_LOCAL_RANK")
     else:
         return None
-    # "4(x2),1": of several numbers the largest counts.
+    # e.g. "4(x2),1"; the largest number counts.
     most = max((int(number) for number in re.findall(r"(?<!x)\b\d+", sharing)), default=1)
     if most == 1 or local is None or not local.isdecimal():
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and len(visible.split(",")) <= int(local):
-        return None  # the scheduler has given each its own
+        return None  # the scheduler gave each process its own
     return (int(local),)
 
 
@@ -166,7 +161,7 @@ def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
 
 
 def _has_chips() -> bool:
-    """Returns whether TPU chips and their library are present; other devices use /dev/vfio, too."""
+    """Returns whether libtpu and TPU chips are present; other devices use /dev/vfio, too."""
     if importlib.util.find_spec("libtpu") is None:
         return False
     return bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))

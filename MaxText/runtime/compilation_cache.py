@@ -1,8 +1,7 @@
-"""Compilation cache on disk, shared by restarts and other runs.
+"""The persistent compilation cache, shared by restarts and other runs.
 
-jax writes entries in place, takes unreadable ones for misses, and never replaces an existing one:
-an entry truncated by a kill would cost every later start its compilation. `use` removes such
-entries.
+JAX writes entries in place, treats unreadable ones as misses, and never replaces existing ones, so
+an entry truncated by a kill would be recompiled on every restart. `use` removes such entries.
 """
 
 import hashlib
@@ -15,29 +14,20 @@ from MaxText.config.training_sections import Run
 
 FOLDER = "jax_cache"
 
-# Seconds of compilation. Where the cache is a bucket, reading what took less takes longer.
+# Minimum compile time in seconds: from a bucket, reading smaller programs takes longer.
 _SHORTEST_KEPT = 0.5
-_CHECKED = ".checked"  # its time of change: when entries were looked at
+_CHECKED = ".checked"  # its mtime is the time of the last check
 _HIT = "/jax/compilation_cache/cache_hits"
 
-_hits: dict[int, int] = {}  # thread -> programs that it took from the cache
+_hits: dict[int, int] = {}  # thread -> programs loaded from the cache
 _is_listening = False
 
 
 def use(run: Run, platform: str, *, may_make: bool = True) -> str:
-    """Enables the compilation cache. Call it once devices are known.
+    """Enables the compilation cache and returns a log line. Call it once devices are known.
 
-    In a run of several processes jax lets only process 0 write, and all read.
-
-    Args:
-      run: jax_cache_dir "auto" is the folder jax_cache next to the run's folder, unless jax's own
-        environment variable names one; empty leaves all to jax.
-      platform: Programs for CPU go into a folder for each kind of processor, as they use
-        instructions that another may lack.
-      may_make: Whether "auto" may create base_output_directory.
-
-    Returns:
-      A line to print. If the folder cannot be written, nothing is cached.
+    CPU programs go to a folder per processor type, because they use its instructions. `may_make`:
+    "auto" may create base_output_directory. Nothing is cached if the folder cannot be written.
     """
     import jax
 
@@ -68,34 +58,30 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
 
 
 def folder_in_use() -> str | None:
-    """Returns the folder of the cache, or None."""
+    """Returns the cache folder, or None."""
     import jax
 
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
 def remove_cut_short(folder: str) -> list[str]:
-    """Removes truncated entries of a local folder; returns their names.
-
-    Reads only entries that changed since the last call. An entry that another process is writing is
-    lost and written again later. Object stores have no such entries.
-    """
+    """Removes truncated entries of a local folder changed since the last call; returns names."""
     marker = os.path.join(folder, _CHECKED)
     since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
     removed = []
     entries = [entry for entry in os.scandir(folder) if entry.name.endswith("-cache")]
-    with open(marker, "w"):  # before they are read, so that what comes meanwhile is read next time
+    with open(marker, "w"):  # before reading, so that later changes are checked next time
         pass
     os.utime(marker)
     for entry in entries:
         try:
-            if entry.stat().st_mtime < since - 1.0:  # some file systems keep whole seconds
+            if entry.stat().st_mtime < since - 1.0:  # some file systems store whole seconds
                 continue
             if not _is_whole(entry.path):
                 os.remove(entry.path)
                 removed.append(entry.name)
         except FileNotFoundError:
-            pass  # another process was faster
+            pass  # another process removed it first
     return removed
 
 

@@ -1,4 +1,4 @@
-"""The train step compiled for each batch shape of a run."""
+"""The train step, compiled for each batch shape of a run."""
 
 import dataclasses
 import time
@@ -12,14 +12,9 @@ from MaxText.runtime import compilation_cache
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """Result of compiling for one batch shape.
+    """Result of compiling for one batch shape; `rows` is the global batch size.
 
-    Attributes:
-      rows: Sequences over all devices.
-      source: "" if compiled here, "cache" for a cache hit, "file" for a program of
-        train_compile.py.
-      memory: Bytes on each device: arguments, outputs, temporaries, aliased and peak; empty if the
-        backend does not report them.
+    `source` is "" if compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
     """
 
     rows: int
@@ -30,25 +25,18 @@ class Compilation:
 
 
 class CompiledSteps:
-    """(state, batch) -> (state, metrics), compiled once for each batch shape on demand."""
+    """(state, batch) -> (state, metrics), compiled on demand for each batch shape."""
 
     def __init__(
         self,
         compile_for: Callable[[Any], tuple[Callable, float]],
         saved_for: Callable[[Any], Callable | None] | None = None,
     ):
-        """Compiles nothing yet.
-
-        Args:
-          compile_for: Shapes of a batch -> the compiled step and its seconds.
-          saved_for: Shapes of a batch -> the step that was compiled ahead of time, or None.
-        """
         self._compile_for = compile_for
         self._saved_for = saved_for or (lambda shapes: None)
         self._steps: dict[Any, Callable] = {}
 
     def fits(self, batch: Any) -> bool:
-        """Returns whether the step is compiled for batches of this shape."""
         return _key(batch) in self._steps
 
     def prepare(self, batch: Any) -> Compilation:
@@ -73,17 +61,16 @@ class CompiledSteps:
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Returns the bytes of a compiled program on each device, by XLA's analysis.
+    """Returns bytes per device by XLA's memory analysis; empty if the backend has none.
 
-    Temporaries are those at the peak. Their sum in a TPU program with a donated state is up to 49 %
-    more (docs/plan.md).
+    Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU (docs/plan.md).
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporaries, aliased = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
-    if _platform_of(compiled) != "cpu":  # there the peak leaves temporaries out
+    if _platform_of(compiled) != "cpu":  # CPU's peak leaves out temporaries
         temporaries = analysis.peak_memory_in_bytes - (arguments + outputs - aliased)
     return {
         "arguments": arguments,

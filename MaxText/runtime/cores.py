@@ -5,5 +5,5 @@ import os
 
 def num_cores() -> int:
     """Returns the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only.
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What a thread does now and then while a block of code runs. Imports no jax."""
+"""Periodic callbacks on a background thread."""
 
 import contextlib
 import threading
@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def meanwhile(action: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
-    """Calls `action` on a thread every `seconds`, for the first time after them.
-
-    Args:
-      name: of the thread.
-    """
+    """Calls `action` on thread `name` every `seconds`, first after that time."""
     over = threading.Event()
 
     def repeat() -> None:

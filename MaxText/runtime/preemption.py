@@ -1,6 +1,6 @@
-"""SIGTERM, Ctrl-C and preemption notices: save at the end of a step and stop.
+"""Handling of SIGTERM, Ctrl-C and preemption notices: save after the step and stop.
 
-jax is not imported: the handler must be installed before jax starts.
+Does not import JAX: the handler must be installed before JAX starts.
 """
 
 import contextlib
@@ -12,31 +12,24 @@ import threading
 
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 
-# What a shell reports of a process that SIGTERM has ended.
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the shell's exit code of a process killed by SIGTERM
 
 
 class StopSignal:
-    """Decides once per update, alike in every process, whether to save and stop.
-
-    One process: a handler of ours. Several: jax's preemption service, which replaces the handler
-    when jax.distributed is initialized; a notice to one of them makes all agree on one update, at
-    most a few later (multihost_utils.reached_preemption_sync_point).
+    """Decides after each step, identically in every process, whether to save and stop.
 
         stop = StopSignal.install()             # in main(), before anything slow
-        ...
         for step in range(first_step, last_step + 1):
-            ...                                 # the update, and its checkpoint if one is due
+            ...                                 # the step, and its checkpoint if one is due
             if stop.requested(step):
                 save(step)                      # if it was not just saved
                 break                           # close checkpoints; exit_codes.PREEMPTED
 
-    Before the first call of `requested` the first signal ends the process with `exit_code`: there
-    is nothing to save yet. A second one always ends it at once; SIGTERM then with 143. In a run of
-    several processes Ctrl-C is a KeyboardInterrupt.
-
-    Attributes:
-      exit_code: exit_codes.INTERRUPTED after Ctrl-C, else exit_codes.PREEMPTED.
+    A single process uses its own handler. Several use JAX's preemption service, which replaces it
+    in jax.distributed; a notice to one makes all agree on a step at most a few later. Before the
+    first call of `requested` there is nothing to save, so a signal exits at once (INTERRUPTED after
+    Ctrl-C, else PREEMPTED). A second one always does; SIGTERM then with 143. With several
+    processes, Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self):
@@ -45,21 +38,18 @@ class StopSignal:
         self._in_loop = False
         self._calls = 0
         self._agreed = False
-        self._several: bool | None = None  # whether jax's service is in charge; unknown at first
+        self._several: bool | None = None  # whether JAX's service is in charge; None if unknown
 
     @classmethod
     def install(cls) -> "StopSignal":
-        """Handles SIGTERM and Ctrl-C, except those that the parent process ignores.
-
-        Call it on the main thread, before `start_up.connect`.
-        """
+        """Handles SIGTERM and Ctrl-C unless the parent ignores them. Call it before `connect`."""
         stop = cls()
         handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
         taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
         if not taken:
             return stop
-        # A handler in Python runs only when the main thread runs Python, which it does not while it
-        # waits for a device. So a thread reads the number that the C handler writes here.
+        # Python handlers run only while the main thread executes Python, not while it waits for a
+        # device. So a thread reads the signal number that the C handler writes here.
         reading, writing = socket.socketpair()
         writing.setblocking(False)
         for number in taken:
@@ -71,13 +61,9 @@ class StopSignal:
         return stop
 
     def requested(self, step: int) -> bool:
-        """Returns whether to save and stop now; stays true.
-
-        Cheap. Every process calls it once per update, alike. `step` is the update just done.
-        """
+        """Returns whether to save and stop after `step`; stays true. Collective, once per step."""
         self._in_loop = True
-        # Counted here, not taken from `step`: the service compares numbers of calls, and after a
-        # rewind steps come again.
+        # Not `step`: the service compares call counts, and steps repeat after a rollback.
         self._calls += 1
         if self._several is None:
             self._several = _has_service()
@@ -91,20 +77,20 @@ class StopSignal:
             return False
         self._agreed = True
         _say(f"SIGTERM or a preemption notice: all processes save and stop after step {step}")
-        # jax swallows every SIGTERM from its start on. A second one shall end us.
+        # JAX swallows every SIGTERM from its start on; a second one must end this process.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return True
 
     def is_pending(self) -> bool:
-        """Whether a single process got SIGTERM, so that waits should end at once.
+        """Returns whether a single process got SIGTERM, so that blocking waits should end.
 
-        Never among several: the others are in an update already, which needs this one's data.
+        Never true with several processes: the others already need this one's data for a step.
         """
         return self._in_loop and self._received > 0
 
     def _listen(self, reading: socket.socket, _writing: socket.socket) -> None:
-        # Both ends are kept by this thread, or they would be closed when the caller returns.
+        # This thread holds both ends; otherwise they would be closed when the caller returns.
         while numbers := reading.recv(64):
             for number in numbers:
                 if number in (signal.SIGTERM, signal.SIGINT):
@@ -128,12 +114,10 @@ class StopSignal:
             _say(f"{name}: saving and stopping after this step; a second one stops at once")
 
     def _interrupt(self, *_: object) -> None:
-        """Python's handler of Ctrl-C; `_take` gets it as well."""
         if self._several:
             raise KeyboardInterrupt
 
     def summary(self, saved: int | None, run_name: str) -> str:
-        """Returns what is saved (step, None without) and how to resume."""
         how = "Interrupted" if self.exit_code == INTERRUPTED else "Preempted"
         if saved is None:
             return f"{how}. No checkpoint was saved."
@@ -143,15 +127,14 @@ class StopSignal:
 
 
 def _has_service() -> bool:
-    """Returns whether jax.distributed handles SIGTERM."""
     import jax
 
     return jax.distributed.is_initialized()
 
 
 def _say(line: str) -> None:
-    """Writes in one call, whatever the main thread is printing."""
-    # It may be closed, or in use by the thread that was interrupted.
+    """Writes in one system call, so that lines do not mix with the main thread's."""
+    # stdout may be closed, or in use by the interrupted thread.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
     os.write(2, f"{line}\n".encode())

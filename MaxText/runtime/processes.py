@@ -12,12 +12,12 @@ from MaxText import exit_codes
 from MaxText.errors import UserError
 from MaxText.runtime.watchdog import Watchdog
 
-# What gloo, the coordination service and barriers say when another process is gone.
+# Messages of gloo, the coordination service and barriers when another process is gone.
 _PEER_LOST = re.compile(
     r"gloo|closed by peer|heartbeat|coordination (service|agent)|barrier|another task",
     re.IGNORECASE,
 )
-# What the same layers say without naming themselves. Storage says it, too, in errors of its own.
+# Messages of the same layers without a name; storage errors contain them, too.
 _PEER_SILENT = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
 
 _count = 1
@@ -25,21 +25,18 @@ _leaves_threads = False
 
 
 def begin(num_processes: int) -> None:
-    """Notes that jax is connected; called by start_up.connect."""
+    """Records the number of connected processes."""
     global _count
     _count = num_processes
 
 
 def count() -> int:
-    """Returns the processes of the run, 1 before they are connected and after `leave`."""
+    """Returns the number of processes, 1 before they are connected and after `leave`."""
     return _count
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends this process without waiting for threads or other processes.
-
-    The usual exit waits in jax's shutdown barrier, 5 minutes if another process never gets there.
-    """
+    """Exits without waiting for threads, nor 5 minutes in JAX's shutdown barrier."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -47,13 +44,13 @@ def exit_now(code: int) -> NoReturn:
 
 
 def leave_behind() -> None:
-    """Notes that a thread hangs in something that the usual exit would wait for; see `run`."""
+    """Records that a thread would block a normal exit."""
     global _leaves_threads
     _leaves_threads = True
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the result of `main`; waits for no abandoned thread."""
+    """Exits with the result of `main`, without waiting for abandoned threads."""
     try:
         sys.exit(main())
     except BaseException as error:
@@ -65,18 +62,11 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
-    """Ends this process of several after an exception; returns in a run of one process.
+    """Exits after an exception in a run of several processes; returns in a run of one.
 
-    Prints the message of a UserError, else the traceback. If another process is gone, prints where
-    each process stands, after a wait in which the dead one's silence shows. Use before anything
-    that may wait for others:
-
-        except BaseException as error:
-            processes.fail(error, watchdog)
-            raise
-
-    Exit codes: 2 for a UserError, 76 if another process is gone, 130 for Ctrl-C, that of a
-    SystemExit, else 1.
+    Call it before anything collective. Prints the message of a UserError, else the traceback, and
+    the state of every process if another one is gone. Exit codes: 2 for a UserError, 76 if another
+    process is gone, 130 for Ctrl-C, that of a SystemExit, else 1.
     """
     if _count == 1:
         return
@@ -100,12 +90,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
 
 
 def leave() -> None:
-    """Waits for all processes, which then no longer wait for each other.
-
-    Call it at the end of a run that went well, after the last collective work (the last checkpoint,
-    the sample) and before what only one process does (trackers, curves, uploads). No effect in a
-    run of one.
-    """
+    """Waits for all processes, after which they are independent: call it after collective work."""
     global _count
     if _count > 1:
         import jax
@@ -115,12 +100,12 @@ def leave() -> None:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Returns whether an error, or its cause, says that another process is gone."""
+    """Returns whether an error or its cause says that another process is gone."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        # gloo's come as ValueError, those of a device as JaxRuntimeError. An OSError is of storage.
+        # gloo raises ValueError, devices JaxRuntimeError; an OSError is from storage.
         if type(current) is ValueError or isinstance(current, RuntimeError):
             text = str(current)
             if _PEER_LOST.search(text):

@@ -1,4 +1,4 @@
-"""Setup before jax starts. Importing this imports no jax."""
+"""Setup before JAX starts; does not import JAX."""
 
 import collections
 import faulthandler
@@ -19,41 +19,36 @@ from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 Result = TypeVar("Result")
 
-# By default glibc gives large temporaries back to the system after each step, and the next step
-# faults them in again, 4 KiB at a time: a third of the time of a small CPU step. A heap that is
-# never given back spares that. Blocks of 1 GiB do not come from it: between two steps something
-# small comes to lie in the hole that one leaves, and the next one is put behind. Those are given
-# back, and faulted in 2 MiB at a time (docs/decisions.md has the figures).
+# By default glibc returns large temporaries to the system after each step, and the next step faults
+# them in again in 4 KiB pages: a third of a small CPU step. So the heap is never trimmed. Blocks of
+# 1 GiB stay out of it, because small allocations would fragment the holes between steps; those are
+# mapped in 2 MiB pages instead (figures in docs/decisions.md).
 _TUNABLES = {
     "glibc.malloc.arena_max": "1",  # only the main heap can hold large blocks
-    "glibc.malloc.trim_threshold": str(2**46),  # its end is not given back
+    "glibc.malloc.trim_threshold": str(2**46),  # never trim its end
 }
 _LARGE_BLOCKS = {
     "glibc.malloc.mmap_threshold": str(2**30),  # smaller ones come from the heap
-    "glibc.malloc.hugetlb": "1",  # asks for pages of 2 MiB
+    "glibc.malloc.hugetlb": "1",  # 2 MiB pages
 }
-# Before glibc 2.35 there are no such pages, and no threshold above 32 MiB: the heap holds all.
+# glibc before 2.35 has no such pages and no threshold above 32 MiB: all goes to the heap.
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
 
-# Keys that may differ between the machines of a run.
+# Keys that may differ between machines of a run.
 _KEYS_OF_A_MACHINE = ("dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count")
 
-# Tells the restarted process when the user started it.
-_LAUNCHED = "MAXTEXT_LAUNCHED"
+_LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
 _launched = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
 def launched() -> float:
-    """Returns the Unix time at which the program started, or this file was imported."""
+    """Returns the Unix time of the program start, or of this module's import."""
     return _launched
 
 
 def restart_with_allocator_setting() -> None:
-    """Restarts this process with an allocator setting that is read only at start.
-
-    Only with glibc, and if the user's GLIBC_TUNABLES does not set the allocator.
-    """
+    """Restarts this process with malloc settings that glibc reads only at startup, if unset."""
     present = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in present:
         return
@@ -73,7 +68,7 @@ def restart_with_allocator_setting() -> None:
 
 
 def choose_platform(hardware: str) -> list[str]:
-    """Selects jax's devices; returns the environment variables that were set, as lines to print."""
+    """Selects JAX's platform; returns relevant environment variables as log lines."""
     if hardware != "auto":
         os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(hardware, hardware)
     names = ("GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -81,28 +76,19 @@ def choose_platform(hardware: str) -> list[str]:
 
 
 def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
-    """Connects the processes of a run, as the environment says (see cluster.py).
+    """Connects the processes that the environment describes (see cluster.py); returns log lines.
 
-    Call it in every process, after `preemption.StopSignal.install` and before anything asks jax for
-    devices. Text is prepared before: processes may take differently long for that, and wait here
-    for each other for up to six times heartbeat_timeout. From here on jax swallows SIGTERM, which
-    StopSignal.requested then reports.
-
-    Args:
-      heartbeat_timeout: Seconds; 0 keeps jax's own limits.
-
-    Returns:
-      A line to print; none in a run of one process.
-
-    Raises:
-      UserError: The environment is incomplete, or the others did not come.
+    Call it in every process, after `preemption.StopSignal.install` and before anything asks JAX for
+    devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
+    because data preparation varies. From here on JAX swallows SIGTERM, which StopSignal.requested
+    reports.
     """
     found = cluster.find(os.environ, hardware)
     if found is None:
         return []
     import jax
 
-    # A process that is gone is told by the watchdog, with a table, where that sees it first.
+    # Longer than the watchdog's timeout, which reports a lost process with a table.
     limits: dict[str, Any] = {
         "initialization_timeout": 300,
         "heartbeat_timeout_seconds": 100,
@@ -123,16 +109,16 @@ def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
         }
         host = found.address.rpartition(":")[0]
         if host in ("localhost", "[::1]") or host.startswith("127."):
-            # Nobody else is to reach it.
+            # No other machine needs to reach it.
             given["coordinator_bind_address"] = found.address
         if found.local_device_ids is not None:
             given["local_device_ids"] = found.local_device_ids
-    # Where jax ends the process itself, it shall say from where.
+    # If JAX itself aborts the process, the stack is dumped.
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
     try:
         jax.distributed.initialize(**given, **limits)
-    # jax's metadata client raises errors of the package requests, which are OSErrors.
+    # JAX's metadata client raises errors of requests, which are OSErrors.
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         if not found.is_sure:
             return [f"one process: {found.source} names no others ({_first_line(error)})"]
@@ -161,17 +147,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def find_devices(hardware: str) -> list[Any]:
-    """Returns the devices to train on, over all processes.
-
-    Raises:
-      UserError: There are none of the requested kind, processes have different numbers of them, or
-        there are fewer than NUM_DEVICES_VARIABLE asks for.
-    """
+    """Returns all processes' devices; UserError if none, unequal, or not the number requested."""
     import jax
 
     try:
         devices = jax.devices()
-    # Where it sees no GPU at all, jax 0.10 fails an assertion that says nothing.
+    # If there is no GPU at all, JAX 0.10 fails an assertion without message.
     except (RuntimeError, AssertionError) as error:
         reason = (str(error) or "it sees none on this machine").splitlines()[0]
         raise UserError(
@@ -184,7 +165,6 @@ def find_devices(hardware: str) -> list[Any]:
 
 
 def _check_number(devices: list[Any], num_processes: int) -> None:
-    """Refuses fewer devices than requested, which would train another run."""
     of_process = collections.Counter(device.process_index for device in devices)
     numbers = [of_process[process] for process in range(num_processes)]
     if len(set(numbers)) > 1:
@@ -203,21 +183,14 @@ def _check_number(devices: list[Any], num_processes: int) -> None:
 
 
 def check_alike(config_flat: Mapping[str, Any]) -> None:
-    """Refuses processes with different configurations, run names included.
-
-    They would compile different programs and wait for each other forever, or write to different
-    folders. Every process must call it.
-
-    Raises:
-      UserError: Names the keys, and the processes that differ from process 0.
-    """
+    """Raises UserError if configurations differ between processes, which would hang. Collective."""
     if processes.count() == 1:
         return
     import numpy as np
     from jax.experimental import multihost_utils
 
     names = sorted(set(config_flat) - set(_KEYS_OF_A_MACHINE))
-    # Names first: programs of different versions have different ones, and then nothing else fits.
+    # Names first: another version has different keys, and then values do not line up.
     texts = ["\n".join(names)]
     for compared in (texts, [repr(config_flat[name]) for name in names]):
         digests = np.array([zlib.crc32(text.encode()) for text in compared], np.uint32)

@@ -1,6 +1,6 @@
-"""Watchdog: ends a process without progress, and reports where all processes stand.
+"""Ends a process that makes no progress, and reports the state of all processes.
 
-A process whose peer is stuck waits in a collective forever: neither jax nor the network notices.
+A process whose peer is stuck waits in a collective forever: neither JAX nor the network notices.
 """
 
 import contextlib
@@ -22,19 +22,17 @@ FOLDER = "processes"
 
 Item = TypeVar("Item")
 
-# Phases that may take this many times as long. The end of a run compiles, too: what samples text.
+# Timeout factors of slow phases; the finish also compiles, to sample text.
 _LONG = {"start_up": 6.0, "compile": 6.0, "finish": 6.0}
-# Phases that a process cannot leave before the others get there.
+# Phases that a process cannot leave before the others reach them.
 _COLLECTIVE = ("step", "checkpoint", "evaluation")
-# Between two writes of a status file: enough for storage that counts requests.
+# Minimum seconds between writes of a status file, for storage that bills requests.
 _MOST_SECONDS = 5.0
-# Of all processes together: that grows the period to 20 s with 1,000 of them.
-_WRITES_PER_SECOND = 50.0
-# A file that is so many writes older than the newest one is of a process that is gone or frozen.
+_WRITES_PER_SECOND = 50.0  # limit over all processes; with 1,000, each writes every 20 s
+# Periods after which a status file that lags behind the newest means a dead or frozen process.
 _SILENT_WRITES = 3.0
 _PARALLEL_READS = 64
-# Lines of the table: each of 1,000 processes may print one.
-_MOST_LINES = 32
+_MOST_LINES = 32  # table rows; each of 1,000 processes may print the table
 _FAILED = "failed"
 _LOST = "waited for one that is gone"
 _STUCK = "stuck"
@@ -42,29 +40,23 @@ _ENDED = "ended"
 
 
 class Watchdog:
-    """Watches the progress of this process, and publishes it to the others.
-
-    Each process of several writes `<folder>/processes/<process>.json` every few seconds, on a
-    thread: {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix
-    seconds. After `timeout` seconds without progress a process prints these of all, names the
-    slowest, dumps the stack of every thread to stderr and ends with exit_codes.STUCK.
+    """Tracks the progress of this process and publishes it to the others.
 
         with Watchdog(run_folder, timeout, jax.process_index(), jax.process_count()) as watchdog:
             watchdog.enter("compile")
-            ...
             for step in ...:
                 watchdog.enter("data", step)
-                batch = ...
                 watchdog.enter("step", step)
-                ...
                 watchdog.enter("checkpoint", step)  # before save
-                for batch in watchdog.each(batches, "evaluation", step):
-                    ...
+                for batch in watchdog.each(batches, "evaluation", step): ...
             watchdog.enter("finish")
 
-    or between `start` and `close`. Every call of `enter` is progress. The first phase is
-    `start_up`; it, `compile` and `finish` may take six times as long, and meanwhile so may a step
-    of the others, which wait for it.
+    With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
+    {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
+    After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
+    every thread's stack to stderr and exits with exit_codes.STUCK. The phases `start_up` (the
+    first), `compile` and `finish` may take six times as long, and so may steps of processes that
+    wait for it.
     """
 
     def __init__(
@@ -77,13 +69,9 @@ class Watchdog:
         say: Callable[[str], Any] | None = None,
         read_seconds: float = 20.0,
     ):
-        """Starts nothing yet.
+        """Takes the run folder (None writes no files) and heartbeat_timeout (0 never ends it).
 
-        Args:
-          folder: Of the run, shared by its processes; may be gs://. None writes no files.
-          timeout: heartbeat_timeout, seconds; 0 never ends the process.
-          say: Takes lines; by default they go to stderr at once.
-          read_seconds: Limit for reading the files of all processes: storage may be what is stuck.
+        `read_seconds` limits the reading of all status files: storage may be what is stuck.
         """
         several = folder is not None and process_count > 1
         self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
@@ -120,11 +108,7 @@ class Watchdog:
         self.close(_ENDED if error is None else _failed(error))
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Reports progress in a phase, cheaply.
-
-        Args:
-          phase: One of start_up, compile, data, step, checkpoint, evaluation, finish.
-        """
+        """Reports progress: start_up, compile, data, step, checkpoint, evaluation or finish."""
         before, step_before, since = self._phase
         if (phase, step) != (before, step_before):
             since = time.time()
@@ -132,14 +116,13 @@ class Watchdog:
         self._progress = time.monotonic()
 
     def each(self, items: Iterable[Item], phase: str, step: int | None = None) -> Iterator[Item]:
-        """Yields the items, each of which is progress of a phase."""
         self.enter(phase, step)
         for item in items:
             yield item
             self.enter(phase, step)
 
     def close(self, state: str = _ENDED) -> None:
-        """Stops watching and leaves `state` in the status file. Safe to call twice."""
+        """Stops watching and writes `state` to the status file. Idempotent."""
         if self._over.is_set():
             return
         self._state = state
@@ -147,21 +130,15 @@ class Watchdog:
         self._changed.set()  # wakes the writer
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_MOST_SECONDS)  # storage that hangs shall not keep us
+                thread.join(_MOST_SECONDS)  # storage that hangs must not block the exit
 
     def fail(self, error: BaseException | None) -> None:
-        """Leaves an error in the status file, and keeps watching: see processes.fail.
-
-        `error` is None if another process is gone.
-        """
+        """Writes an error (None: a peer is gone) to the status file, and keeps watching."""
         self._state = _LOST if error is None else _failed(error)
         self._write_now()
 
     def describe_all(self, *, wait: bool = False) -> str:
-        """Returns a table of where each process stands, naming the slowest one.
-
-        With `wait`, first waits until the file of a process that has just died is seen to be old.
-        """
+        """Returns a table of all processes; `wait` lets the silence of a dead one show first."""
         if self._folder is None:
             return ""
         if wait:
@@ -172,11 +149,10 @@ class Watchdog:
         return describe(rows, self._silent_seconds)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Returns the status files that can be read in time."""
         folder = self._folder
         if folder is None:
             return []
-        # Each process begins with its own, so that not all read the same ones at once.
+        # Starts at its own index, so that processes do not all read the same file at once.
         order = [(self._index + other) % self._count for other in range(self._count)]
         unread, rows = iter(order), list[dict[str, Any]]()
         taking = threading.Lock()
@@ -185,7 +161,7 @@ class Watchdog:
             while (process := _next(unread, taking)) is not None:
                 rows.append(_read(folder, process))
 
-        # Daemons: a pool would wait for those that hang in the storage when the program ends.
+        # Daemon threads: a pool would wait at exit for those that hang in storage.
         readers = [
             threading.Thread(target=read, daemon=True)
             for _ in range(min(_PARALLEL_READS, self._count))
@@ -201,10 +177,9 @@ class Watchdog:
         before = time.monotonic()
         while not self._over.wait(self._period):
             now = time.monotonic()
-            # Time in which nobody ran, this thread included (Ctrl-Z, a machine that slept), is not
-            # the fault of the loop.
+            # Suspension of the whole process (Ctrl-Z, a sleeping machine) does not count.
             suspended = now - before - 2 * self._period - 1.0
-            if suspended > 0:  # else a concurrent `enter` of the main thread could be undone
+            if suspended > 0:  # otherwise a concurrent `enter` could be undone
                 self._progress += suspended
             before = now
             phase, step, _ = self._phase
@@ -212,14 +187,14 @@ class Watchdog:
             own, longest = _LONG.get(phase, 1.0), max(_LONG.values())
             if silent <= self._timeout * own:
                 continue
-            # A collective takes as long as the last one to get there.
+            # A collective takes as long as its last participant.
             waits = phase in _COLLECTIVE and silent <= self._timeout * longest
             if not (waits and another_takes_long(self._rows(), self._index, self._silent_seconds)):
                 self._end(phase, step, silent)
 
     def _end(self, phase: str, step: int | None, silent: float) -> None:
         self._state = _STUCK
-        # Whatever happens to the lines below, such as a pipe that nobody reads.
+        # Exits even if printing blocks, e.g. on a pipe that nobody reads.
         last_resort = threading.Timer(self._read_seconds + _MOST_SECONDS, os._exit, (STUCK,))
         last_resort.daemon = True
         last_resort.start()
@@ -239,7 +214,6 @@ class Watchdog:
         os._exit(STUCK)
 
     def _write_now(self) -> None:
-        """Writes the status file, unless the storage takes too long."""
         if self._folder is not None:
             writing = threading.Thread(target=self._write, daemon=True)
             writing.start()
@@ -248,14 +222,14 @@ class Watchdog:
     def _write_again_and_again(self) -> None:
         while True:
             self._changed.clear()
-            is_last = self._over.is_set()  # asked before: the state it is closed with is written
+            is_last = self._over.is_set()  # read first, so that the final state is written
             self._write()
             if is_last:
                 return
             self._changed.wait(self._period)
 
     def _write(self) -> None:
-        # A write that fails is tried again in a moment, and nothing depends on it but a table.
+        # Retried in the next period; only the table depends on it.
         with self._writing, contextlib.suppress(Exception):
             self._write_row()
 
@@ -274,7 +248,7 @@ class Watchdog:
         assert self._folder is not None
         file = self._folder / f"{self._index}.json"
         if "://" in str(file):
-            file.write_text(json.dumps(row))  # whole or not at all
+            file.write_text(json.dumps(row))  # atomic
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         writing = self._folder / f".{self._index}.json.writing"
@@ -283,14 +257,11 @@ class Watchdog:
 
 
 def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
-    """Describes where each process stands, and which one the others wait for.
+    """Returns a table of processes and the one that the others wait for.
 
-    That is the first of these: one that is gone or frozen (its file is `silent_seconds` older than
-    the newest), one that failed, one that found itself stuck, the lowest step, among equals one
-    whose phase needs no other process, and then the one that has been in it longest.
-
-    Args:
-      rows: Of the status files; {"process": n} alone for one that has none.
+    That is the first by: gone or frozen (its file is `silent_seconds` older than the newest),
+    failed, stuck on its own, lowest step, in a phase that is not collective, longest in its phase.
+    `rows` are status files, {"process": n} if missing.
     """
     now = max((row.get("written", 0.0) for row in rows), default=0.0)
 
@@ -332,7 +303,7 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 def another_takes_long(
     rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
 ) -> bool:
-    """Returns whether another process is alive and in a phase that may take longer than a step."""
+    """Returns whether another live process is in a phase that may take longer than a step."""
     now = max((row.get("written", 0.0) for row in rows), default=0.0)
     return any(
         row["process"] != process

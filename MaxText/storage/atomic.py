@@ -8,17 +8,16 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
-# Names of files that are being written end in a random number and this.
-WRITING_SUFFIX = ".writing"
+WRITING_SUFFIX = ".writing"  # temporary files end in a random number and this
 
-# A holder on this machine that died is noticed at once. One on another machine is taken for dead
-# after so many seconds without a sign of life: network folders show changes late.
+# A holder that died on this machine is noticed at once, one on another machine after this time
+# without a heartbeat, because network folders show changes late.
 _LEASE_SECONDS = 300.0
 _HEARTBEAT_SECONDS = 20.0
 
 
 def sync_file(path: Path) -> None:
-    """Blocks until a file's contents, or a folder's list of names, are on disk."""
+    """Blocks until a file's contents, or a folder's directory entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -27,10 +26,7 @@ def sync_file(path: Path) -> None:
 
 
 def writing_name(path: Path) -> Path:
-    """Returns a unique path next to `path` to write to before `publish`.
-
-    Unique, so that a process whose lease ran out does not disturb the one that took over.
-    """
+    """Returns a temporary path for `publish`, unique per writer in case its lease expired."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{WRITING_SUFFIX}")
 
 
@@ -50,14 +46,9 @@ def write_whole(path: Path, contents: str) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock file `path`, which is deleted afterwards; waits for another holder.
+    """Holds the lock file `path`, which machines may share; deletes it afterwards.
 
-    Args:
-      path: In an existing folder, which machines may share.
-      show: Takes a line if there is another holder.
-
-    Raises:
-      OSError: The file cannot be written.
+    Waits for another holder, and logs that with `show`. Raises OSError if it cannot be written.
     """
     lease = SoftFileLease(
         path, lease_duration=_LEASE_SECONDS, heartbeat_interval=_HEARTBEAT_SECONDS

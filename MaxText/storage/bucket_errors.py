@@ -1,30 +1,27 @@
-"""What a bucket that fails raises: one error for all of the client's. Imports no jax."""
+"""Failures of bucket storage, as one error class for all clients."""
 
 import errno
 import re
 
 from MaxText.errors import UserError
 
-# What TensorStore says when its own tries, some minutes of them, have failed. The codes are those
-# of absl::Status, into which it puts the answers of HTTP.
+# TensorStore's messages when its own retries (some minutes) failed: codes of absl::Status, which
+# also stand for HTTP status codes.
 _OUTAGE = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b"
     r"|http_response_code='(408|429|5)"
 )
 _REFUSAL = re.compile(r"http_response_code='40[13]'")
-# What TensorStore says of a file on a disk.
+# TensorStore's message about a local file.
 _OS_ERROR = re.compile(r"\[OS error (\d+)")
-# These say what a file is, or that there is none: proof that it is not what was written.
+# These errors say that the file is missing or of another type: damage, not a storage failure.
 _OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class BucketFailure(OSError, UserError):
-    """A bucket does not answer, or answers with an error, after several tries.
+    """A bucket that fails after retries: errno EIO if transient, EINVAL if refused for good.
 
-    An OSError for all who write and read files, and a UserError for programs that end with it.
-
-    Attributes:
-      errno: EIO where it may be over later, EINVAL where the request is refused for good.
+    An OSError for file readers and writers, a UserError for programs that exit with it.
     """
 
     def __init__(self, message: str, may_pass: bool = True):
@@ -38,15 +35,12 @@ class BucketFailure(OSError, UserError):
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that a bucket fails now and may answer later."""
+    """Returns whether an error or its cause is a bucket outage that may be transient."""
     return _says(error, _OUTAGE, errno.EIO)
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether an error says that storage fails (EIO, ESTALE, EACCES, EMFILE, ...).
-
-    That says nothing about the files, unlike damage: a missing file or content that is malformed.
-    """
+    """Returns whether storage failed (EIO, EACCES, ...), unlike damaged or missing files."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BucketFailure):
@@ -60,7 +54,7 @@ def is_storage_error(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that a bucket does not let this user ask."""
+    """Returns whether an error or its cause is a bucket that denies access."""
     return _says(error, _REFUSAL, errno.EINVAL)
 
 

@@ -1,4 +1,4 @@
-"""Files on local disks and behind URLs that fsspec knows, such as gs://."""
+"""Access to files on local disks and behind fsspec URLs such as gs://."""
 
 import collections
 import errno
@@ -23,19 +23,15 @@ from MaxText.storage.unreadable import UnreadableFile
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
-# Open files at once; systems allow 256 or more per process, and a data set may have thousands.
+# Limit on open files: systems allow 256 or more per process, a dataset may have thousands.
 _MAX_OPEN_FILES = 128
 _CONCURRENT_REQUESTS = 32
-# What changes when the contents of a file do; file systems have different ones.
+# Attributes that change with a file's contents; they differ between file systems.
 _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
 
 class FileInfo(NamedTuple):
-    """A listed file.
-
-    Attributes:
-      tag: A time or an entity tag, which changes with the contents.
-    """
+    """A listed file; `tag` is a timestamp or ETag that changes with the contents."""
 
     path: str
     size: int
@@ -43,7 +39,7 @@ class FileInfo(NamedTuple):
 
 
 def is_url(path: str) -> bool:
-    """Returns whether a path must be read through fsspec; file:// does not count."""
+    """Returns whether a path must be read through fsspec (not file://)."""
     return "://" in path and not path.startswith("file://")
 
 
@@ -53,22 +49,18 @@ def local_path(path: str) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns a path with the same meaning in every process."""
+    """Returns a path that is independent of the working directory."""
     return path if is_url(path) else os.path.abspath(local_path(path))
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key for numbers in names by value: shard-2 before shard-10."""
+    """Returns a sort key that orders numbers by value: shard-2 before shard-10."""
     parts = re.split(r"(\d+)", name)
     return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """Returns fsspec's file system of a local path or URL, and the path in it.
-
-    Raises:
-      UserError: Unknown protocol, or its package is missing.
-    """
+    """Returns fsspec's file system and the path in it; UserError for an unusable protocol."""
     if not is_url(path):
         return LocalFileSystem(), local_path(path)
     protocol = path.split("://")[0]
@@ -86,19 +78,15 @@ def file_system(path: str) -> tuple[Any, str]:
 
 
 def list_files(location: str, key: str) -> list[FileInfo]:
-    """Returns the files of a location, with one listing per folder.
+    """Returns the files of a location in natural order, with one listing per folder.
 
     Args:
-      location: A file; a folder (all files below it that are not hidden); a pattern with *, ?, []
-        and **; braces {000..127} or {a,b} in any of them; or @FILE, a text file with one name or
-        URL per line. Local or a URL.
-      key: Configuration key it came from, for messages.
-
-    Returns:
-      Files in natural order; those of an @FILE or braces in their given order.
+      location: A file; a folder (recursive, without hidden files); a pattern with *, ?, [] and **;
+        or braces {000..127} or {a,b} or @FILE (one path or URL per line), which keep their order.
+      key: Its configuration key, for messages.
 
     Raises:
-      UserError: Nothing is there, a listed file is missing, or it cannot be looked at.
+      UserError: Nothing is there, a listed file is missing, or access fails.
     """
     if not location:
         raise UserError(f"{key} is empty. Name a file, a folder or a pattern.")
@@ -107,7 +95,7 @@ def list_files(location: str, key: str) -> list[FileInfo]:
             return _listed(location[1:], key)
         names = _expand_braces(location)
         if not is_url(location) and path_type(location):
-            names = [location]  # whatever characters its name has
+            names = [location]  # a literal name, whatever its characters
         files = []
         for name, found in zip(names, _matches(names, key), strict=True):
             if not found:
@@ -120,7 +108,7 @@ def list_files(location: str, key: str) -> list[FileInfo]:
         return files
     except UserError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: of a pattern
+    except (OSError, ValueError) as error:  # ValueError: invalid pattern
         raise UserError(
             f"{key}={location} cannot be looked at ({reason(error)}). Check the path and that you "
             "may read it."
@@ -128,12 +116,7 @@ def list_files(location: str, key: str) -> list[FileInfo]:
 
 
 def path_type(path: str | os.PathLike[str]) -> str:
-    """Returns `file`, `directory` or `other`; empty if nothing is there.
-
-    Raises:
-      OSError: It cannot be looked at, or storage fails.
-      UserError: As file_system.
-    """
+    """Returns `file`, `directory` or `other`, empty if missing; raises OSError if storage fails."""
     entry = _look(*file_system(os.fspath(path)))
     return entry["type"] if entry else ""
 
@@ -175,7 +158,7 @@ def _listed(list_file: str, key: str) -> list[FileInfo]:
 
 def _expand_braces(pattern: str) -> list[str]:
     parts = _BRACES.split(pattern)
-    # split() gives text and contents of braces in turn.
+    # split() alternates between text and the contents of braces.
     choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
     return ["".join(choice) for choice in itertools.product(*choices)]
 
@@ -190,12 +173,11 @@ def _choices(inside: str) -> list[str]:
 
 
 def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[list[FileInfo]]:
-    """Yields the files of each name; with `literal`, names are not patterns."""
     num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names)
     listings: dict[str, dict[str, FileInfo]] = {}
     for name in names:
         folder = name.rpartition("/")[0]
-        # Thousands of names in one remote folder are one listing, not one request each.
+        # Lists a remote folder once instead of one request per name: there may be thousands.
         if is_url(name) and num_in_folder[folder] > 1:
             if folder not in listings:
                 listings[folder] = {file.path: file for file in files_in(folder)}
@@ -232,7 +214,7 @@ def _match(name: str, key: str, literal: bool) -> list[FileInfo]:
             if shows_hidden or not path.rpartition("/")[2].startswith(".")
         }
     else:
-        # A folder that may not be read is an error, not one without files.
+        # An unreadable folder is an error, not an empty one.
         options = {} if is_url(name) else {"on_error": "raise"}
         found = {
             below: entry
@@ -256,17 +238,12 @@ def _info(system: Any, like: str, entry: dict[str, Any]) -> FileInfo:
 
 
 def file_info(path: str) -> FileInfo:
-    """Returns size and tag of a file.
-
-    Raises:
-      UnreadableFile: It is missing, unreadable, or its storage fails.
-      UserError: It is a folder, or as file_system.
-    """
+    """Returns size and tag of a file; raises UnreadableFile, or UserError for a folder."""
     try:
         system, name = file_system(path)
         entry = system.info(name)
     except Exception as error:
-        # The libraries behind URLs raise errors of their own, which have no base in common.
+        # fsspec clients raise errors without a common base class.
         if _is_mistake(error) or not (is_url(path) or isinstance(error, OSError)):
             raise
         raise _unreadable(path, error) from error
@@ -276,7 +253,7 @@ def file_info(path: str) -> FileInfo:
 
 
 def file_infos(paths: Sequence[str]) -> list[FileInfo]:
-    """Returns the file_info of each, remote ones concurrently."""
+    """Returns `file_info` of each path, remote ones concurrently."""
     if not any(map(is_url, paths)):
         return [file_info(path) for path in paths]
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
@@ -284,18 +261,13 @@ def file_infos(paths: Sequence[str]) -> list[FileInfo]:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """Opens a local or remote file for reading.
-
-    Raises:
-      OSError: It cannot be opened.
-      UserError: As file_system.
-    """
+    """Opens a local or remote file for reading; raises OSError or UserError."""
     system, name = file_system(path)
     return cast(BinaryIO, system.open(name, "rb")) if is_url(path) else open(name, "rb")
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Returns whether an error already has a message; that of a bucket is a storage error, too."""
+    """Returns whether an error is a UserError but not a storage error (BucketFailure is both)."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
 
@@ -311,12 +283,12 @@ def _unreadable(path: str, error: Exception) -> UnreadableFile:
 
 
 class _Descriptor:
-    """An open file, closed with its last user."""
+    """An open file, closed with its last reference."""
 
     def __init__(self, path: str):
         self.number = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC)
 
-    # The system's function is kept: at the interpreter's end the module may be gone before us.
+    # Binds os.close early: at interpreter exit the module may already be gone.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "number"):
             close(self.number)
@@ -327,16 +299,12 @@ _lock = threading.Lock()
 
 
 def _descriptor(path: str) -> _Descriptor:
-    """Returns the open file of a path; those least recently used are closed.
-
-    Raises:
-      UnreadableFile: It cannot be opened.
-    """
+    """Returns the open file of a path from an LRU cache."""
     with _lock:
         if path in _open:
             _open.move_to_end(path)
             return _open[path]
-    # Not under the lock: storage that hangs would keep it from those who read other files.
+    # Not under the lock: storage that hangs would block readers of other files.
     try:
         opened = _Descriptor(path)
     except OSError as error:
@@ -360,17 +328,9 @@ def forget(paths: Sequence[str]) -> None:
 
 
 def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
-    """Fills arrays with bytes of files; all remote ones in a single call.
+    """Fills contiguous arrays with byte ranges of files, remote ones in one call.
 
-    Local files are read, not mapped: beyond the end of a truncated file that is an error, where a
-    map would kill the process.
-
-    Args:
-      offsets: First byte of each range.
-      into: Contiguous arrays to fill.
-
-    Raises:
-      UnreadableFile: A file is gone, may not be read, or ends before the end of a range.
+    Reads instead of mapping: past the end of a truncated file, a map would kill the process.
     """
     remote: dict[str, list[tuple[str, int, np.ndarray]]] = {}
     path, descriptor = "", None
@@ -421,7 +381,7 @@ def _cut_short(path: str, size: int, missing: int) -> UnreadableFile:
 
 
 def names_below(files: Sequence[str]) -> Iterator[str]:
-    """Yields each file's name below the folder that all of them share."""
+    """Yields each file's path relative to the deepest folder that all share."""
     if not files:
         return
     folders = [file.split("/")[:-1] for file in files]
@@ -434,7 +394,7 @@ def names_below(files: Sequence[str]) -> Iterator[str]:
 
 
 def fingerprint(files: Sequence[FileInfo], contents: list) -> str:
-    """Returns a location-independent digest of names and sizes of files, and of `contents`."""
+    """Returns a location-independent digest of file names and sizes, and of `contents`."""
     names = names_below([file.path for file in files])
     sizes = [[name, file.size] for name, file in zip(names, files, strict=True)]
     return hashlib.sha256(json.dumps([sizes, contents]).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""fsspec's file system of gs://, as etils.epath and the data pipeline ask for it."""
+"""The gs:// file system used by etils.epath and the data pipeline through fsspec."""
 
 import logging
 import os
@@ -11,44 +11,41 @@ from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
 from MaxText.storage.bucket_errors import BucketFailure
 from MaxText.storage.paths import COMMIT_MARK
 
-# Of HTTP: the others between 400 and 499 are mistakes of who asks.
+# HTTP status codes; other 4xx codes are client errors.
 _TIMEOUT, _TOO_MANY = 408, 429
-# What gcsfs says for 403, and looks for in what was raised.
-_FORBIDDEN = "Forbidden"
-# Bucket and name in an address of the JSON API.
+_FORBIDDEN = "Forbidden"  # gcsfs's message for 403, which it also looks for in exceptions
+# Bucket and object name in a URL of the JSON API.
 _ADDRESS = re.compile(r"/b/([^/]+)/o(?:/|\?name=)([^?&]+)")
 
 if "GCSFS_DEBUG" not in os.environ:
-    # It logs a traceback for each request that it gives up; whoever asked tells of it.
+    # It logs a traceback for each request it gives up; the caller reports the error anyway.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 class BucketFileSystem(GCSFileSystem):
-    """gcsfs, which tries a request again for half a minute; what it raises then is an OSError.
+    """gcsfs that retries requests for half a minute, then raises an OSError.
 
-    Listings are not kept: other processes of the run, TensorStore and other machines write to the
-    same folders. And a bucket that does not answer is never taken for one without a file: a run
-    would begin anew where its checkpoints could not be listed for a moment.
-
-    gcsfs's own choice, a class for hierarchical buckets as well, asks each bucket for its kind by
-    gRPC, for minutes where that does not answer.
+    Listings are not cached, because other processes, TensorStore and other machines write to the
+    same folders. An outage is never taken for a missing file: a run whose checkpoints cannot be
+    listed would start from scratch. gcsfs's default class also supports hierarchical buckets, but
+    asks each bucket for its type over gRPC, for minutes if that does not answer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """As gcsfs takes them."""
         kwargs.setdefault("use_listings_cache", False)
         super().__init__(*args, **kwargs)
 
     async def _expand_path(
         self, path: Any, recursive: bool = False, maxdepth: int | None = None, **_: Any
     ) -> list[str]:
-        # Names are taken to the letter: to delete `run?` must not delete run1 and run2.
+        # Takes names literally: deleting `run?` must not delete run1 and run2.
         paths = [path] if isinstance(path, str) else path
         return await super()._expand_path(paths, recursive, maxdepth, assume_literal=True)
 
     async def _rm(self, path: Any, recursive: bool = False, **options: Any) -> Any:
         if recursive and isinstance(path, str):
-            # Objects go one by one, and half a checkpoint must not count as whole meanwhile.
+            # Objects are deleted one by one; half a checkpoint must not count as complete
+            # meanwhile.
             mark = f"{path.rstrip('/')}/{COMMIT_MARK}"
             if await self._isfile(mark):
                 await super()._rm(mark)
@@ -73,10 +70,10 @@ class BucketFileSystem(GCSFileSystem):
         except OSError as error:
             if error.errno is not None or isinstance(error, FileNotFoundError | FileExistsError):
                 raise
-            # 403 of gcsfs, and the lost connections of requests.
+            # gcsfs's 403, and lost connections of requests
             raise _failure(path, args, error, str(error).startswith(_FORBIDDEN)) from error
         except Exception as error:
-            # gcsfs, aiohttp and google.auth raise errors that have no base in common.
+            # gcsfs, aiohttp and google.auth errors have no common base class.
             status = getattr(error, "code", None) or getattr(error, "status", None)
             refused = isinstance(error, ValueError) or (
                 isinstance(status, int)
@@ -93,7 +90,7 @@ def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) 
     named = f"gs://{urllib.parse.unquote(named)}"
     reason = str(error) or type(error).__name__
     if reason.startswith(_FORBIDDEN):
-        # An address, then in a line of its own what the service says.
+        # The URL, followed on its own line by the service's message.
         said = reason.partition("\n")[2].strip() or "403"
         return BucketFailure(f"{_FORBIDDEN}: {named} ({said})", may_pass=False)
     how = "refuses a request" if refused else "does not answer as it should"

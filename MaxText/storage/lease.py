@@ -1,7 +1,6 @@
-"""Lock of a run folder in a bucket: an object that its owner rewrites periodically.
+"""Lock of a run folder in a bucket: an object that its owner rewrites every few seconds.
 
-No clocks are compared. A live owner renews its lease every few seconds; a lease that does not
-change for half a minute is of a dead owner.
+Clocks are never compared; a lease unchanged for half a minute belongs to a dead owner.
 """
 
 import atexit
@@ -21,7 +20,7 @@ from MaxText.exit_codes import USER_MISTAKE
 
 
 class Lease:
-    """An attempt to own an object; released by the end of the program."""
+    """An exclusive lease on an object, released at program exit."""
 
     def __init__(
         self,
@@ -32,14 +31,7 @@ class Lease:
         expires_after: float = 30.0,
         settling: float = 2.0,
     ):
-        """Describes the lease.
-
-        Args:
-          holder: JSON values that identify the owner; needs host and process.
-          renewed_every: Seconds.
-          expires_after: Seconds without a renewal.
-          settling: Seconds after a takeover to notice a competing one.
-        """
+        """`settling` is the time in seconds to wait after a takeover for a competing one."""
         self._renewed_every, self._expires_after = renewed_every, expires_after
         self._settling = settling
         self._url, self._holder = url, holder
@@ -49,11 +41,7 @@ class Lease:
         self._storage, self._path = fsspec.core.url_to_fs(url)
 
     def acquire(self) -> None:
-        """Takes the lease, from a dead owner if need be, and keeps it.
-
-        Raises:
-          UserError: Its owner is alive.
-        """
+        """Acquires and keeps the lease, if need be from a dead owner; UserError if it is alive."""
         while not self._create():
             found = self._read()
             if found is None:
@@ -68,7 +56,6 @@ class Lease:
         atexit.register(self.release)
 
     def release(self) -> None:
-        """Releases the lease. Safe to call twice."""
         if not self._over.is_set():
             self._over.set()
             found = self._read()
@@ -76,11 +63,7 @@ class Lease:
                 self._storage.rm_file(self._path)
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """Watches a lease until it expires; returns False then.
-
-        Raises:
-          UserError: It was renewed meanwhile.
-        """
+        """Watches a lease; returns False once it expires, raises UserError if it is renewed."""
         who = described(found)
         seconds = f"{self._expires_after:g} s"
         sys.stderr.write(f"Waiting up to {seconds} for {who} to show that it lives\n")
@@ -102,7 +85,7 @@ class Lease:
             self._storage.pipe_file(self._path, self._content(), mode="create")
         except OSError:
             found = self._read()
-            # Also where the answer to the first try was lost.
+            # Also true if the response to a successful first try was lost.
             return found is not None and found.get("token") == self._token
         return True
 
@@ -115,7 +98,7 @@ class Lease:
         except FileNotFoundError:
             return None
         except ValueError:
-            return {}  # damaged: of nobody
+            return {}  # damaged: no owner
 
     def _content(self) -> bytes:
         facts = {**self._holder, "token": self._token, "renewals": self._renewals}
@@ -129,7 +112,7 @@ class Lease:
                     break
                 self._renewals += 1
                 self._write()
-            except Exception:  # storage fails for a while: the next time may do
+            except Exception:  # storage fails for a while: try again next time
                 continue
         if not self._over.is_set():
             sys.stderr.write(
@@ -149,7 +132,6 @@ def described(holder: Any) -> str:
 
 
 def _is_dead_here(holder: dict[str, Any]) -> bool:
-    """Returns whether the holder was a process of this machine that is gone."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("process"), int):
         return False
     try:

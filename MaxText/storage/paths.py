@@ -1,4 +1,4 @@
-"""Paths as users type them, local or in a bucket. Imports no jax."""
+"""Paths as users type them, local or in a bucket."""
 
 import functools
 import importlib.util
@@ -7,26 +7,19 @@ from etils import epath
 
 from MaxText.errors import UserError
 
-# Orbax writes it last into a step in a bucket; a step without it is none.
+# Orbax writes this last into a step in a bucket; a step without it is incomplete.
 COMMIT_MARK = "commit_success.txt"
 
 _PROTOCOLS = ("gs", "gcs")
 
 
 def is_bucket(path: object) -> bool:
-    """Whether a path is that of an object store: no folders, no renaming, objects appear whole."""
+    """Returns whether a path is in an object store: no folders or renames, atomic objects."""
     return "://" in str(path)
 
 
 def path_of(text: str, key: str) -> epath.Path:
-    """A local or remote path as a user typed it, with ~ written out.
-
-    Args:
-      key: the configuration key that holds it, for the message.
-
-    Raises:
-      UserError: a kind of storage that cannot be read, its package is missing, or ~NAME of nobody.
-    """
+    """Returns a local or gs:// path as typed by a user, ~ expanded; UserError names `key`."""
     if text.startswith("gs://"):
         prepare_clients(f"{key}={text}")
     elif is_bucket(text):
@@ -42,14 +35,7 @@ def path_of(text: str, key: str) -> epath.Path:
 
 
 def prepare_clients(what: str) -> None:
-    """Makes fsspec, and with it etils.epath, ask buckets through BucketFileSystem.
-
-    Args:
-      what: needs a bucket, for the message.
-
-    Raises:
-      UserError: the package for it is missing.
-    """
+    """Registers BucketFileSystem with fsspec and etils.epath; UserError without gcsfs."""
     if not _has_client():
         raise UserError(
             f"{what} needs the package gcsfs, which is not installed: pip install 'MaxText[gcs]'"

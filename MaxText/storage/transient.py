@@ -2,7 +2,7 @@
 
 import errno
 
-# Nothing is there, it may not be read, or something else is: the answer of storage that works.
+# Answers of storage that works: missing, not permitted, or of another type.
 _ANSWERS = (
     FileNotFoundError,
     NotADirectoryError,
@@ -14,17 +14,14 @@ _PERMANENT = {
     errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
     errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
 }  # fmt: skip
-# Of HTTP: the others between 400 and 499 are mistakes of who asks.
+# HTTP status codes; other 4xx codes are client errors.
 _TIMEOUT, _TOO_MANY = 408, 429
 
 
 def is_transient(error: BaseException, remote: bool) -> bool:
-    """Returns whether a failure, or its cause, may be gone at the next try.
+    """Returns whether a failure or one of its causes may be gone on retry.
 
-    Args:
-      error: A UserError is judged by its cause.
-      remote: The data may be behind a URL. Libraries there raise errors without a number, which on
-        a local disk mean damaged contents.
+    Remote clients raise OSErrors without errno, which on a local disk mean damaged contents.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -46,7 +43,7 @@ def _is_transient(error: BaseException, remote: bool) -> bool:
     module = type(error).__module__.partition(".")[0]
     if not remote or not isinstance(error, Exception) or module in ("builtins", "MaxText"):
         return False
-    # gcsfs has `code`, aiohttp `status`; google.auth says where it was not told who we are.
+    # gcsfs has `code`, aiohttp `status`; google.auth has neither if credentials are missing.
     status = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in (_TIMEOUT, _TOO_MANY)

@@ -12,13 +12,10 @@ class UnreadableFile(UserError):
 
 
 class BadRecord(UserError):
-    """A damaged record: the message names file, position and reason.
+    """A damaged record, skipped with on_bad_record=skip and otherwise fatal.
 
-    on_bad_record=skip skips it; otherwise it ends the run as any UserError does.
-
-    Attributes:
-      offset: Position of the record in the file, from 0, in `unit`s (byte, record or row).
-      is_last: All records of the file from here on are lost.
+    `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are
+    lost.
     """
 
     def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):

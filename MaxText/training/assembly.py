@@ -1,4 +1,4 @@
-"""Assembly of a train step from a configuration and devices."""
+"""Assembles a train step from a configuration and devices."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,24 +23,15 @@ from MaxText.training.state import TrainState
 
 
 class Assembled(NamedTuple):
-    """What train.py runs, and train_compile.py compiles.
+    """A train step to run or to compile, and what belongs to it."""
 
-    Attributes:
-      model: With what depends on the devices resolved.
-      initialize: key -> the state of a run that begins.
-      state: Shapes and shardings of the state.
-      step: (state, batch) -> (state, metrics), not compiled.
-      whole: Share of the parameters that are replicated.
-      choices: One line for each `auto`.
-    """
-
-    model: Model
+    model: Model  # with `auto` values resolved
     optimizer: optax.GradientTransformation
-    initialize: Callable[[Any], TrainState]
-    state: TrainState
-    step: Callable[..., Any]
-    whole: float
-    choices: Sequence[str]
+    initialize: Callable[[Any], TrainState]  # key -> fresh state
+    state: TrainState  # shapes and shardings
+    step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
+    whole: float  # share of the parameters that are replicated
+    choices: Sequence[str]  # one line for each `auto`
 
 
 def assemble(
@@ -56,7 +47,7 @@ def assemble(
       old_slots_learning_rate: Factor of their updates.
 
     Raises:
-      UserError: The mesh divides too few of the parameters, or the sequences unevenly; or a part
+      UserError: The mesh splits too few of the parameters, or the sequences unevenly; or a part
         returns a wrong shape.
     """
     platform = layout.mesh.devices.flat[0].platform
@@ -76,7 +67,7 @@ def assemble(
 
 
 def _trace(model: Model) -> None:
-    """Traces the model on one sequence, which checks the parts."""
+    """Checks the parts by tracing the model on one sequence."""
     section, shape = model.section, (1, model.section.shape.max_target_length)
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 

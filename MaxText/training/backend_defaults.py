@@ -1,4 +1,4 @@
-"""Values of `auto` on the current device. Every choice is printed and can be overridden."""
+"""Resolves `auto` for the current devices. Every choice is printed and can be overridden."""
 
 import jax.numpy as jnp
 
@@ -16,9 +16,7 @@ CPU_UNROLLED_WIDTH = 512
 def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple[Model, list[str]]:
     """Returns the section without `auto`, and one line for each choice.
 
-    Args:
-      backend: "cpu", "gpu" or "tpu".
-      layout: Where the model will run; None is one device, on which nothing can be tried.
+    A `layout` of None means one device, on which no kernel can be tried.
     """
     on_cpu = backend == "cpu"
     lines = []
@@ -84,7 +82,6 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
 
 
 def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str | None:
-    """Returns why no library kernel computes attention; None if one does."""
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
@@ -99,7 +96,7 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
 
 
 def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
-    """Returns the form of depth-wise aggregation, and why. Figures are in docs/mudd_cost.md."""
+    """Returns the form of depth-wise aggregation, and why (figures in docs/mudd_cost.md)."""
     dense = section.dense_connections
     asked, on_cpu = dense.dense_mixing, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):

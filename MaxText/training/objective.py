@@ -1,7 +1,4 @@
-"""Language-model loss, over the whole sequence or in chunks.
-
-Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks.
-"""
+"""Language-model losses, over the whole sequence or in chunks."""
 
 import functools
 from typing import NamedTuple
@@ -16,15 +13,13 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.entmax import entmax_loss
 
-# The loss that is minus a log-probability.
-IN_NATS = "lm_loss"
-# By name, [B, T] each, and log(Z) [B, T].
-Losses = tuple[dict[str, jax.Array], jax.Array | None]
+IN_NATS = "lm_loss"  # name of a loss that is a negative log-probability
+Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [B, T] each
 
 
 @jax.custom_vjp
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns -log softmax(logits)[target] and the log of the normalizer, each float32 [B, T].
+    """Returns -log softmax(logits)[target] and the log-normalizer, float32 [B, T] each.
 
     Has its own gradient, softmax(logits) - onehot(target), so that the backward pass is one sweep
     over [B, T, V]: no scatter, no one-hot array, only the logits are saved.
@@ -52,30 +47,20 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 class LossSums(NamedTuple):
-    """Sums over a batch, or over a part of one.
+    """Sums over a batch, or over a part of one."""
 
-    Attributes:
-      over_targets: Weighted; lm_loss is cross entropy in nats, z_loss is z_loss_multiplier *
-        log(Z)^2 (PaLM, section 5). To be divided by the sum of the weights.
-      over_tokens: Losses of layers, such as those of routers. To be divided by `num_tokens`.
-      correct: Weight of the targets that are the argmax, the first of several; None if not counted.
-      log_z: Weighted sum of log(Z), the log of the softmax's denominator, which grows when logits
-        drift. None for objectives without it.
-    """
-
-    over_targets: dict[str, jax.Array]
-    over_tokens: dict[str, jax.Array]
-    correct: jax.Array | None = None
-    log_z: jax.Array | None = None
+    over_targets: dict[str, jax.Array]  # weighted; to divide by the sum of the weights
+    over_tokens: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
+    correct: jax.Array | None = None  # weight of targets that are the (first) argmax, if counted
+    log_z: jax.Array | None = None  # weighted sum of log(Z), which grows when logits drift
 
     @property
     def total(self) -> jax.Array:
-        """The weighted sum over targets."""
         return sum(self.over_targets.values())  # type: ignore[return-value]
 
     @property
     def in_nats(self) -> jax.Array:
-        """Weighted negative log-probabilities; the total of an objective without them."""
+        """Sum of weighted negative log-probabilities; the total of an objective without them."""
         return self.over_targets.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
@@ -94,7 +79,7 @@ def num_tokens(batch: Batch) -> jax.Array:
 
 @register("objective", "cross_entropy")
 def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Returns cross entropy, and z_loss_multiplier * log(Z)^2."""
+    """Returns cross entropy in nats, and z_loss_multiplier * log(Z)^2 (PaLM, section 5)."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     z_losses_BT = keys.z_loss_multiplier * jnp.square(log_z_BT)
     return {IN_NATS: losses_BT, "z_loss": z_losses_BT}, log_z_BT
@@ -102,7 +87,7 @@ def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax
 
 @register("objective", "entmax")
 def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Returns the loss of alpha-entmax; alpha = 1 is softmax."""
+    """Returns the alpha-entmax loss; alpha = 1 is softmax."""
     if keys.entmax_alpha > 1:
         return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, keys.entmax_alpha)}, None
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
@@ -112,13 +97,10 @@ def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array)
 def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
     """Returns the losses of the registered objective at each target.
 
-    An objective is a function of its keys (those of the section for one without keys of its own),
-    float32 logits [B, T, V] and targets [B, T].
-
-    Returns:
-      Losses by name, float32 [B, T] each, whose sum is minimized; and log(Z) [B, T], or None. A
-        loss named
-      lm_loss is in nats per target, so that it has a perplexity.
+    An objective is a function of its keys (or the section, without keys of its own), float32 logits
+    [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
+    minimized, and log(Z) [B, T] or None. A loss named lm_loss is in nats per target, so that it has
+    a perplexity.
 
     Raises:
       UserError: The objective returned something else.
@@ -176,7 +158,7 @@ def loss_sums(
             x_BCT = x_BT.reshape(batch_size, num_chunks, length // num_chunks, *x_BT.shape[2:])
             return jnp.moveaxis(x_BCT, 1, 0)
 
-        # The backward pass computes a chunk's logits again instead of keeping all of them.
+        # The backward pass recomputes a chunk's logits instead of saving all of them.
         chunk_sums = jax.lax.map(
             lambda chunk: jax.checkpoint(sums)(*chunk),
             tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, places_BT))),

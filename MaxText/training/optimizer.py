@@ -1,4 +1,4 @@
-"""Update rules from optax, with weight decay and learning rate per parameter."""
+"""Optimizers of optax, with weight decay and learning rate per parameter."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,7 @@ from MaxText.parallelism.constraints import ParameterInfo
 
 Names = Mapping[str, ParameterInfo]
 
-# Link of the chain whose state holds what was learned of the gradients: moments and their counts.
-DIRECTION = 1
+DIRECTION = 1  # index in the chain of the rule, whose state holds moments and their counts
 
 
 def make_optimizer(
@@ -25,9 +24,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Chains clipping, the rule's direction, decoupled decay, and the learning rate.
 
-    Args:
-      parameters: Name -> facts; regular expressions are matched anywhere in the name
-        ("layers/mlp/wo/kernel").
+    Regular expressions match anywhere in a parameter's name ("layers/mlp/wo/kernel").
 
     Raises:
       UserError: trainable_parameters_mask matches no parameter.
@@ -45,8 +42,7 @@ def make_optimizer(
     multiplier_of = per_parameter(
         trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
     )
-    # Always the same number of links: their places are part of the names in a checkpoint, and
-    # DIRECTION is one of them.
+    # Always the same links: their indices (see DIRECTION) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(section),
         _direction(section, trained),
@@ -82,13 +78,10 @@ def slow_old_slots(
     old_slots: Mapping[str, int] | None,
     factor: float,
 ) -> optax.GradientTransformation:
-    """Multiplies updates of old slots, weight decay included, by `factor`.
+    """Multiplies updates of old slots, weight decay included, by `factor`; 0 freezes them.
 
-    The state is that of `optimizer`, so a checkpoint does not depend on the factor.
-
-    Args:
-      old_slots: Parameter name -> leading slots that are old; None for none.
-      factor: 0 freezes them.
+    `old_slots` maps parameter names to leading slots that are old. The state is that of
+    `optimizer`, so a checkpoint does not depend on the factor.
     """
     if factor == 1 or not old_slots:
         return optimizer
@@ -99,7 +92,7 @@ def slow_old_slots(
             return update
         axis = parameters[name].logical_axes.index("slots")
         is_old = jax.lax.broadcasted_iota(jnp.int32, update.shape, axis) < old_slots[name]
-        # Not a product with 0, which would let an update that is no number through.
+        # Not a product with 0, which would let NaN through.
         return jnp.where(is_old, jnp.zeros_like(update) if factor == 0 else factor * update, update)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -110,7 +103,6 @@ def slow_old_slots(
 
 
 def _folder(tree: Any, name: str) -> dict:
-    """Returns the dict that holds the leaf of a name like "layers/mlp/wo/kernel"."""
     for folder in name.split("/")[:-1]:
         tree = tree[folder]
     return tree
@@ -163,7 +155,6 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
 
 
 def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
-    """Returns the rule without its learning rate and decay, as a descent direction."""
     rule = lookup("optimizer", section.opt_type)
     return rule(section.parts.of(rule) or section, parameters)
 
@@ -191,14 +182,13 @@ def lion(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
 
 @register("optimizer", "sgd")
 def sgd(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
-    """Stochastic gradient descent with momentum."""
     return optax.trace(decay=section.momentum, nesterov=section.nesterov)
 
 
 @register("optimizer", "muon")
 def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
-    # A learning rate of -1 makes optax's complete rule hand over its direction unchanged.
+    # A learning rate of -1 makes optax's complete rule return its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
         beta=section.muon_beta,
@@ -211,14 +201,13 @@ def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=per_parameter(
             parameters, lambda name: _muon_dimensions(parameters[name])
         ),
-        # Updates with the size of Adam's (Liu et al. 2025, equation 4), so that one learning rate
-        # serves the matrices and what Adam trains beside them.
+        # Updates as large as Adam's, to share its learning rate (Liu et al. 2025, equation 4).
         consistent_rms=0.2,
     )
 
 
 def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransformation:
-    """m / (sqrt(v + eps_root) + eps), as BERT's and GPT-Neo's optimizers.
+    """Returns m / (sqrt(v + eps_root) + eps) as in BERT and GPT-Neo.
 
     The state is that of optax.scale_by_adam, so that a run may switch rules.
     """
@@ -239,11 +228,10 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
 
 @register("optimizer", "adafactor")
 def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
-    """Shazeer and Stern 2018, algorithm 4; the learning rate is relative to a parameter's size.
+    """Adafactor (Shazeer and Stern 2018, algorithm 4): updates relative to a parameter's size.
 
-    The schedule and decoupled decay hold as for every rule (GPT-Neo's ignores both, and takes
-    weight_decay for the decay of its second moment). The mean over updates precedes the learning
-    rate. Stacked layers count as one parameter.
+    Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
+    second moment). Momentum precedes the learning rate. Stacked layers count as one parameter.
     """
     rule = (
         optax.scale_by_factored_rms(
@@ -263,13 +251,13 @@ def _muon_dimensions(info: ParameterInfo) -> Any:
     """Returns the dimensions that form the matrix; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
-    dense connections, which like the head makes numbers with individual meanings (weights of sums).
-    In a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
+    dense connections, whose outputs have individual meanings as the head's do: in a 4-layer
+    MUDDFormer, Muon there ended at a higher validation loss.
     """
     of_coefficients = not any(info.logical_axes)
     if not info.num_in_dims or "vocab" in info.logical_axes or of_coefficients:
         return None
-    # Layers and experts are matrices each.
+    # Stacked layers and experts are separate matrices.
     first = sum(name in ("layers", "exp") for name in info.logical_axes)
     inputs = tuple(range(first, first + info.num_in_dims))
     outputs = tuple(range(first + info.num_in_dims, len(info.shape)))

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step."""
+"""Learning rate schedules."""
 
 import jax.numpy as jnp
 import optax
@@ -9,9 +9,9 @@ from MaxText.config.training_sections import Schedule
 def learning_rate_schedule(section: Schedule) -> optax.Schedule:
     """Returns warm-up from 0, the body, then 0 or the last value.
 
-    The first update has learning rate 0 if there is a warm-up, as in MaxText. A constant body
-    continues forever. The body follows the warm-up, or with `warmup_multiplies_schedule` counts
-    from step 0 and is multiplied by it, as GPT-Neo's does.
+    With a warm-up the first update has learning rate 0, as in MaxText. A constant body never ends.
+    The body follows the warm-up, or with `warmup_multiplies_schedule` starts at step 0 and is
+    multiplied by it, as in GPT-Neo.
     """
     peak = section.learning_rate
     total, warmup = section.learning_rate_schedule_steps, section.num_warmup_steps
@@ -23,13 +23,11 @@ def learning_rate_schedule(section: Schedule) -> optax.Schedule:
         if warmup == 0:
             return body
         return lambda step: body(step) * jnp.minimum(step / warmup, 1.0)
-    # (schedule, length) in order.
     pieces = [(warm_up, warmup), *_body(section, total - warmup)]
     return _ending(section, pieces, total)
 
 
 def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
-    """Returns the pieces from the peak to the last value in `length` steps, with their lengths."""
     peak, fraction = section.learning_rate, section.learning_rate_final_fraction
     final = peak * fraction
     if section.lr_schedule_type == "wsd":
@@ -48,15 +46,12 @@ def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
 def _ending(
     section: Schedule, pieces: list[tuple[optax.Schedule, int]], total: int
 ) -> optax.Schedule:
-    """The pieces one after another, and what follows step `total`."""
     boundaries, schedules, end = [], [], 0
     for schedule, length in pieces:
         schedules.append(schedule)
         end += length
         boundaries.append(end)
     if section.learning_rate_after_schedule == "final":
-        # Every body stays at its last value.
-        return optax.join_schedules(schedules, boundaries[:-1])
-    # The value at `total` is the body's last one; zero starts at the step after it.
-    boundaries[-1] = total + 1
+        return optax.join_schedules(schedules, boundaries[:-1])  # bodies stay at their last value
+    boundaries[-1] = total + 1  # step `total` still has the body's last value
     return optax.join_schedules([*schedules, optax.constant_schedule(0.0)], boundaries)

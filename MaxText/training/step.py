@@ -1,7 +1,4 @@
-"""The pure functions that are compiled: one train step, one evaluation step.
-
-Legend: B sequences of a global batch, A microbatches of it.
-"""
+"""The pure functions to compile: initialization, train step, evaluation step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +24,7 @@ _NO_GUARD = Guard(skip_step_on_spikes=False)
 def make_initialize(
     model: Model, optimizer: optax.GradientTransformation, guard: Guard = _NO_GUARD
 ) -> Callable[[jax.Array], TrainState]:
-    """A pure function from a random key to a fresh state."""
+    """Returns a pure function from a random key to a fresh state."""
 
     def initialize(key: jax.Array) -> TrainState:
         params = model.initialize(key)
@@ -52,21 +49,20 @@ def make_train_step(
     repeat_update: bool = True,
     fetches_moments: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The train step as a pure function of state and batch.
+    """Returns the train step, a pure function of state and batch.
 
-    Losses are means over the targets of the whole global batch, so that the number of
-    microbatches changes memory, but for rounding and for which numbers dropout draws.
+    Losses are means over the targets of the whole global batch, so microbatches change only memory,
+    rounding and dropout.
 
     Args:
-      num_microbatches: parts of the batch whose gradients are summed one after another.
-      dropout_seed: of the random keys; unused when every dropout rate is 0.
-      guard: which updates are left out; the state's guard must have been made of the same.
-      repeat_update: with a guard, whether TPUs make updates once more when they are known to be
-        sound. That spares the memory and traffic of new numbers beside the old ones (docs/plan.md),
-        and costs the operations of the rule, which are few but for muon. CPUs copy what passes a
-        barrier, so that nothing is spared there. No effect on the result.
-      fetches_moments: whether the optimizer's state lies in the host's memory. It comes back on the
-        device; where it goes is what the step is compiled for (Layout.compile_step).
+      num_microbatches: Parts of the batch whose gradients are accumulated one after another.
+      guard: Must be the guard that the state was made with.
+      repeat_update: With a guard, whether TPUs compute updates again once they are accepted. That
+        spares the memory and traffic of new values next to the old ones (docs/plan.md), for the
+        FLOPs of the rule, few except for muon. CPUs copy what passes a barrier, so that nothing
+        is spared there. No effect on the result.
+      fetches_moments: Whether the optimizer state is in host memory. The step returns it on the
+        device; Layout.compile_step decides where it goes.
     """
     objective = model.section.objective
 
@@ -100,13 +96,13 @@ def make_train_step(
         if model.section.is_random:
             dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         total_weight = jnp.sum(batch.weights_BT)
-        # A batch of padding only has loss 0 and no gradient.
+        # A batch of only padding has loss 0 and no gradient.
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
         means, watched, gradients = compute(state.params, batch, totals, dropout_key)
         params, opt_state = state.params, state.opt_state
         if fetches_moments:
-            # Not before the gradients are there, when activations have left the device.
+            # Fetched once gradients exist and activations have left the device.
             gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
             opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
         loss = jnp.asarray(sum(means.values()))
@@ -123,7 +119,7 @@ def make_train_step(
             )
             is_sound = verdict.is_sound
             if repeat_update and platform() == "tpu":
-                # Made behind the verdict, new numbers are written where the old ones are.
+                # Computed after the decision, new values overwrite the old ones in place.
                 gradients, opt_state, params, is_sound = jax.lax.optimization_barrier(
                     (gradients, opt_state, params, is_sound)
                 )
@@ -146,11 +142,7 @@ def make_train_step(
 def train_step_of(
     config: Config, model: Model, optimizer: optax.GradientTransformation, schedule: optax.Schedule
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """make_train_step as a configuration asks for it.
-
-    Args:
-      model: of the configuration, with backend defaults resolved.
-    """
+    """Returns the configured train step; `model` has backend defaults resolved."""
     return make_train_step(
         model,
         optimizer,
@@ -164,7 +156,7 @@ def train_step_of(
 
 
 def _choose(take_new: jax.Array, new: Any, old: Any) -> Any:
-    """Either of two trees. Schedules go on in any case: they count steps, as the data do."""
+    """Selects a tree, except for schedules: they count steps, like the data, and always advance."""
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
@@ -178,11 +170,7 @@ def _choose(take_new: jax.Array, new: Any, old: Any) -> Any:
 def make_eval_step(
     model: Model, *, count_correct: bool = False
 ) -> Callable[[dict, Batch], Metrics]:
-    """Sums of loss and weight over one batch, to be added up over a split.
-
-    Args:
-      count_correct: `correct` as well, the weight of the targets that are the likeliest id.
-    """
+    """Returns a step that sums loss and weight over a batch, and optionally correct argmaxes."""
 
     def eval_step(params, batch: Batch) -> Metrics:
         module, objective = model.merge(params), model.section.objective

@@ -1,7 +1,7 @@
-"""fattorib/transformer: its PyTorch state dict, and the names of its Flax tree.
+"""fattorib/transformer: its PyTorch state dict and its Flax tree.
 
-Its PyTorch program has LayerNorm epsilon 1e-5 and exact gelu; the JAX program that trains has 1e-6
-and tanh. The weights are from the JAX program, so config.json says that.
+The PyTorch program uses LayerNorm epsilon 1e-5 and exact gelu; the JAX program that trains uses
+1e-6 and tanh. The weights come from the JAX program, so config.json says so.
 """
 
 from MaxText.conversion.family import (

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019). Its projections are stored as [inputs, outputs]."""
+"""GPT-2 (Radford et al. 2019). Projections are stored as [inputs, outputs]."""
 
 from MaxText.conversion.family import (
     BOOLEANS,
@@ -24,7 +24,7 @@ ACTIVATIONS = (
     ("silu", ("silu",)),
 )
 
-# Of GPT-Neo as well.
+# Shared with GPT-Neo.
 AROUND_LAYERS = (
     row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
     row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
@@ -63,7 +63,7 @@ GPT2 = Family(
         only("scale_attn_weights", True),
         only("scale_attn_by_inverse_layer_idx", False),
         only("add_cross_attention", False),
-        # Only the order of a scaling and a conversion to float32, which we always have.
+        # Affects only the order of scaling and conversion to float32, which is always done here.
         only("reorder_and_upcast_attn", False, True),
     ),
     rows=(

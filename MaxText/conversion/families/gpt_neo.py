@@ -1,4 +1,4 @@
-"""GPT-Neo (Black et al. 2021): separate queries without a scale, and layers with windows."""
+"""GPT-Neo (Black et al. 2021): unscaled queries and local attention layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _HERE = "layers/self_attention/"
 
 
 def _kinds(types: Any) -> list[str] | None:
-    """Expands [[[global, local], 2]]; None if it is not such a list."""
+    """Expands [[[global, local], 2]]; returns None for anything else."""
     try:
         kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
         return kinds if set(kinds) <= {"global", "local"} else None
@@ -43,7 +43,7 @@ def _write_types(values: Mapping[str, Any]) -> Any:
 
 
 def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
-    """Returns the expanded list, which transformers writes next to attention_types."""
+    """Checks the expanded list that transformers writes next to attention_types."""
     types = config["attention_types"]
     return _read_types(types, config) if value == _kinds(types) else REQUIRED
 
@@ -54,7 +54,7 @@ def _write_layers(values: Mapping[str, Any]) -> Any:
 
 
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
-    """Returns the window if no layer has one, which our keys refuse."""
+    """Returns the window if no layer is local: our keys refuse an unused window."""
     has_local = "local" in (_kinds(config["attention_types"]) or ())
     return REQUIRED if has_local else config["window_size"]
 

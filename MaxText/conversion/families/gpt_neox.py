@@ -1,6 +1,6 @@
 """GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023).
 
-Rows of the fused projection are grouped by head: head, then query, key, value.
+The fused projection is grouped by head: head, then query, key, value.
 """
 
 from MaxText.conversion.families.llama import ROTARY_SCALING

@@ -1,4 +1,4 @@
-"""The families that have a table, and those that are refused for a reason worth saying."""
+"""Supported families, and known unsupported ones with the reason."""
 
 from MaxText.conversion.families.fattorib import FATTORIB
 from MaxText.conversion.families.gpt2 import GPT2
@@ -9,7 +9,7 @@ from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 
-# In the order in which an export without `family=` tries them.
+# An export without `family=` tries them in this order.
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -29,7 +29,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-# model_type -> what our parts lack.
+# model_type -> missing part.
 WITHOUT_PARTS = {
     "gemma2": "it has norms after its parts as well, and alternating windows",
     "gemma3_text": "it has norms after its parts as well, and alternating windows",

@@ -1,12 +1,10 @@
 """Llama (Touvron et al. 2023; Grattafiori et al. 2024) and its descendants.
 
-Mistral (Jiang et al. 2023) has, in the first version, a sliding window. Mixtral (Jiang et al. 2024)
-has experts, named as in the published files, which transformers 5 still writes and reads. Qwen2
-(Yang et al. 2024) has biases on query, key and value, Qwen3 (2025) norms of q and k. Gemma 1 (Gemma
-Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, embeddings by sqrt(hidden_size), the
-gate uses tanh GELU, and the head is tied.
-
-Rotary dimensions pair by halves, as here.
+Mistral's (Jiang et al. 2023) first version has a sliding window. Mixtral (Jiang et al. 2024) has
+experts, named as in the published files, which transformers 5 still reads and writes. Qwen2 (Yang
+et al. 2024) has query, key and value biases, Qwen3 (2025) query and key norms. In Gemma 1 (Gemma
+Team 2024, arXiv 2403.08295) norms multiply by 1 + weight and embeddings by sqrt(hidden_size), the
+gate uses tanh GELU, and the head is tied. Rotary dimensions pair by halves, as here.
 """
 
 import dataclasses
@@ -35,9 +33,8 @@ _EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
 _PLAIN_YARN = "Sine and cosine are multiplied by 0.1 ln(factor) + 1 here, from factor alone."
 _ROPE_TYPES = (("default",) * 2, ("llama3", "llama3.1"), ("linear",) * 2, ("yarn",) * 2)
 
-# `rope_scaling` of config.json: how rotary frequencies are changed for longer texts. Newer versions
-# of transformers write the same object as `rope_parameters`, with rope_theta in it. It stands after
-# the setting of the length, which is a default here.
+# `rope_scaling` of config.json. Newer versions of transformers write it as `rope_parameters`,
+# including rope_theta. Must follow the length setting, which is a default here.
 ROTARY_SCALING: tuple[Setting, ...] = (
     same("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
     same("rope_scaling.factor", "rope_factor"),
@@ -56,7 +53,7 @@ ROTARY_SCALING: tuple[Setting, ...] = (
     only("rope_scaling.truncate", True, remedy="The transition begins and ends at whole pairs."),
 )
 
-# Our gated feed-forward is activation(wi_0 x) * wi_1 x, gate first.
+# The gated feed-forward here is activation(wi_0 x) * wi_1 x, gate first.
 _ACTIVATIONS = (
     ("silu", ("silu", "linear")),
     ("swish", ("swish", "linear")),
@@ -67,7 +64,7 @@ _ACTIVATIONS = (
 )
 _ACTIVATIONS_OF_GEMMA = (
     ("gelu_pytorch_tanh", ("gelu", "linear")),
-    # The first files say "gelu" and mean its tanh form, as transformers knows.
+    # The first published files say "gelu" but mean tanh GELU; transformers knows this.
     ("gelu", ("gelu", "linear")),
     ("gelu_new", ("gelu", "linear")),
     ("silu", ("silu", "linear")),
@@ -147,10 +144,7 @@ def _descendant(
 ) -> Family:
     """Returns a family that differs from Llama.
 
-    Args:
-      own: Values of our keys that differ from Llama's.
-      settings: Added, or in place of Llama's of the same name.
-      without: Llama's settings that it does not have.
+    `own` and `settings` add to or replace Llama's; `without` names Llama settings it lacks.
     """
     others = {setting.name: setting for setting in settings}
     names = {setting.name for setting in LLAMA.settings}
@@ -166,25 +160,24 @@ def _descendant(
     )
 
 
-# A window of all layers, as Mistral and Mixtral have it: ours are layers of kind local.
-_WINDOW = "sliding_window"
+_WINDOW = "sliding_window"  # of all layers in Mistral and Mixtral; local layers here
 
 
 def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
-    """Returns attention types: all global if no text is longer than the window."""
+    """Returns attention types: all global if no text exceeds the window."""
     if value is None:
         return ()
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return REQUIRED
     length = config.get(TEXTS, config["max_position_embeddings"])
-    # A length that is no number is named as such elsewhere.
+    # An invalid length is reported elsewhere.
     if isinstance(length, int | float) and value >= length:
         return ()
     return ((("local",), config.get("num_hidden_layers")),)
 
 
 def _unused_window(config: Mapping[str, Any]) -> Any:
-    """Returns the window if no layer has one, which our keys refuse."""
+    """Returns the window if no layer is local: our keys refuse an unused window."""
     return REQUIRED if _read_window(config[_WINDOW], config) else config[_WINDOW]
 
 
@@ -195,7 +188,7 @@ def _write_window(values: Mapping[str, Any]) -> Any:
 
 
 def _window(default: int | None) -> tuple[Setting, ...]:
-    """Returns the two settings, which depend on the length and the number of layers."""
+    """Returns the two window settings, which depend on length and layer count."""
     return (
         Setting(
             (_WINDOW,),

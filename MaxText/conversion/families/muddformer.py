@@ -1,6 +1,6 @@
 """MUDDFormer and MUDDPythia (Xiao et al. 2025, arXiv 2502.12170) as released.
 
-The aggregation after layer i, counted from 0, is dense_bs.i and dynamic_dense.i there and
+The aggregation after layer i, from 0, is dense_bs.i and dynamic_dense.i there and
 connections/after/{i + 1} here. The first layer has one norm for queries, keys and values, which all
 read the embedding; later layers have three. Rotary dimensions pair by halves, as here.
 """
@@ -100,19 +100,18 @@ _OWN_NORMS = "Queries, keys and values that read different sums have norms of th
 
 
 def _multiple_of(config: Mapping[str, Any]) -> int:
-    """Returns two thirds of four times the width, rounded up to a multiple of 256."""
+    """Returns 8/3 of the width, rounded up to a multiple of 256."""
     return -(-int(2 * 4 * config["dim"] / 3) // 256) * 256
 
 
 def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
-    """Returns the settings of both families."""
     return (
         same("vocab_size", "vocab_size"),
         same("block_size", "max_target_length", default=2048),
         same("dim", "base_emb_dim"),
         same("n_layer", "base_num_decoder_layers"),
         same("n_head", "base_num_query_heads"),
-        # Keys and values are never repeated for several heads.
+        # The family has no grouped-query attention.
         derived("n_local_heads", "base_num_kv_heads", like("n_head"), unset=-1),
         derived("head_dim", "head_dim", ratio("dim", "n_head")),
         same("intermediate_size", "base_mlp_dim", default=width),
@@ -121,13 +120,13 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
         same("use_qk_norm", "use_qk_norm", default=False, values=BOOLEANS),
         stated("dense", True, default=True, remedy=_NO_SUMS),
         stated("dynamic_dense", True, default=True, remedy=_ALL_SUMS),
-        # An older version of their program calls the residual stream m.
+        # An older version of the program calls the residual stream m.
         stated("dense_type", "qkvr", "qkvm", default="qkvr", remedy=_ALL_SUMS),
         stated("sepln", True, default=True, remedy=_OWN_NORMS),
         same("expand_last", "dense_last_expand", expands, ((True, 4), (False, 1))),
         same("round64", "dense_hidden_rounding", expands, ((True, "reference"), (False, "none"))),
         stated("tie_word_embeddings", False, default=False),
-        # Only how sums are computed.
+        # Affects only how aggregations are computed.
         stated("stack_hidden", False, True, default=False),
     )
 

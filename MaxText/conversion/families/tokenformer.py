@@ -1,8 +1,8 @@
 """TokenFormer (Wang et al. 2024, arXiv 2410.23168) as its PyTorch program stores it.
 
-The published models of the Pile, TokenFormer-150M to 1.5B. The program numbers the parts of a
-pipeline: 0 is the token table, 1 and the one after the layers reshape, then comes the final norm.
-Norms in layers have no parameters, and the head is tied. Key slots are rows there and columns here.
+Covers the published Pile models, TokenFormer-150M to 1.5B. Tensors are numbered by pipeline module:
+0 is the embedding, 1 and the one after the layers reshape, then comes the final norm. Layer norms
+have no parameters, and the head is tied. Key slots are rows there and columns here.
 """
 
 from MaxText.conversion.family import (
@@ -23,7 +23,7 @@ _LAYER = "sequential.{layer+2}."
 
 
 def _slots(theirs: str, ours: str, letter: str) -> tuple[Row, ...]:
-    """Returns rows of key and value slots; `letter` is their number."""
+    """Returns rows of key and value slots; `letter` is their layout letter."""
     return (
         row(f"{_LAYER}{theirs}.key_param_tokens", f"layers/{ours}/keys/kernel",
             f"{letter} D", f"D {letter}"),
@@ -55,7 +55,7 @@ TOKENFORMER = Family(
         "normalization_bias": True,
         "gelu_approximate": False,
         "score_norm_epsilon": 0.0,
-        # Scores are multiplied by the root of the number of slots, whatever it is.
+        # Scores are always multiplied by the square root of the number of slots.
         "zoom_dim": 0.0,
         "qkv_zoom_dim": -1.0,
         "proj_zoom_dim": -1.0,
@@ -72,7 +72,7 @@ TOKENFORMER = Family(
         "logits_via_embedding": True,
     },
     settings=(
-        # The published files do not say it: GPT-NeoX-20B's tokenizer, up to a multiple of 128.
+        # Missing in the published files: GPT-NeoX-20B's tokenizer, padded to a multiple of 128.
         same("vocab_size padded_vocab_size", "vocab_size", default=50_304),
         same("num_layers", "base_num_decoder_layers"),
         same("hidden_size", "base_emb_dim"),

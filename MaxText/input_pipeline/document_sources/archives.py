@@ -1,7 +1,7 @@
-"""Documents of streams: text, rows and archives, also nested.
+"""Reads documents from streams of text, rows and archives, including nested ones.
 
-Members are read straight out of the archive: nothing is written to disk, and no name of a member
-becomes a path.
+Members are streamed from the archive: nothing is written to disk, and member names never become
+paths.
 """
 
 import io
@@ -30,12 +30,11 @@ from MaxText.input_pipeline.document_sources.json_rows import LONGEST_ROW, json_
 from MaxText.input_pipeline.document_sources.plain_text import text_pieces
 from MaxText.input_pipeline.formats.tar_archive import scan_members
 
-# OpenWebText has archives in an archive; deeper ones are no corpus.
+# OpenWebText nests archives once; deeper nesting is no corpus.
 _DEEPEST = 4
 _COUNT_BYTES = 16
 _PIECE_BYTES = 2**24
-# Of what is read as a whole and may be compressed: a length of damage, or an archive in an archive.
-_LARGEST_WHOLE = 2**28
+_LARGEST_WHOLE = 2**28  # limit for data read as a whole: corrupt lengths and nested archives
 
 
 Members = Iterator[tuple[str, BinaryIO]]
@@ -49,20 +48,10 @@ def stream_texts(
     skipped: Skipped,
     depth: int = 0,
 ) -> Iterator[tuple[int, str]]:
-    """Reads the documents of a whole stream.
+    """Yields (number, text) of each document of a stream, numbered across archive members.
 
-    Args:
-      file_format: Any layout that is read front to back, or zip.
-      place: The file and the enclosing members of archives, for messages.
-      text_field: Field of a row that holds the text.
-      skipped: Counts skipped members of archives, by reason.
-      depth: Archives around this stream.
-
-    Yields:
-      Number and text of each document; in an archive numbers run through all its members.
-
-    Raises:
-      UserError: It cannot be read.
+    `file_format` must be streamable, or zip; `place` names the file and enclosing members in
+    messages; `depth` counts enclosing archives. Raises UserError if it cannot be read.
     """
     layout, compression = file_format
     with read_errors_as_user_error(place):
@@ -102,7 +91,7 @@ def _member_texts(
         if depth == _DEEPEST:
             raise UserError(f"{member_place} lies in more than {_DEEPEST} archives. Unpack some.")
         if is_zip:
-            # Its list of members is at its end.
+            # The list of members is at the end of a zip.
             with read_errors_as_user_error(member_place):
                 inner = contents.read(_LARGEST_WHOLE + 1)
             if len(inner) > _LARGEST_WHOLE:
@@ -117,7 +106,6 @@ def _member_texts(
 
 
 def _tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
-    """Yields name and contents of the visible files of a tar archive."""
     for member, contents in scan_members(file, place):
         if contents is not None and not _is_hidden(member.name, skipped):
             yield member.name, contents
@@ -126,14 +114,13 @@ def _tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
 
 
 def _zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
-    """Yields name and contents of the visible files of a zip archive, in its order."""
     with _opened_zip(file) as archive:
         for member in archive.infolist():
             if member.is_dir() or _is_hidden(member.filename, skipped):
                 continue
             try:
                 if member.compress_type == zipfile.ZIP_BZIP2:
-                    # Decompressed without bound: 4 KB may become 5 GB.
+                    # zipfile decompresses bzip2 without bound: 4 KB may become 5 GB.
                     raise ValueError("it is compressed by bzip2")
                 contents = archive.open(member)
             except (RuntimeError, NotImplementedError, ValueError, struct.error) as error:
@@ -148,7 +135,7 @@ def _zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
 def _opened_zip(file: BinaryIO) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(file)
-    # Of a damaged list of members zipfile tells more kinds of errors than its own.
+    # A damaged list of members raises more than zipfile's own errors.
     except (NotImplementedError, ValueError, OverflowError, struct.error) as error:
         raise zipfile.BadZipFile(f"its list of members is damaged: {error}") from error
 
@@ -201,7 +188,7 @@ def _counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, s
 
 
 def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
-    """Reads `length` bytes or the rest, in blocks: a damaged length must not allocate memory."""
+    """Reads `length` bytes or the rest in chunks, so that a corrupt length allocates no memory."""
     if length <= _PIECE_BYTES:
         return file.read(length)
     pieces = []

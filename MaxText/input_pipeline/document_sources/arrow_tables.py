@@ -1,4 +1,4 @@
-"""Columns of parquet and Arrow files, in batches of rows."""
+"""Reads columns of parquet and Arrow files in batches of rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +17,15 @@ from MaxText.input_pipeline.document_sources.json_rows import (
 )
 from MaxText.storage.file_access import is_url, local_path
 
-# Rows of parquet that are decoded at once.
-_BATCH_ROWS = 256
+_BATCH_ROWS = 256  # parquet rows decoded at a time
 
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 
 
 def partition_range(start: int, stop: int | None, size: int, count: int) -> range:
-    """Returns which of `count` equal parts of a file begin in its bytes [start, stop).
+    """Returns which of `count` equal parts of a file start in its bytes [start, stop).
 
-    Ranges that cover the file without overlap give each part once.
+    Ranges that partition the file give each part exactly once.
     """
     first = -(-start * count // size) if start else 0
     return range(first, count if stop is None else -(-stop * count // size))
@@ -40,25 +39,20 @@ class Table(Protocol):
     def batches(
         self, columns: list[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """Reads the rows of bytes [start, stop) of the file.
+        """Reads the rows in bytes [start, stop) of the file.
 
-        Yields:
-          Number of the first row in the file and a pyarrow.RecordBatch of at least `columns`.
+        Yields (number of the first row in the file, pyarrow.RecordBatch of at least `columns`).
         """
         ...
 
 
 @contextmanager
 def open_table(path: str, size: int | None = None) -> Iterator[Table]:
-    """Opens a parquet file, an Arrow file, or an Arrow stream as the `datasets` library writes.
+    """Opens a parquet file, an Arrow file, or an Arrow stream as written by `datasets`.
 
-    Args:
-      path: Local path or URL; the first bytes tell which it is.
-      size: Listed size of the file, to notice changes.
-
-    Raises:
-      OSError: It is damaged or unreadable; replaces whatever pyarrow raises inside.
-      UserError: It has changed, or pyarrow is not installed.
+    The first bytes determine the format; `size` is the listed size, to detect changes. Errors of
+    pyarrow, even inside the context, become OSError. Raises UserError if the file has changed, or
+    pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -74,14 +68,14 @@ def open_table(path: str, size: int | None = None) -> Iterator[Table]:
             if magic.startswith(b"PAR1"):
                 yield _Parquet(pyarrow, file, size or 0)
                 return
-            # Through a map of the file, batches that are passed over are not read.
+            # With a memory map, skipped batches are not read.
             name = local_path(path)
             with (
                 pyarrow.PythonFile(file, mode="r") if is_url(path) else pyarrow.memory_map(name)
             ) as source:
                 arrow_type = _ArrowFile if magic == b"ARROW1" else _ArrowStream
                 yield arrow_type(pyarrow, source, size or 0)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # or a name that is no UTF-8
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # or a name that is not UTF-8
         raise OSError(str(error).split("\n")[0]) from error
 
 
@@ -130,7 +124,7 @@ class _ArrowStream:
         self, columns: list[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, Any]]:
         self._source.seek(0)
-        # Other columns may be compressed, or large.
+        # Skip other columns, which may be compressed or large.
         included = [self.schema.get_field_index(name) for name in columns]
         options = self._ipc.IpcReadOptions(included_fields=included)
         reader = self._ipc.open_stream(self._source, options=options)
@@ -149,16 +143,10 @@ class _ArrowStream:
 def table_texts(
     path: str, text_field: str, start: int = 0, stop: int | None = None, size: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Reads the text of the rows of bytes [start, stop).
+    """Yields (row number in the file, text or "" for null) for the rows in bytes [start, stop).
 
-    Args:
-      text_field: Column of strings, of UTF-8 bytes, or of lists of strings (paragraphs).
-
-    Yields:
-      Row number in the file and text, "" for null.
-
-    Raises:
-      UserError: Damaged, no such column, or pyarrow is not installed.
+    `text_field` is a column of strings, UTF-8 bytes, or lists of strings (paragraphs). Raises
+    UserError if the file is damaged, has no such column, or pyarrow is not installed.
     """
     with read_errors_as_user_error(path), open_table(path, size) as table:
         _check_text_column(table.schema, path, text_field)
@@ -209,10 +197,10 @@ def _column_texts(batch: Any, path: str, text_field: str, first_row: int) -> Ite
 
 
 def _check_offsets(column: Any) -> None:
-    """Validates offsets, which would be followed blindly: Arrow files have no checksums."""
+    """Validates offsets before use: Arrow files have no checksums."""
     try:
         column.validate(full=True)
     except ValueError as error:  # pyarrow.ArrowInvalid
-        # Strings that are not UTF-8 are named when they are decoded.
+        # Decoding reports non-UTF-8 strings with their row.
         if "UTF8" not in str(error):
             raise

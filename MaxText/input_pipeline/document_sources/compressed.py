@@ -1,4 +1,4 @@
-"""Local, remote and compressed files, opened with errors that name the file."""
+"""Opens local, remote and compressed files, with errors that name the file."""
 
 import bz2
 import functools
@@ -27,10 +27,9 @@ else:
 _BUFFER_BYTES = 2**18
 
 _PIECE_BYTES = 2**14
-# `zstd --long=31` is the widest there is, and what large published dumps are made with.
+# Large published dumps use the maximum, `zstd --long=31`.
 _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
-# What the header of an xz file may make its reader ask for; xz -9 takes 65 MB.
-_XZ_MEMORY_BYTES = 2**30
+_XZ_MEMORY_BYTES = 2**30  # memory limit for xz headers; xz -9 takes 65 MB
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "zst": functools.partial(zstd.ZstdDecompressor, options=_ZSTD_OPTIONS),
     "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
@@ -44,7 +43,7 @@ READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
 
 
 def describe_error(error: Exception) -> str:
-    """Returns text for one of READ_ERRORS, to follow the name of the file."""
+    """Returns text for one of READ_ERRORS, to follow the file name in a message."""
     if isinstance(error, _COMPRESSION_ERRORS):
         return f"is not a whole compressed file: {error}"
     if isinstance(error, _ARCHIVE_ERRORS):
@@ -68,15 +67,7 @@ def read_errors_as_user_error(place: str) -> Iterator[None]:
 
 
 def decode(data: bytes, place: str, offset: int | None = None) -> str:
-    """Decodes UTF-8.
-
-    Args:
-      place: The file or row, for the message.
-      offset: Of `data` in the file, if known.
-
-    Raises:
-      UserError: It is not UTF-8; names the first wrong byte.
-    """
+    """Decodes UTF-8; raises UserError naming `place` and the first wrong byte."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -90,15 +81,7 @@ def decode(data: bytes, place: str, offset: int | None = None) -> str:
 
 
 def open_bytes(path: str, size: int | None = None) -> BinaryIO:
-    """Opens a seekable file, local or a URL, for reading.
-
-    Args:
-      size: Listed size of a local file, to notice changes.
-
-    Raises:
-      UserError: Its size has changed.
-      OSError: It cannot be opened.
-    """
+    """Opens a seekable file or URL. Raises UserError if a local file's size is not `size`."""
     if is_url(path):
         return open_stream(path)
     file = open(local_path(path), "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - the caller closes
@@ -114,11 +97,7 @@ def open_bytes(path: str, size: int | None = None) -> BinaryIO:
 
 @contextmanager
 def local_file(path: str) -> Iterator[str]:
-    """Yields a local path of a file, a temporary copy for a URL.
-
-    Raises:
-      OSError: It cannot be read, or the copy not be written.
-    """
+    """Yields a local path of a file; a temporary copy for a URL."""
     if not is_url(path):
         yield local_path(path)
         return
@@ -130,15 +109,10 @@ def local_file(path: str) -> Iterator[str]:
 
 
 def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
-    """Returns the contents of a stream, with `peek`; all frames of a compressed one.
+    """Returns a reader of all frames of a stream; `file` stays open when it is closed.
 
-    Args:
-      file: Stays open when the stream of a compressed one is closed.
-      compression: "gz", "zst", "xz", "bz2", or "" for none.
-
-    Raises:
-      EOFError: There is not a single byte of compressed data; or, from reading, the file ends
-        early.
+    Compression is "gz", "zst", "xz", "bz2" or "". Raises EOFError for empty compressed data, and on
+    reading if the file is truncated.
     """
     if not hasattr(file, "peek"):
         file = io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES)
@@ -155,13 +129,12 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
 
 
 class _Frames(io.RawIOBase):
-    """Decompresses consecutive zstd frames, xz or bz2 streams, to the last one.
+    """Decompresses all concatenated zstd frames, or xz or bz2 streams.
 
-    lzma.open and bz2.open take damage between two streams for the end.
+    lzma.open and bz2.open would treat damage between two streams as the end.
     """
 
     def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
-        """Reads `file` with a decompressor from `begin` for each frame."""
         self._file = file
         self._begin = begin
         self._frame: Any = None
@@ -173,7 +146,7 @@ class _Frames(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         while True:
             piece, self._unused = self._unused, b""
-            # A decompressor that has filled the buffer goes on without being given more.
+            # A decompressor that filled the buffer continues without more input.
             if not piece and (self._frame is None or self._frame.needs_input):
                 piece = self._file.read(_PIECE_BYTES)
                 if not piece and self._frame is not None:
@@ -181,7 +154,7 @@ class _Frames(io.RawIOBase):
                 if not piece:
                     return 0
             if self._frame is None:
-                # xz files may have zeros between streams; no frame of any kind begins with one.
+                # xz allows zero padding between streams; no frame of any kind starts with one.
                 piece = piece.lstrip(b"\0")
                 if not piece:
                     continue

@@ -1,4 +1,4 @@
-"""The text that `prepare_source` names, in shards that are read independently."""
+"""The corpus that `prepare_source` names, divided into independent shards."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from MaxText.input_pipeline.document_sources.source_files import (
 )
 from MaxText.storage import file_access
 
-# Words that the name of a file or of one of its folders may begin with.
+# Prefixes of file and folder names.
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
@@ -24,19 +24,12 @@ _SPLIT_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """All text of `prepare_source`.
+    """All text of `prepare_source`."""
 
-    Attributes:
-      description: Without paths of this machine.
-      shards: In order; their documents in order are the documents of the corpus.
-      splits: For each shard the split of the source ("train", "validation" or "test"); empty if the
-        source has no splits.
-    """
-
-    description: str
+    description: str  # without machine-specific paths
     num_files: int
-    shards: tuple[Shard, ...]
-    splits: tuple[str, ...] = ()
+    shards: tuple[Shard, ...]  # in document order
+    splits: tuple[str, ...] = ()  # one per shard; empty if the source has none
 
 
 def open_corpus(
@@ -46,19 +39,13 @@ def open_corpus(
     *,
     max_bad_records: int = 0,
 ) -> Corpus:
-    """Finds the files that `prepare_source` names; reads none.
+    """Finds the files of `prepare_source` without reading them.
 
-    Args:
-      prepare_source: Files, folders, patterns, URLs or `python_stdlib`, comma separated.
-      text_field: Field of a row or record that holds the text.
-      shard_bytes: Maximum bytes on disk of a shard, except for a file that cannot be split.
-      max_bad_records: Malformed rows and unreadable files that are skipped.
-
-    Raises:
-      UserError: Nothing is named, or a name stands for no readable file.
+    A shard has at most `shard_bytes` on disk, unless it is a file that cannot be split. Raises
+    UserError without entries, or for one that matches no readable file.
     """
     entries = split_entries(prepare_source)
-    found: dict[str, SourceFile] = {}  # none twice
+    found: dict[str, SourceFile] = {}  # without duplicates
     for file in (file for entry in entries for file in resolve_files(entry)):
         is_local = not file_access.is_url(file.path)
         found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
@@ -88,7 +75,7 @@ def _splits(files: list[SourceFile]) -> list[str]:
 
 
 def _split_of(name: str) -> str | None:
-    """Returns the split that a file's or its folder's name begins with, or None."""
+    """Returns the split that a file or folder name starts with, or None."""
     for part in name.lower().split("/"):
         split = _SPLIT_NAMES.get(re.split(r"[-_.]", part)[0])
         if split:

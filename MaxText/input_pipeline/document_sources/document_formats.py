@@ -1,4 +1,4 @@
-"""Layout and compression of a file, by its name."""
+"""Detects the layout and compression of a file from its name."""
 
 import enum
 import os
@@ -47,9 +47,9 @@ _LAYOUTS = {
 _COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
 _TAR_ENDINGS = {".tgz": "gz", ".txz": "xz", ".tbz2": "bz2", ".tzst": "zst"}
 
-# OpenWebText's parts are tar archives that are not called so.
+# OpenWebText's parts are tar archives without .tar in the name.
 _OPENWEBTEXT_PART = re.compile(r"urlsf_subset.*_data\.xz")
-# Records are often numbered after the ending: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
+# Numbers may follow the extension: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
 _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$")
 
 SEEKING = frozenset({Layout.ZIP, Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
@@ -72,7 +72,7 @@ READ_ENDINGS = (
 
 
 def known_format(name: str) -> FileFormat | None:
-    """Returns the format of a file or member with a known ending, None for any other."""
+    """Returns the format of a file or member with a known extension, else None."""
     name = name.rsplit("/", 1)[-1].lower()
     if _OPENWEBTEXT_PART.fullmatch(name):
         return FileFormat(Layout.TAR, "xz")
@@ -91,20 +91,20 @@ def known_format(name: str) -> FileFormat | None:
 
 
 def format_of(name: str) -> FileFormat:
-    """Returns the format of any file: unknown endings are plain text, compressed or not."""
+    """Returns the format of any file: unknown extensions are plain text, compressed or not."""
     compression = _COMPRESSIONS.get(os.path.splitext(name)[1].lower(), "")
     return known_format(name) or FileFormat(Layout.TEXT, compression)
 
 
 def format_of_member(archive: str, member: str) -> FileFormat:
-    """Returns the format of a member of an archive; in a .jsonl.zst.tar they need no endings."""
+    """Returns the format of an archive member, which needs no extension in a .jsonl.zst.tar."""
     if archive.lower().endswith(".jsonl.zst.tar"):
         return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
     return format_of(member)
 
 
 def check_not_compressed(path: str, file_format: FileFormat) -> None:
-    """Refuses a compressed file of a layout that needs random access."""
+    """Rejects a compressed file whose layout needs random access."""
     if file_format.layout in SEEKING and file_format.compression:
         raise UserError(
             f"{path}: {file_format.layout.value} files are not read when they are compressed as a "

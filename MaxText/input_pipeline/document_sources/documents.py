@@ -1,4 +1,4 @@
-"""Documents of a corpus, and skipped ones."""
+"""Documents of a corpus, and counts of skipped ones."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -7,26 +7,15 @@ from MaxText.errors import UserError
 
 
 class Document(NamedTuple):
-    """A text.
-
-    Attributes:
-      text: With at least one character that is not white space.
-      file: Name of its file, without folders of a machine.
-      row: Its number in that file from 0; skipped documents count.
-    """
+    """A text document that is not blank."""
 
     text: str
-    file: str
-    row: int
+    file: str  # name without machine-specific folders
+    row: int  # number in the file from 0, counting skipped documents
 
 
 class Skipped(Counter[str]):
-    """Skipped documents by reason, and descriptions of malformed ones.
-
-    Attributes:
-      limit: Maximum number of malformed ones.
-      bad: Their errors, in order.
-    """
+    """Skipped documents by reason, and errors of malformed ones in `bad`, at most `limit`."""
 
     def __init__(self, limit: int = 0):
         super().__init__()
@@ -34,11 +23,7 @@ class Skipped(Counter[str]):
         self.bad: list[str] = []
 
     def leave_out(self, what: str, error: UserError) -> None:
-        """Counts a malformed row or unreadable file under the reason `what`.
-
-        Raises:
-          UserError: There are more than the limit.
-        """
+        """Counts a malformed row or unreadable file; raises UserError beyond the limit."""
         if len(self.bad) >= self.limit:
             raise too_many_error(self.limit, self.bad[0]) from error
         self[what] += 1
@@ -46,7 +31,6 @@ class Skipped(Counter[str]):
 
 
 def too_many_error(limit: int, first: str) -> UserError:
-    """Returns the error for more malformed rows and unreadable files than may be skipped."""
     return UserError(
         f"more than max_bad_records={limit} rows or files cannot be read. The first one: {first}"
     )

@@ -1,7 +1,7 @@
-"""JSON values as documents: one per line, or those of one list.
+"""Reads JSON values as documents, one per line or from a single list.
 
-A row is an object with the text in one field, or the text itself. The text may be a list of strings
-(paragraphs).
+A row is an object with the text in one field, or the text itself. The text may be a list of
+paragraphs.
 """
 
 import codecs
@@ -15,8 +15,7 @@ from MaxText.input_pipeline.document_sources.compressed import decode
 from MaxText.input_pipeline.document_sources.documents import Skipped
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
-# A file without line ends is no file of rows: stop before it fills the memory.
-LONGEST_ROW = 2**28
+LONGEST_ROW = 2**28  # limits memory for files without line ends
 
 _PIECE_BYTES = 2**20
 PARAGRAPH_END = "\n\n"
@@ -36,24 +35,12 @@ def json_texts(
     stop: int | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Reads the rows whose lines begin in bytes [start, stop) of a file, None for its end.
+    """Yields (line number or list index, text or "" for null) for rows of a JSON file.
 
-    A list is read as a whole, by the range that it begins in.
-
-    Args:
-      file: JSON; must be seekable if `start` is above 0.
-      text_field: Field of an object that holds the text.
-      may_be_list: Whether the file may be one list instead of lines.
-      skipped: Takes malformed lines; None raises for them.
-
-    Yields:
-      Number of the line, from 0 at the first that begins in the range, or of the value in the list,
-        and
-      its text, "" for null. Blank lines are not yielded, but count.
-
-    Raises:
-      UserError: A row is not JSON with text; names file and row.
-      NoValidRow: All rows are malformed.
+    Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
+    Blank lines count but are not yielded. If `may_be_list`, the file may be one list, which is read
+    entirely by the range it starts in. The file must be seekable if `start` > 0. `skipped` collects
+    malformed lines; None raises UserError instead. Raises NoValidRow if all are malformed.
     """
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         if start == 0:
@@ -61,13 +48,13 @@ def json_texts(
         return
     at = start
     if start:
-        # The line that is under way before the range belongs to the one before.
+        # A line that starts before the range belongs to the previous one.
         file.seek(start - 1)
         while not (piece := file.readline(_PIECE_BYTES)).endswith(b"\n") and piece:
             at += len(piece)
         at += len(piece) - 1
     number = num_valid = 0
-    first_bad = ""  # the message: a kept error would keep the row alive
+    first_bad = ""  # only the message: an error would keep the row alive
     while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
         at += len(line)
         row = line.removeprefix(codecs.BOM_UTF8)
@@ -113,7 +100,7 @@ def _list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterato
 
 
 def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
-    """Yields the values of a JSON list, decoded from a text that grows while it is read."""
+    """Yields the values of a JSON list, parsed incrementally."""
     characters = codecs.getincrementaldecoder("utf-8-sig")()
     decoder = json.JSONDecoder()
     text, at, has_ended = "", 0, False
@@ -129,7 +116,7 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
         left = text[at:]
         if len(left) > LONGEST_ROW:
             raise malformed(f"a value is longer than {LONGEST_ROW} characters")
-        # As much again as is there already: a long value is not scanned over and over.
+        # Double the buffer, so that a long value is not rescanned quadratically.
         data = file.read(max(_PIECE_BYTES, len(left)))
         has_ended = not data
         try:
@@ -161,7 +148,7 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            # It may only be cut off at the end of what was read so far.
+            # The value may just be incomplete in the buffer.
             if has_ended or isinstance(error, RecursionError):
                 raise malformed(str(error)) from error
             read_more()
@@ -173,11 +160,7 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
 
 
 def _row_text(row: object, place: str, text_field: str) -> str:
-    """Returns the text of a JSON value; paragraphs are joined by blank lines, null is "".
-
-    Raises:
-      UserError: There is no text; names the fields that hold one.
-    """
+    """Returns the text of a JSON value, with paragraphs joined by blank lines."""
     if isinstance(row, str):
         return without_surrogates(row)
     if not isinstance(row, dict):
@@ -210,13 +193,7 @@ def missing_text_error(place: str, text_field: str, fields: list[str]) -> UserEr
 
 
 def token_ids_error(place: str, path: str, found: str) -> UserError:
-    """Returns the error for a file of token ids, which need no preparation.
-
-    Args:
-      place: The file and row.
-      path: The file or folder, as dataset_path names it.
-      found: What it holds instead of text.
-    """
+    """Returns the error for a file of token ids, which need no preparation."""
     return UserError(
         f"{place} holds {found}, not text: these are token ids. Train on them directly with "
         f"dataset_path={path}"

@@ -1,7 +1,7 @@
-"""Plain text as documents, long files split at line ends.
+"""Plain text as documents; long files are split at line ends.
 
-A file is split near each multiple of LONGEST_TEXT bytes, at the end of the line there. The position
-depends only on the text around it, so a file can be read from any multiple on.
+A file is split at the end of the line at each multiple of LONGEST_TEXT bytes. Splits depend only on
+the text around them, so reading can start at any multiple.
 """
 
 import codecs
@@ -10,34 +10,26 @@ from typing import BinaryIO
 
 from MaxText.input_pipeline.document_sources.compressed import decode
 
-# Bounds the memory of a reader and the length of a document: some 250 thousand tokens, far beyond
-# a window.
+# Limits reader memory and document length: about 250 thousand tokens, far beyond a window.
 LONGEST_TEXT = 2**20
 
-# Share of a document's length that a cut may lie behind its multiple. A line that goes on beyond
-# is cut there.
+# Search for a line end within 1/16 of LONGEST_TEXT past the multiple, else split the line there.
 _SEARCHED_SHARE = 16
 
 
 def text_pieces(
     file: BinaryIO, place: str, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Reads the pieces [first, last) of a text, None for all that follow.
+    """Yields (number, text) of the chunks [first, last) of a UTF-8 file, line ends included.
 
-    Args:
-      file: UTF-8 text, with or without a byte order mark; seekable if `first` is above 0.
-
-    Yields:
-      Number and text of each piece; line ends stay. An empty file has one empty piece.
-
-    Raises:
-      UserError: It is not UTF-8.
+    `file` must be seekable if `first` > 0. A byte order mark is dropped. An empty file has one
+    empty chunk. Raises UserError unless it is UTF-8.
     """
     begun = b""
     at = first * LONGEST_TEXT
     if first:
         file.seek(at)
-        # The rest of the line belongs to the piece before, except for a character cut in two.
+        # The rest of the line belongs to the previous chunk, except for a split character.
         line, begun = _rest_of_line(file)
         at += len(line)
     number = first
@@ -59,7 +51,7 @@ def text_pieces(
 
 
 def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
-    """Returns the rest of the piece before a cut, and the partial character after the cut."""
+    """Returns the rest of the chunk before a split, and the partial character after it."""
     line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
     if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
         return line, b""
@@ -68,7 +60,7 @@ def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
 
 
 def _begun_character(data: bytes) -> int:
-    """Returns how many bytes at the end of `data` are an incomplete UTF-8 character."""
+    """Returns how many bytes at the end are an incomplete UTF-8 character."""
     for count in range(1, min(3, len(data)) + 1):
         byte = data[-count]
         if byte >= 0xC0:

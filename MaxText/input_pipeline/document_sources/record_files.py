@@ -1,4 +1,4 @@
-"""Records of ArrayRecord and TFRecord files: UTF-8 text, or tf.train.Examples of it."""
+"""Reads ArrayRecord and TFRecord files of UTF-8 text or tf.train.Examples."""
 
 from collections.abc import Iterator
 
@@ -34,23 +34,13 @@ def scan_records(
     stop: int | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Reads records in order.
+    """Yields (position, bytes or error) of each record, in order.
 
-    Args:
-      path: Local path or URL; a remote ArrayRecord file is copied here while it is read.
-      file_format: TFRecord, compressed or not, or ArrayRecord.
-      start, stop: Bytes of an ArrayRecord file, see `partition_range`.
-      size: Listed size of the file.
-
-    Yields:
-      Offset of each record in the decompressed TFRecord file, or its number in the ArrayRecord
-        file;
-      and its bytes or error.
-
-    Raises:
-      BadRecord: No further record can be found.
-      READ_ERRORS: The file cannot be read or decompressed.
-      UserError: It has changed, or is a compressed ArrayRecord file.
+    The position is the offset in the decompressed TFRecord file, or the record number in the
+    ArrayRecord file, of which `start` and `stop` select bytes (see `partition_range`). A remote
+    ArrayRecord file is copied to local disk temporarily. Raises BadRecord if no further record can
+    be found, READ_ERRORS for failed reads, and UserError if the file changed or is a compressed
+    ArrayRecord file.
     """
     check_not_compressed(path, file_format)
     with open_bytes(path, size) as file:
@@ -72,23 +62,17 @@ def record_texts(
     stop: int | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Reads the texts of records.
+    """Yields (number of the record in the file, text).
 
-    Args:
-      text_field: Feature of a tf.train.Example that holds the text; several values are paragraphs.
-
-    Yields:
-      Number of the record in the file and its text.
-
-    Raises:
-      UserError: Damaged, or a record without text.
+    `text_field` is the tf.train.Example feature with the text; multiple values are paragraphs.
+    Raises UserError for damage or a record without text.
     """
     records = scan_records(path, file_format, start, stop, size)
     is_numbered = file_format.layout is Layout.ARRAY_RECORD
     with read_errors_as_user_error(path):
         try:
             for count, (position, record) in enumerate(records):
-                # Tokens may do without a damaged record; text that is missing would go unnoticed.
+                # Never skip damaged text records: missing text would go unnoticed.
                 if isinstance(record, BadRecord):
                     raise record
                 number = position if is_numbered else count
@@ -121,8 +105,8 @@ def _text(record: bytes, path: str, number: int, text_field: str) -> str:
 def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
     """Returns the features of a tf.train.Example; none for any other record.
 
-    Such a message nests three fields that each begin with a line feed and a matching length, down
-    to the name of a feature: no text looks like that by accident.
+    Text does not parse as one by accident: three nested fields each start with a line feed and a
+    matching length.
     """
     try:
         features = tf_example.decode(record)

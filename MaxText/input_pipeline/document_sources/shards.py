@@ -22,7 +22,7 @@ from MaxText.storage.file_access import is_url
 
 SHARD_BYTES = 2**26
 
-# A small corpus is cut finer, so that there is work for as many processes, down to this size.
+# Split a small corpus into at least this many shards for parallelism, but not below this size.
 _FEWEST_SHARDS = 64
 _SMALLEST_SHARD_BYTES = 2**22
 
@@ -34,10 +34,10 @@ _CUT = {*_TABLES, *_JSON, Layout.ARRAY_RECORD, Layout.TEXT}
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file, None for its end: the documents that begin there.
+    """Documents that start in bytes [start, stop) of a file.
 
-    Rows of JSON are numbered from the first line that begins in the range, because counting earlier
-    ones would mean reading them; `name` says so. All other numbers are those in the file.
+    JSON rows are numbered from the first line in the range (as `name` says), because counting
+    earlier ones would mean reading them. All other numbers are relative to the file.
     """
 
     file: SourceFile
@@ -55,7 +55,7 @@ class FileRange:
         return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
 
     def texts(self, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
-        """Yields number and text of each document, empty ones too; raises as Shard.documents."""
+        """Yields (number, text) of each document, including empty ones."""
         file, start, stop = self.file, self.start, self.stop
         layout = file.format.layout
         size = None if is_url(file.path) else file.size
@@ -93,34 +93,23 @@ class FileRange:
 class Shard:
     """A part of a corpus that is read independently.
 
-    Shards depend only on names and sizes of files, never on the number of processes.
-
-    Attributes:
-      ranges: Read one after the other.
-      text_field: Field of a row or record that holds the text.
-      max_bad_records: Malformed rows and unreadable files that are skipped.
+    Shards depend only on file names and sizes, never on the number of processes.
     """
 
     ranges: tuple[FileRange, ...]
     text_field: str
-    max_bad_records: int = 0
+    max_bad_records: int = 0  # malformed rows and unreadable files to skip
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk that are read, for progress."""
+        """Bytes on disk to read, for progress reports."""
         return sum(each.num_bytes for each in self.ranges)
 
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """Reads the documents one at a time, counting skipped ones by reason.
+        """Yields the documents, counting skipped ones by reason (with errors if a Skipped).
 
-        Up to `max_bad_records` malformed rows, and files that cannot be read or decoded from the
-        beginning, are skipped; a file of rows must have one valid row.
-
-        Args:
-          skipped: A Skipped also collects their errors.
-
-        Raises:
-          UserError: There are more, or a file breaks off.
+        Skips up to `max_bad_records` malformed rows and files that cannot be read from the start.
+        Raises UserError beyond that, for files without a valid row, and for files damaged midway.
         """
         counted = skipped if isinstance(skipped, Skipped) else Skipped()
         counted.limit = self.max_bad_records
@@ -134,10 +123,10 @@ class Shard:
                     else:
                         counted["empty"] += 1
             except NoValidRow:
-                raise  # a wrong text_field, say
+                raise  # probably a wrong text_field
             except UserError as error:
                 if has_begun or not counted.limit:
-                    raise  # nobody could say how much of a file that has begun would be lost
+                    raise  # an unknown part of the file would be lost
                 counted.leave_out("unreadable", error)
         if counted is not skipped:
             skipped.update(counted)
@@ -150,11 +139,9 @@ def cut_into_shards(
     shard_bytes: int = SHARD_BYTES,
     max_bad_records: int = 0,
 ) -> tuple[Shard, ...]:
-    """Joins small files and splits large ones, by their names and sizes only.
+    """Groups small files and splits large ones, by names and sizes only.
 
-    Args:
-      splits: The split of each file; no shard has files of two.
-      shard_bytes: Maximum bytes of a shard, except for a file that cannot be split.
+    No shard mixes `splits`, and only an unsplittable file exceeds `shard_bytes`.
     """
     assert shard_bytes > 0, shard_bytes
     total = sum(file.size for file in files)
@@ -179,7 +166,6 @@ def _cut(file: SourceFile, shard_bytes: int) -> list[FileRange]:
     count = -(-file.size // shard_bytes)
     bounds = [index * file.size // count for index in range(count)]
     if layout is Layout.TEXT:
-        # Documents of a text lie between multiples of this.
         longest = plain_text.LONGEST_TEXT
         bounds = sorted({bound // longest * longest for bound in bounds})
     return [

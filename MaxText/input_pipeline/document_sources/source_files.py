@@ -1,8 +1,8 @@
-"""Files of `prepare_source`: files, folders, patterns, URLs, saved datasets.
+"""Resolves `prepare_source`: files, folders, patterns, URLs and saved datasets.
 
-All files with known endings below a local folder are read, except hidden ones and the subfolders
-that prepare_data.py wrote (with manifest.json, records.json or export.json), so that results may be
-written into the folder. The order depends on names only, never on the machine.
+Of a local folder, all files with known extensions are read, except hidden ones and subfolders that
+prepare_data.py wrote (with manifest.json, records.json or export.json), so results may be written
+inside it. The order depends on names only.
 """
 
 import glob
@@ -33,15 +33,14 @@ STDLIB = "python_stdlib"
 
 _KEY = "prepare_source"
 
-# Folders of the standard library that hold other people's packages or nothing to read.
+# Standard library folders with third-party packages or nothing to read.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
-# A folder that the Hugging Face datasets library saved says here which arrow files it has, in
-# order. Other arrow files in it are results that the library kept for itself.
+# Lists the arrow files of a saved Hugging Face dataset in order; others are cached results.
 _STATE = "state.json"
 _KEPT_RESULT = "cache-"
 
-# Beside tables and records these are about them, and no text of the corpus.
+# Next to tables and records, these files are metadata.
 _TABLES = {Layout.ARROW, Layout.PARQUET, Layout.ARRAY_RECORD, Layout.TFRECORD}
 _ABOUT_TABLES = {
     _STATE,
@@ -55,8 +54,7 @@ _ABOUT_TABLES = {
 }
 
 
-# What prepare_data.py puts into the folders that it makes, and fields by which it is told from
-# files of other programs of that name. Those of the first two hold token ids.
+# Files that prepare_data.py writes, and fields that tell them from other programs' files.
 _MADE_OF_IDS = {
     "manifest.json": {"schema_version", "tokenizer", "splits"},
     "records.json": {"schema_version", "data_set", "tokenizer_sha256"},
@@ -66,27 +64,17 @@ _MADE = {**_MADE_OF_IDS, "export.json": {"schema_version", "files"}}
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read.
-
-    Attributes:
-      name: Below the folder or pattern that it was found by.
-      size: Bytes on disk, 0 if unknown before reading.
-      skip_undecodable: Skip it if it is not UTF-8, where that is otherwise an error.
-    """
+    """A file to read."""
 
     path: str
-    name: str
-    size: int
+    name: str  # relative to the folder or pattern that it was found by
+    size: int  # bytes on disk; 0 if unknown
     format: FileFormat
-    skip_undecodable: bool = False
+    skip_undecodable: bool = False  # skip non-UTF-8 files instead of raising
 
 
 def split_entries(prepare_source: str) -> list[str]:
-    """Splits a comma separated list; commas inside {braces} do not separate.
-
-    Raises:
-      UserError: There is no entry.
-    """
+    """Splits a comma separated list, keeping commas inside {braces}."""
     entries, begun = [], ""
     for part in prepare_source.split(","):
         begun += part
@@ -105,14 +93,10 @@ def split_entries(prepare_source: str) -> list[str]:
 
 
 def resolve_files(entry: str) -> list[SourceFile]:
-    """Returns the files of one entry, in order; reads none of them.
+    """Returns the files of one entry, in order, without reading them.
 
-    Args:
-      entry: A file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with one
-        name per line, or `python_stdlib`.
-
-    Raises:
-      UserError: It stands for no readable file.
+    An entry is a file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with
+    one name per line, or `python_stdlib`. Raises UserError if it matches no readable file.
     """
     try:
         if entry == STDLIB:
@@ -138,13 +122,12 @@ def _is_folder(entry: str) -> bool:
 
 
 def _listed(entry: str) -> dict[str, str]:
-    """Returns paths of files by their names below the folder that they share."""
     paths = [file.path for file in file_access.list_files(entry, _KEY)]
     return dict(zip(file_access.names_below(paths), paths, strict=True))
 
 
 def _source_file(path: str, name: str) -> SourceFile:
-    """Returns a file that was named or matches a pattern: any ending but those of other data."""
+    """Returns a file that was named or matches a pattern: any extension but NOT_TEXT."""
     file_format = format_of(name)
     ending = os.path.splitext(name)[1].lower()
     if ending in NOT_TEXT:
@@ -163,13 +146,13 @@ def _source_file(path: str, name: str) -> SourceFile:
             f"{path} is no plain file, and what it gives cannot be read twice. Copy what it holds "
             "to a file and name that, or leave it out of prepare_source."
         )
-    # Of a name that is not UTF-8 Python keeps the bytes, which cannot be shown or stored.
+    # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
     name = os.fsencode(name).decode(errors="replace")
     return SourceFile(path, name, found.st_size, file_format)
 
 
 def _readable(names: list[str]) -> list[str]:
-    """Returns names with a known ending that are not metadata of tables next to them."""
+    """Returns names with a known extension, without metadata of tables next to them."""
     formats = {name: known for name in names if (known := known_format(name))}
     has_tables = any(known.layout in _TABLES for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
@@ -177,12 +160,12 @@ def _readable(names: list[str]) -> list[str]:
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
-    """Returns the error for a folder, with a pattern that suits the names `found` below it."""
+    """Returns the error for a folder, suggesting a pattern for the names `found` in it."""
     endings = Counter(os.path.splitext(name)[1] for name in found)
     unreadable = bool(endings) and all(each.lower() in NOT_TEXT for each in endings)
     if not unreadable:
         endings = {each: count for each, count in endings.items() if each.lower() not in NOT_TEXT}
-    # The commonest ending, of equally common ones the first by name.
+    # The most common extension; ties are broken by name.
     ending = min(endings, key=lambda each: (-endings[each], each), default=".py")
     folders = "**/" if any("/" in name or ending for name in found) else ""
     pattern = f"{entry.rstrip('/')}/{folders if found else '**/'}*{ending}"
@@ -195,7 +178,7 @@ def _nothing_to_read(entry: str, found: list[str]) -> UserError:
 
 
 def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
-    """Returns whether prepare_data.py made a folder, by one of its files with these fields."""
+    """Returns whether prepare_data.py wrote a folder, by a file of it with these fields."""
     for name, fields in fields_by_name.items():
         try:
             content = json.loads((folder / name).read_bytes())
@@ -207,7 +190,7 @@ def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
 
 
 def _folder_files(entry: str) -> list[SourceFile]:
-    """Returns files of a folder with a known ending, in natural order of their names."""
+    """Returns files of a folder with a known extension, in natural order of their names."""
     saved: dict[str, list[str]] = {}
     if file_access.is_url(entry):
         found = _listed(entry)
@@ -230,7 +213,7 @@ def _folder_files(entry: str) -> list[SourceFile]:
 
     def order(name: str) -> tuple:
         parent, base = os.path.split(name)
-        # Saved arrow files keep the order that their folder states.
+        # Saved arrow files keep the order of their state.json.
         if base in saved.get(parent, ()):
             return file_access.natural_key(parent), saved[parent].index(base)
         return file_access.natural_key(name), -1
@@ -242,10 +225,9 @@ def _folder_files(entry: str) -> list[SourceFile]:
 
 
 def _saved_files(state: Path) -> list[str] | None:
-    """Returns Arrow files that a state.json of the datasets library lists; None for another's.
+    """Returns the Arrow files that a `datasets` state.json lists; None for other files.
 
-    Raises:
-      UserError: One is missing, or the dataset is a selection of its rows.
+    Raises UserError if one is missing, or the dataset is a selection of rows.
     """
     try:
         content = json.loads(state.read_bytes())
@@ -258,7 +240,7 @@ def _saved_files(state: Path) -> list[str] | None:
             "flatten_indices()."
         )
     for name in names:
-        # A name that leads elsewhere would read files that are not in this folder.
+        # Reject path traversal.
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
             raise UserError(f"{state} lists {name!r}, which is no plain file name. Save it again.")
         if not (state.parent / name).is_file():
@@ -267,7 +249,7 @@ def _saved_files(state: Path) -> list[str] | None:
 
 
 def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
-    """Returns the names of visible files below `folder`, in order, without skipped subfolders."""
+    """Returns the visible files below `folder`, sorted, except in skipped subfolders."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -291,7 +273,7 @@ def stdlib_root() -> Path:
 
 
 def _stdlib_files(root: Path) -> list[SourceFile]:
-    # The build's own settings name folders of the machine that built Python.
+    # Build settings contain paths of the build machine.
     names = [
         name
         for name in _walk(root, lambda below: below.name in _NOT_STDLIB)

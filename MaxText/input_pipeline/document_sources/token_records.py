@@ -1,4 +1,4 @@
-"""Documents of token ids that other programs wrote, read front to back."""
+"""Reads documents of token ids that other programs wrote."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ from MaxText.input_pipeline.formats.tar_archive import scan_members
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 from MaxText.storage.unreadable import BadRecord
 
-# What the position of a document in a file counts.
+# Unit of document positions.
 _UNITS = {
     "tfrecord": "byte",
     "arrayrecord": "record",
@@ -46,14 +46,12 @@ _UNITS = {
 _RECORDS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
 USUAL_FIELDS = ("input_ids", "text", "tokens")
 
-# A member of a webdataset archive like 000123.input_id.pth holds one tensor: of a sample the part
-# before the first dot, then the field and how it is stored.
+# Webdataset members hold one tensor, named <sample>.<field>.<ending>: 000123.input_id.pth.
 _TENSOR_ENDINGS = (".pth", ".pt", ".npy")
-# Fields that are taken without asking when a sample has several.
+# Default fields if a sample has several.
 _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
-# A member may be compressed: a length of damage.
-_LARGEST_MEMBER = 2**28
-# Python's ast, which parses the header of .npy, fails now and then in threads (3.11).
+_LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
+# Python 3.11's ast, which parses .npy headers, sometimes fails in threads.
 _HEADER_LOCK = threading.Lock()
 
 _Documents = Iterator[tuple[int, TokenDocument | BadRecord]]
@@ -62,20 +60,18 @@ _Documents = Iterator[tuple[int, TokenDocument | BadRecord]]
 def read_ids(
     path: str, kind: str, fields: Sequence[str] = (), *, shift_labels: bool | None = None
 ) -> Iterator[TokenDocument | BadRecord]:
-    """Reads the documents of one file in order.
+    """Yields the documents of one file in order, or a BadRecord for each damaged one.
 
-    TFRecord and ArrayRecord files hold a tf.train.Example per document, tables a row with a list of
-    integers (see table_documents), webdataset archives a tensor of torch.save or numpy per sample.
+    TFRecord and ArrayRecord files have one tf.train.Example per document, tables a row with a list
+    of integers (see table_documents), webdataset archives a tensor (torch.save or numpy) per
+    sample.
 
     Args:
       path: Local path or URL; TFRecords and archives may end in .gz .zst .xz .bz2 or .tgz.
       kind: "tfrecord", "arrayrecord", "parquet", "arrow" or "webdataset".
-      fields: Features, columns or fields of samples, of which the first that exists is read; empty
-        for the usual ones, and in an archive for the only one.
-      shift_labels: See table_documents; None decides by this file alone.
-
-    Yields:
-      Documents, and a BadRecord in the place of each that is damaged or holds no token ids.
+      fields: Features, columns or sample fields, of which the first that exists is read; empty for
+        the usual ones, or the only one in an archive.
+      shift_labels: As in table_documents; None decides by this file alone.
 
     Raises:
       BadRecord: Nothing can be read from its position on.
@@ -89,11 +85,7 @@ def read_ids(
 
 
 def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
-    """Reads a token file of a set that was prepared as ArrayRecord, chunk by chunk.
-
-    Raises:
-      BadRecord: As read_ids.
-    """
+    """Reads a token file of a dataset prepared as ArrayRecord; raises as read_ids does."""
     stored = np.dtype(dtype).newbyteorder("<")
     with _read_errors_as_bad_record(path, "arrayrecord"):
         for number, record in _scan_records(path, "arrayrecord"):
@@ -109,11 +101,9 @@ def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
 def holds_text(
     files: Sequence[str], kind: str, fields: Sequence[str] = (), text_field: str = "text"
 ) -> bool:
-    """Returns whether files hold text instead of token ids, by their first record or columns.
+    """Returns whether files hold text instead of ids, by their first record or columns.
 
-    Raises:
-      BadRecord: A file is damaged at its beginning.
-      UserError: They hold neither.
+    Raises BadRecord for initial damage, and UserError if they hold neither.
     """
     fields = fields or USUAL_FIELDS
     if kind == "webdataset":
@@ -124,7 +114,7 @@ def holds_text(
     for file in files:
         with _read_errors_as_bad_record(file, kind):
             for _, record in _scan_records(file, kind):
-                # A damaged record says nothing about the others.
+                # Damaged records are inconclusive.
                 if isinstance(record, bytes):
                     return _is_text(record, file, fields, text_field)
     return False
@@ -235,7 +225,7 @@ def _chosen_field(there: list[str], fields: Sequence[str]) -> str | None:
 
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
-    """Yields the name of the first member, and offsets and bytes of each sample's tensors."""
+    """Yields the first member's name, and {field: (offset, bytes)} of each sample's tensors."""
     with open_bytes(path) as file, decompressed(file, format_of(path).compression) as contents:
         first_name, key, sample = "", None, {}
         for member, content in scan_members(contents, path):
@@ -264,7 +254,7 @@ def _tensor(content: bytes) -> np.ndarray:
     try:
         with _HEADER_LOCK:
             values = np.load(io.BytesIO(content), allow_pickle=False)
-    # What a damaged header raises is any kind of error; MemoryError for a shape of 2^60.
+    # A damaged header can raise anything, even MemoryError (a shape of 2^60).
     except Exception as error:
         raise UserError(f"the .npy member is damaged ({error})") from error
     if values.ndim != 1 or values.dtype.kind not in "iu":

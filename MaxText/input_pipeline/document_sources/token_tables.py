@@ -1,4 +1,4 @@
-"""Token ids, attention masks and labels of tables: a row is a document."""
+"""Reads token ids, attention masks and labels from tables with one document per row."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,24 +22,14 @@ _LARGEST_ID = np.iinfo(np.int32).max
 
 
 class TokenDocument(NamedTuple):
-    """A document.
+    """A document of N tokens."""
 
-    Attributes:
-      ids: int32 [N].
-      labels: int32 [N], the id to predict at each position, IGNORED for none. None without labels:
-        each position predicts the next id.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray | None = None
+    ids: np.ndarray  # int32 [N]
+    labels: np.ndarray | None = None  # int32 [N], id to predict or IGNORED; None: the next id
 
 
 def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarray:
-    """Converts integers [N] of any type to int32 ids; the other arguments are those of BadRecord.
-
-    Raises:
-      BadRecord: One is negative or beyond int32.
-    """
+    """Converts integers [N] to int32 ids; raises BadRecord if one is negative or too large."""
     if values_N.size:
         low, high = int(values_N.min()), int(values_N.max())
         if low < 0 or high > _LARGEST_ID:
@@ -52,8 +42,7 @@ def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarra
 def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = "") -> str | None:
     """Returns the first of `fields` that is a column of ids; None if there is text instead.
 
-    Raises:
-      UserError: There is neither; lists the columns.
+    Raises UserError, listing the columns, if there is neither.
     """
     types = {field.name: field.type for field in table.schema}
     for name in fields:
@@ -72,19 +61,13 @@ def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = 
 def table_documents(
     table: Table, path: str, column: str, shift_labels: bool | None = None
 ) -> Iterator[tuple[int, TokenDocument | BadRecord]]:
-    """Reads all rows.
+    """Yields (row number, document or error) for all rows.
 
-    A row without labels ends after the last position with attention, if there is an
-    `attention_mask`. With labels it keeps its length, and padding has none.
+    Without labels, a row ends after the last position with attention, if there is an
+    `attention_mask`. With labels it keeps its length, and padding has no label.
 
-    Args:
-      path: Of the file, for errors.
-      column: Of token ids.
-      shift_labels: Labels are the ids of their own positions, as Hugging Face models take them, and
-        have to move one position to the left; None looks at the first of them.
-
-    Yields:
-      Number of the row, and its document or error.
+    `shift_labels` says that labels are the ids of their own positions, as Hugging Face models take
+    them, and must be shifted left by one; None infers it from the first labels.
     """
     types = {field.name: field.type for field in table.schema}
     has_mask = _MASK in types and is_list(types[_MASK])
@@ -121,9 +104,9 @@ def labels_are_ids(table: Table, column: str) -> bool:
 
 
 def _rows(batch: Any, name: str) -> list[np.ndarray | str]:
-    """Returns the values of each row of a column of lists, or an error text."""
+    """Returns the values of each row of a list column, or an error message instead."""
     column = batch.column(name)
-    # Arrow files have no checksums, and what their offsets point at would be read unseen.
+    # Arrow files have no checksums, and corrupt offsets would read arbitrary memory.
     column.validate(full=True)
     lengths = column.value_lengths().to_pylist()
     flat = column.flatten()
@@ -138,7 +121,7 @@ def _rows(batch: Any, name: str) -> list[np.ndarray | str]:
         elif nulls[at:stop].any():
             rows.append(f"the row lacks a value in {name}")
         else:
-            rows.append(values[at:stop].copy())  # the file may be mapped
+            rows.append(values[at:stop].copy())  # the file may be memory-mapped
         at = stop
     return rows
 

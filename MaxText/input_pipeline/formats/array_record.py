@@ -1,4 +1,4 @@
-"""ArrayRecord files, read in order."""
+"""Sequential reader of ArrayRecord files."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,32 +14,24 @@ from MaxText.storage.unreadable import BadRecord
 _UNIT = "record"
 _DAMAGE = (RuntimeError, IndexError, ValueError)
 
-# Records that are fetched by one call.
-_AT_ONCE = 256
+_AT_ONCE = 256  # records per read call
 
-_OPTIONS = "readahead_buffer_size:0"  # records are asked for by number
+_OPTIONS = "readahead_buffer_size:0"  # records are read by number
 _BUFFER_BYTES = 32768
 
 
 def scan_records(
     path: str, choose: Callable[[int], range] = range, copy: str = ""
 ) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Reads records in order.
+    """Yields (record number, bytes or error) in order.
 
-    Args:
-      choose: Returns the numbers to read for the number of records in the file.
-      copy: Local path of the file if `path` is a URL; the library reads local files only.
-
-    Yields:
-      Number of a record and its bytes or error.
-
-    Raises:
-      BadRecord: Not an ArrayRecord file, damaged at its end or truncated.
+    `choose` maps the record count to the numbers to read; `copy` is a local copy of a URL, which
+    the library cannot read. Raises BadRecord if the file is no ArrayRecord file or truncated.
     """
     reader: Any = array_record_module.ArrayRecordReader(
         copy or local_path(path), options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
     )
-    # A file that was cut short or is none opens as one without records.
+    # A truncated or foreign file opens as an empty one.
     if not reader.ok():
         raise BadRecord(path, 0, "no ArrayRecord file, damaged or cut short", _UNIT)
     numbers = choose(reader.num_records())
@@ -49,11 +41,11 @@ def scan_records(
             records: Sequence[bytes | BadRecord]
             try:
                 records = reader.read([*together])
-            except _DAMAGE:  # which of them it was is not said
+            except _DAMAGE:  # the library does not say which one failed
                 records = [_record(reader, path, number) for number in together]
             yield from zip(together, records, strict=True)
     finally:
-        # After a failed read, closing fails with the same reason.
+        # After a failed read, close() raises the same error.
         with contextlib.suppress(RuntimeError):
             reader.close()
 

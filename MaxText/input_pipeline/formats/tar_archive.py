@@ -1,4 +1,4 @@
-"""Tar archives, read once front to back."""
+"""Streaming reader of tar archives."""
 
 import tarfile
 from collections.abc import Iterator
@@ -8,8 +8,7 @@ from MaxText.errors import UserError
 
 _BUFFER_BYTES = 2**18
 
-# Members that say something about the next one, its long name for example. tarfile reads such a
-# member as a whole, whatever length it claims.
+# Metadata members, such as long names, which tarfile reads whole whatever length they claim.
 _ABOUT_THE_NEXT = {
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
     tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
@@ -18,9 +17,9 @@ _LONGEST_ABOUT = 1 << 20
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """A member's header; a damaged one, or an impossible length, is an error.
+    """A member header that raises if it is damaged or claims an impossible length.
 
-    tarfile takes a damaged header for the end of the archive.
+    tarfile would treat a damaged header as the end of the archive.
     """
 
     @classmethod
@@ -37,7 +36,7 @@ class _StrictHeader(tarfile.TarInfo):
         try:
             return super().fromtarfile(archive)
         except tarfile.HeaderError as error:
-            # Blocks of zeros are the end; tarfile has no public name for this one.
+            # Zero blocks are the end; tarfile's exception for them is private.
             if type(error).__name__ == "EOFHeaderError":
                 raise
             raise tarfile.ReadError(
@@ -48,22 +47,15 @@ class _StrictHeader(tarfile.TarInfo):
 
 
 def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
-    """Reads the members of a decompressed archive.
+    """Yields each member's header, and contents if a plain file (valid until the next member).
 
-    Yields:
-      The header of each member, and the contents of a plain file, which are gone when the next
-        member is
-      asked for.
-
-    Raises:
-      tarfile.TarError: It is damaged, or has no end.
-      UserError: Another archive follows it.
+    Raises tarfile.TarError for damage or truncation, UserError for concatenated archives.
     """
     with tarfile.open(
         fileobj=file, mode="r|", tarinfo=_StrictHeader, bufsize=_BUFFER_BYTES
     ) as archive:
         while (member := archive.next()) is not None:
-            # tarfile remembers each member it has seen, and there may be millions.
+            # tarfile keeps every member seen, and there may be millions.
             cast(Any, archive).members.clear()
             if member.size < 0:  # an extended header may say so
                 raise tarfile.ReadError(f"a header claims {member.size:,} bytes")

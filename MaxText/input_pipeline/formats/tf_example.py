@@ -1,4 +1,4 @@
-"""`tf.train.Example` messages, by protobuf without TensorFlow."""
+"""Encodes and decodes `tf.train.Example` messages without TensorFlow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from MaxText.errors import UserError
 
 Value = Sequence[int] | Sequence[float] | np.ndarray | Sequence[bytes | str] | bytes | str
 
-# tensorflow/core/example/{feature,example}.proto, as a descriptor. The map is declared as the list
-# of entries that it is on the wire, because protobuf serializes maps in an order of its own.
+# tensorflow/core/example/{feature,example}.proto. The map is declared as its wire format, a list
+# of entries, because protobuf does not serialize maps in a fixed order.
 _DEFINITION = """
 name: "example.proto" package: "example" syntax: "proto3"
 message_type { name: "BytesList"
@@ -32,7 +32,7 @@ message_type { name: "Features"
   field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "Entry" } }
 message_type { name: "Example" field { name: "features" number: 1 type_name: "Features" } }
 """
-# In a pool of its own: TensorFlow, where it is imported too, registers these messages as well.
+# A separate pool, because TensorFlow registers the same messages if imported.
 _pool = descriptor_pool.DescriptorPool()
 _pool.Add(text_format.Parse(_DEFINITION, descriptor_pb2.FileDescriptorProto()))
 _Example: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName("example.Example"))
@@ -47,13 +47,8 @@ class ExampleError(UserError):
 def encode(features: Mapping[str, Value]) -> bytes:
     """Serializes an example to the bytes of TensorFlow's deterministic serialization.
 
-    Args:
-      features: Integers (sequence, or array of an integer dtype) become an Int64List, floats a
-        FloatList, bytes and str a BytesList. An empty sequence becomes an Int64List.
-
-    Raises:
-      TypeError: A value is of another kind.
-      ValueError: An integer is outside [-2^63, 2^63).
+    Integers become an Int64List, floats a FloatList, bytes and str a BytesList; an empty sequence
+    an Int64List. Raises TypeError for other values, ValueError for integers beyond int64.
     """
     example = _Example()
     example.features.SetInParent()
@@ -79,26 +74,19 @@ def encode(features: Mapping[str, Value]) -> bytes:
 
 
 def decode(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
-    """Returns all features of a record by name: int64 [N], float32 [N] or a list of bytes.
+    """Returns all features by name: int64 [N], float32 [N] or a list of bytes.
 
-    A feature without any kind of list is an empty list.
-
-    Raises:
-      ExampleError: The bytes are not a tf.train.Example.
+    A feature without a list kind is an empty list. Raises ExampleError.
     """
     return {name: _values(feature) for name, feature in _features(record).items()}
 
 
 def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
-    """Returns the integers, int64 [N], of the first of `names` that the record has.
-
-    Raises:
-      ExampleError: None exists, or it holds no integers; lists the features.
-    """
+    """Returns the integers (int64 [N]) of the first of `names` that exists, else ExampleError."""
     features = _features(record)
     for name in names:
         if name in features:
-            # An empty list may be written without saying of what.
+            # An empty list may have no kind.
             kind = features[name].WhichOneof("kind")
             if kind in ("int64_list", None):
                 return np.array(features[name].int64_list.value, np.int64)
@@ -111,11 +99,7 @@ def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
 
 
 def describe(record: bytes) -> str:
-    """Describes the features of a record: `text (bytes), ids (integers)`.
-
-    Raises:
-      ExampleError: The bytes are not a tf.train.Example.
-    """
+    """Describes the features of a record: `text (bytes), ids (integers)`."""
     described = (
         f"{name} ({_CONTENTS[feature.WhichOneof('kind')]})"
         for name, feature in sorted(_features(record).items(), key=lambda pair: pair[0])
@@ -128,7 +112,7 @@ def _features(record: bytes) -> dict[str, Any]:
         entries = _Example.FromString(record).features.feature
     except DecodeError as error:
         raise ExampleError(f"the record is no tf.train.Example: {error}") from error
-    return {entry.key: entry.value for entry in entries}  # of equal names the last counts
+    return {entry.key: entry.value for entry in entries}  # the last of duplicate names wins
 
 
 def _values(feature: Any) -> np.ndarray | list[bytes]:

@@ -1,9 +1,9 @@
 """TFRecord files: records with checksums of their lengths and bytes.
 
     length of the payload   8 bytes, little-endian
-    masked CRC of these     4 bytes
+    masked CRC of length    4 bytes
     payload
-    masked CRC of it        4 bytes
+    masked CRC of payload   4 bytes
 
 A CRC is CRC-32C, masked as TensorFlow does.
 """
@@ -24,11 +24,8 @@ _LENGTH_CRC = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 
-# A length that a broken header claims is not believed by allocating it: read this much at a time.
-_PIECE_BYTES = 1 << 24
-# The length cannot be compared with what is left of the file: a few kilobytes of gzip hold
-# gigabytes.
-_LONGEST_RECORD = 1 << 28
+_PIECE_BYTES = 1 << 24  # read in chunks, so that a corrupt length does not allocate memory
+_LONGEST_RECORD = 1 << 28  # a fixed limit, because the size of compressed contents is unknown
 
 
 def masked_crc32c(data: bytes) -> int:
@@ -54,7 +51,7 @@ class TFRecordWriter:
         self._file.write(frame(record))
 
     def close(self) -> None:
-        """Forces the file to disk and closes it; may be called again."""
+        """Syncs the file to disk and closes it; idempotent."""
         if not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -73,20 +70,16 @@ class TFRecordWriter:
 
 
 class Readable(Protocol):
-    """A file open for reading, decompressed."""
+    """A decompressed file open for reading."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Reads a decompressed file front to back, checking every CRC.
+    """Yields (offset in the decompressed contents, payload or error), checking every CRC.
 
-    Yields:
-      Offset of a record in the contents, and its payload or error.
-
-    Raises:
-      BadRecord: No further record can be found: the CRC of a length is wrong, or the file ends
-        inside a record.
+    Raises BadRecord if no further record can be found: the CRC of a length is wrong, or the file is
+    truncated.
     """
     at = 0
     while header := _read(file, HEADER_BYTES):
@@ -118,7 +111,6 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
 
 
 def _read(file: Readable, size: int) -> bytes:
-    """Reads up to `size` bytes, fewer only at the end of the file."""
     pieces = []
     while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):
         pieces.append(piece)

@@ -1,7 +1,7 @@
-"""Integer tensors of `torch.save`, read without torch and without running code.
+"""Reads integer tensors of `torch.save` without torch and without executing code.
 
 A saved tensor is a pickle, which is a program. Only the few names that rebuild a plain tensor are
-known here, each standing for a class of ours that holds its arguments; any other name is refused.
+allowed, and each maps to a class of this module that only stores its arguments.
 """
 
 import io
@@ -16,11 +16,11 @@ import numpy as np
 
 from MaxText.errors import UserError
 
-# Of the format before zip archives: a long integer that begins the file, and its version.
+# Legacy format (before zip archives): magic number and version.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 
-# Operations of a pickle that name the place of an object in a table that grows to hold it.
+# Pickle opcodes with a memo index, whose table grows to hold it.
 _MEMO_PLACES = {"PUT", "LONG_BINPUT"}
 
 _STORAGES = {
@@ -47,16 +47,12 @@ class _Type(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """Elements in a part of the archive."""
-
     type: _Type
     key: str
     count: int
 
 
 class _Tensor(NamedTuple):
-    """Every `step`-th of `count` elements of a storage, from `start` on."""
-
     storage: _Storage
     code: str
     start: int
@@ -67,7 +63,7 @@ class _Tensor(NamedTuple):
 def _tensor(storage: Any, start: Any, shape: Any, steps: Any, code: Any) -> _Tensor:
     if not isinstance(storage, _Storage) or code is None:
         raise TorchFileError("the file holds no tensor of integers")
-    # A pickle can make lists of lists of lists that nobody could print.
+    # A pickle can build nested lists too large to print.
     if not all(isinstance(number, int) for number in (*shape, *steps)):
         raise TorchFileError("the tensor's shape holds what is no number")
     if len(shape) != 1 or len(steps) != 1:
@@ -91,7 +87,7 @@ def _tensor_3(
 
 
 def _nothing(*arguments: Any) -> None:
-    """Stands for the empty dictionary of hooks that every tensor has."""
+    """Replaces the empty dictionary of hooks that every tensor has."""
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -105,7 +101,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows a few names only."""
+    """An unpickler restricted to a few names."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
@@ -126,12 +122,12 @@ class _Reader(pickle.Unpickler):
 def _loaded(file: io.BytesIO) -> Any:
     """Returns the next pickle in a file.
 
-    It is checked first, because the reader allocates before it reads: a pickle of ten bytes can ask
-    for 64 GiB, for a byte string of that length or a memo index that large.
+    Checks it first: ten bytes of pickle can allocate 64 GiB, by the length of a byte string or a
+    huge memo index.
     """
     start = file.tell()
     size = file.getbuffer().nbytes
-    # genops() itself refuses what is longer than the file.
+    # genops() itself rejects strings longer than the file.
     for operation, argument, _ in pickletools.genops(file):
         if operation.name in _MEMO_PLACES and int(argument or 0) > size:
             raise TorchFileError("the file is damaged, or was made to fill the memory")
@@ -140,11 +136,9 @@ def _loaded(file: io.BytesIO) -> Any:
 
 
 def read_tensor(content: bytes) -> np.ndarray:
-    """Returns the tensor [N] in a file of torch.save, of today's format or the old one.
+    """Returns the tensor [N] in a torch.save file, in the current or legacy format.
 
-    Raises:
-      TorchFileError: Damaged, not a tensor, not integers, not one-dimensional, or the pickle asks
-        for anything else.
+    Raises TorchFileError if it is damaged, not a 1-D integer tensor, or asks for any other name.
     """
     try:
         if content[:2] == b"PK":
@@ -152,7 +146,7 @@ def read_tensor(content: bytes) -> np.ndarray:
         return _read_legacy(io.BytesIO(content))
     except TorchFileError:
         raise
-    # What a damaged pickle raises is any kind of error.
+    # A damaged pickle can raise anything.
     except Exception as error:
         raise TorchFileError(
             f"no file of torch.save, or damaged ({type(error).__name__}: {error})"

@@ -1,4 +1,4 @@
-"""Statistics of the data of a run, or the batch of one of its steps, for inspect_data.py."""
+"""Prints statistics of a run's data, or the batch of one step, for inspect_data.py."""
 
 import os
 from collections.abc import Callable
@@ -35,15 +35,7 @@ class Inspection:
     def __init__(
         self, config: Config, num_devices: int, has_model: bool, show: Callable[[str], None]
     ):
-        """Opens the data.
-
-        Args:
-          num_devices: Devices that share a batch.
-          has_model: Whether vocab_size is that of a model, which ids must not exceed.
-
-        Raises:
-          UserError: There is no data, or train.py would refuse it.
-        """
+        """Opens the data; raises UserError if train.py would reject it."""
         if config.data.dataset_type == "synthetic":
             raise UserError(
                 "dataset_type=synthetic is random tokens, of which there is nothing to inspect. "
@@ -55,7 +47,7 @@ class Inspection:
 
         data = config.data
         if os.path.isfile(local_path(data.dataset_path)):
-            # Who names one file means it, also where it is the one that training leaves out.
+            # An explicitly named file is inspected even if its name contains eval_split.
             data = data.model_copy(update={"eval_split": _IN_NO_FILE_NAME})
         vocab_size = config.model.shape.vocab_size
         self._length = config.model.shape.max_target_length
@@ -65,7 +57,7 @@ class Inspection:
         self._batches: BatchIterator = train_loader(
             data,
             plan=plan_batches(config.batch, self._length, samples),
-            # What masks hide depends on the vocabulary; otherwise ids are compared after reading.
+            # Masking depends on the vocabulary size; otherwise ids are checked after reading.
             vocab_size=vocab_size if config.masking.mlm_training else ANY_ID,
             masking=config.masking,
             preparation=config.preparation,
@@ -76,11 +68,7 @@ class Inspection:
         self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, show)
 
     def show_batch(self, step: int) -> None:
-        """Shows the batch of a step.
-
-        Raises:
-          UserError: The data ends before, cannot be read, or has ids beyond vocab_size.
-        """
+        """Shows one batch. Raises UserError past the end of the data or for too large ids."""
         batches, masking = self._batches, self._config.masking
         if batches.num_steps is not None and step >= batches.num_steps:
             raise UserError(
@@ -110,18 +98,11 @@ class Inspection:
                 step, arrays, batches.origin(step), show_tokens, filler_id
             )
         )
-        # Labels are targets that need not occur among the tokens.
+        # Targets that are labels need not occur among the tokens.
         self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
 
     def show_statistics(self, max_tokens: int) -> None:
-        """Shows ids, documents and sequences of each dataset.
-
-        Args:
-          max_tokens: Tokens to read of each; evenly spread if there are more.
-
-        Raises:
-          UserError: The data cannot be read, or has ids beyond vocab_size.
-        """
+        """Shows statistics of each dataset, from at most `max_tokens` evenly spread tokens."""
         largest_id = -1
         for source in self._batches.opened:
             self._show(f"\n{source.entry.location}")
@@ -177,15 +158,14 @@ def _whole(per_device: float, num_devices: int) -> int:
 def _load(
     preparation: Preparation, folder: Path | None, show: Callable[[str], None]
 ) -> TextTokenizer | None:
-    """Returns the tokenizer of the dataset, else tokenizer_path; None if neither can be used."""
+    """Returns the tokenizer of the dataset, else tokenizer_path; None if neither loads."""
     try:
         asked = preparation.tokenizer_path
-        # tokenizer_type goes with the path that was asked for.
+        # tokenizer_type only applies to tokenizer_path.
         if folder is not None and (not asked or folder != Path(asked).expanduser()):
             return load_tokenizer(str(folder))
         if asked:
             return load_tokenizer(asked, preparation.tokenizer_type)
     except UserError as error:
-        # Ids can be looked at without it.
         show(f"Showing ids instead of text: {error}")
     return None

@@ -1,4 +1,4 @@
-"""Lines that inspect_data.py prints about tokens, documents, sequences and batches.
+"""Formats the output of inspect_data.py.
 
 Legend: B sequences of a batch, T tokens of a sequence.
 """
@@ -16,11 +16,11 @@ from MaxText.input_pipeline.inspection.statistics import (
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 
-# Shown of a long sequence at each end: characters, or ids without a tokenizer.
+# Shown at each end of a long sequence: characters, or ids without a tokenizer.
 _SHOWN_CHARACTERS = 500
 _SHOWN_IDS = 60
 
-# Spellings of the token for unknown text, which is at the front of a vocabulary.
+# Spellings of the unknown token, which has a low id.
 _UNKNOWN_SPELLINGS = {"<unk>", "<UNK>", "[UNK]", "<|unk|>", "⁇"}
 _FRONT_IDS = 1000
 
@@ -32,7 +32,7 @@ Origin = Sequence[tuple[str, int, int]]
 
 
 def visible(text: str) -> str:
-    """Returns `text` in one line: control characters as symbols (␊), others escaped."""
+    """Returns `text` on one line: control characters as symbols (␊), others escaped."""
     return "".join(map(_visible_character, text))
 
 
@@ -61,7 +61,7 @@ def token_lines(
     tokenizer: TextTokenizer | None,
     vocab_size: int | None,
 ) -> list[str]:
-    """Describes the ids of a split; `vocab_size` is that of the model, if there is one."""
+    """Describes the ids of a split; `vocab_size` is the model's, if any."""
     read = f"all {statistics.num_read:,} read"
     if statistics.num_read < statistics.num_tokens:
         read = (
@@ -103,7 +103,6 @@ def _fit(data: TokenData, statistics: TokenStatistics, limit: int) -> str:
 
 
 def _named_ids(data: TokenData, tokenizer: TextTokenizer | None) -> dict[int, str]:
-    """Returns the meanings of special ids."""
     meanings: dict[int, list[str]] = {}
     if tokenizer is not None:
         for token in range(min(_FRONT_IDS, tokenizer.entry.vocab_size)):
@@ -144,7 +143,6 @@ def document_lines(
 
 def _histogram(lengths: Lengths) -> list[str]:
     """Returns a line for each power of two, with a bar for its share of the documents."""
-    # Length 0 is a bin of its own.
     bin_L = np.frexp(lengths.tokens_L.astype(np.float64))[1]
     counts = np.bincount(bin_L, lengths.documents_L).astype(np.int64)
     tokens = np.bincount(bin_L, lengths.documents_L * lengths.tokens_L)
@@ -181,11 +179,8 @@ def batch_lines(
 ) -> list[str]:
     """Describes a batch, sequence by sequence.
 
-    Args:
-      arrays: tokens, weights and maybe segments, [B, T].
-      origins: Of each sample. A batch of shortened sequences has several of each sample, in order.
-      show_tokens: Returns lines for the ids of a sequence (int32 [at most T], without padding).
-      filler_id: Id of padding.
+    `arrays` are tokens, weights and optionally segments, [B, T]. `origins` are per sample, which is
+    several rows if sequences are shortened. `show_tokens` gets ids without padding.
     """
     tokens_BT, weights_BT = arrays["tokens"], arrays["weights"]
     num_rows, length = tokens_BT.shape
@@ -228,7 +223,7 @@ def show_sequence(
         return _both_ends(words, _SHOWN_IDS, "ids", " ")
     masked = np.flatnonzero(tokens_T == mask_id) if mask_id is not None else np.zeros(0, np.int64)
     pieces = np.split(tokens_T, np.sort(np.concatenate([masked, masked + 1])))
-    # Between two cuts at a mask lies the mask itself: every second piece.
+    # The text is split before and after each mask, so every second piece is one.
     text = "".join(
         _MASK if index % 2 else tokenizer.decode(piece.tolist())
         for index, piece in enumerate(pieces)

@@ -1,7 +1,7 @@
-"""Statistics of a dataset: ids, lengths of documents, duplicates, and how full sequences are.
+"""Dataset statistics: ids, document lengths, duplicates, and sequence utilization.
 
-Memory does not grow with the number of tokens. All tokens are read in blocks, or evenly spread
-blocks of them. To find duplicates, 16 bytes are kept for each document that is read.
+Tokens are read in blocks, all or evenly spaced, so memory does not grow with their number.
+Duplicate detection keeps 16 bytes per document read.
 
 Legend: N ids of a block, S documents, V ids that are counted, L distinct lengths.
 """
@@ -14,36 +14,28 @@ import numpy as np
 from MaxText.input_pipeline.sequences.order import OrderedWindows, random_words
 from MaxText.input_pipeline.token_store.store import TokenData
 
-# A few times 8 MB in memory.
-BLOCK_TOKENS = 2**20
+BLOCK_TOKENS = 2**20  # a few times 8 MB in memory
 
-# Documents are duplicates if their lengths and this many first tokens are equal. This bounds what
-# is read beyond the end of a block.
+# Documents are duplicates if their lengths and this many leading tokens are equal.
 COMPARED_TOKENS = 2**16
 
-# Larger ids are not counted one by one; no vocabulary is that large.
-_COUNTED_IDS = 2**22
+_COUNTED_IDS = 2**22  # larger ids are not counted individually; no vocabulary is that large
 
 _BLOCK_DOCUMENTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Duplicates:
-    """Documents that equal an earlier one.
-
-    Attributes:
-      max_copies: Occurrences of the most frequent document; 0 without documents.
-      example: The first two numbers of the most frequent one, None if nothing repeats.
-    """
+    """Documents that equal an earlier one."""
 
     num_documents: int
     num_repeats: int
-    max_copies: int
-    example: tuple[int, int] | None
+    max_copies: int  # occurrences of the most frequent document; 0 without documents
+    example: tuple[int, int] | None  # first two numbers of the most frequent duplicate
 
 
 def find_duplicates(hashes_S: np.ndarray, numbers_S: np.ndarray) -> Duplicates:
-    """Counts equal hashes (uint64 [S]) of the documents `numbers_S` (int64 [S], increasing)."""
+    """Counts equal hashes (uint64 [S]) of documents with increasing `numbers_S` (int64 [S])."""
     if hashes_S.size == 0:
         return Duplicates(0, 0, 0, None)
     order = np.argsort(hashes_S, kind="stable")
@@ -58,7 +50,7 @@ def find_duplicates(hashes_S: np.ndarray, numbers_S: np.ndarray) -> Duplicates:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The lengths of documents that occur (int64 [L], increasing), and how many have each."""
+    """Distinct document lengths (int64 [L], increasing), and the document count of each."""
 
     tokens_L: np.ndarray
     documents_L: np.ndarray
@@ -92,22 +84,16 @@ def document_lengths(offsets: np.ndarray) -> Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class TokenStatistics:
-    """Statistics of the tokens of a split.
-
-    Attributes:
-      largest_document: Document in which the largest id occurs first, and the token there.
-      counts_V: int64, occurrences of each id; `num_uncounted` tokens have larger ids.
-      documents: Duplicates among the nonempty documents that begin in what was read.
-    """
+    """Statistics of the tokens of a split."""
 
     num_tokens: int
     num_read: int
     smallest_id: int
     largest_id: int
-    largest_document: tuple[int, int]
-    counts_V: np.ndarray
+    largest_document: tuple[int, int]  # (document, token in it) of the first largest id
+    counts_V: np.ndarray  # int64; `num_uncounted` tokens have larger ids
     num_uncounted: int
-    documents: Duplicates
+    documents: Duplicates  # among nonempty documents that start in the blocks read
 
     def occurrences(self, token: int) -> int:
         return int(self.counts_V[token]) if 0 <= token < self.counts_V.size else 0
@@ -120,15 +106,7 @@ class TokenStatistics:
 def measure_tokens(
     data: TokenData, max_tokens: int, progress: Callable[[int], None]
 ) -> TokenStatistics:
-    """Reads the tokens of a split.
-
-    Args:
-      max_tokens: If there are more, evenly spread blocks of 2**20 tokens are read.
-      progress: Takes the tokens read since its last call.
-
-    Raises:
-      UnreadableFile: A file cannot be read.
-    """
+    """Reads evenly spaced blocks of 2**20 tokens, about `max_tokens` in all and at least one."""
     offsets, num_tokens = data.store.document_offsets, len(data.store)
     num_read = num_uncounted = 0
     smallest, largest, largest_place = -1, -1, 0
@@ -175,7 +153,7 @@ def measure_tokens(
 
 
 def spread(count: int, limit: int) -> np.ndarray:
-    """Returns 0..count - 1 as int64, or if there are more than `limit`, that many of them."""
+    """Returns 0..count - 1 as int64, or `limit` evenly spaced ones of them."""
     limit = max(limit, 1)
     return np.arange(count) if count <= limit else np.arange(limit) * count // limit
 
@@ -183,8 +161,8 @@ def spread(count: int, limit: int) -> np.ndarray:
 def _document_hashes(ids_N: np.ndarray, begins_S: np.ndarray, sizes_S: np.ndarray) -> np.ndarray:
     """Returns hashes (uint64 [S]) of adjacent documents; `ids_N` may end within the last one.
 
-    A hash is the sum of random words, one for each id at its position: among n documents two
-    different ones are taken for equal with a probability of n^2 / 2^65.
+    A hash is the sum of one random word per (id, position); two different documents among n collide
+    with probability n^2 / 2^65.
     """
     ids_N = ids_N[begins_S[0] :]
     begins_S = begins_S - begins_S[0]
@@ -197,32 +175,18 @@ def _document_hashes(ids_N: np.ndarray, begins_S: np.ndarray, sizes_S: np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class SequenceStatistics:
-    """Statistics of the sequences of an epoch.
-
-    Attributes:
-      num_sequences, num_read: Sequences of an epoch, and those of them that were read.
-      num_counted: Targets that count in the loss.
-      largest_target: Largest id among them, -1 without any.
-    """
+    """Statistics of the sequences of an epoch."""
 
     num_sequences: int
     num_read: int
-    num_counted: int
-    largest_target: int
+    num_counted: int  # targets with nonzero weight
+    largest_target: int  # among counted targets; -1 without any
 
 
 def measure_sequences(
     source: OrderedWindows, max_tokens: int, progress: Callable[[int], None]
 ) -> SequenceStatistics:
-    """Reads the sequences of an epoch in the order of the token stream.
-
-    Args:
-      max_tokens: If an epoch has more, evenly spread groups of sequences are read.
-      progress: Takes the tokens read since its last call.
-
-    Raises:
-      UnreadableFile: A file cannot be read.
-    """
+    """Reads evenly spaced groups of sequences, about `max_tokens` in all and at least one."""
     windows, length = source.windows, source.windows.length
     in_order = source.in_order()
     group = max(1, BLOCK_TOKENS // length)

@@ -9,12 +9,12 @@ from array_record.python import (
     array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-# Grain and our reader fetch single records: groups of 1 keep each one separately readable.
+# Groups of 1 keep each record separately readable, for Grain's random access.
 _OPTIONS = "group_size:1"
 
 
 class ArrayRecordWriter:
-    """Writes an ArrayRecord file, with OSError for failures of the disk."""
+    """Writes an ArrayRecord file; disk failures raise OSError."""
 
     def __init__(self, path: Path):
         with _failures_of_the_disk():
@@ -25,7 +25,7 @@ class ArrayRecordWriter:
             self._writer.write(record)
 
     def close(self) -> None:
-        """Writes the index; only then can the file be read."""
+        """Writes the index, without which the file cannot be read."""
         with _failures_of_the_disk():
             self._writer.close()
 

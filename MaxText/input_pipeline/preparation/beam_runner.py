@@ -1,7 +1,6 @@
-"""Tokenization of the shards of a corpus on Apache Beam.
+"""Tokenizes the shards of a corpus on Apache Beam.
 
-Beam's workers need the corpus and the staging folder under the same paths as this machine (a shared
-file system), because finished shards are files.
+Workers need the corpus and the staging folder under the same paths as here (shared file system).
 """
 
 import functools
@@ -18,15 +17,7 @@ _REFUSED = ".refused"
 def tokenize_with_beam(
     tokenization: Tokenization, jobs: Sequence[ShardJob], beam_options: str
 ) -> None:
-    """Tokenizes all shards.
-
-    Args:
-      beam_options: As on Beam's command line, for example
-        `--direct_running_mode=multi_processing --direct_num_workers=2`.
-
-    Raises:
-      UserError: Beam is not installed, or as `tokenize_shard`.
-    """
+    """Tokenizes all shards, given Beam command-line options."""
     try:
         import apache_beam  # pyright: ignore[reportMissingImports]
         from apache_beam.options.pipeline_options import (  # pyright: ignore[reportMissingImports]
@@ -42,7 +33,7 @@ def tokenize_with_beam(
         leftover.unlink()
     options = PipelineOptions(shlex.split(beam_options))
     with apache_beam.Pipeline(options=options) as pipeline:
-        # Reshuffled: Beam would otherwise fuse everything into one piece of work.
+        # Without a reshuffle, Beam would fuse everything into one bundle.
         _ = (
             pipeline
             | "Shards" >> apache_beam.Create(list(jobs))
@@ -55,7 +46,7 @@ def tokenize_with_beam(
 
 
 def _tokenize(tokenization: Tokenization, job: ShardJob) -> int:
-    """Tokenizes a shard. User errors go to a file, because Beam would wrap and retry them."""
+    """Tokenizes a shard. UserErrors go to a file, because Beam would wrap and retry them."""
     try:
         tokenize_shard(tokenization, job, lambda done: None)
     except UserError as error:

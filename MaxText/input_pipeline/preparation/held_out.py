@@ -1,4 +1,4 @@
-"""Choice of the documents that are held out for validation, by hash."""
+"""Selects the documents held out for validation, by hash."""
 
 import math
 
@@ -15,31 +15,27 @@ HELD_OUT, SAMPLED = 0, 1
 _BITS = 2**64 - 1
 _PURPOSE_STEP = 0xD1B54A32D192ED03
 
-# Shards hold fewer documents than this, and a corpus fewer than 2**24 shards.
-_SHARD_BITS = 40
+_SHARD_BITS = 40  # Limits: 2**40 documents per shard, 2**24 shards per corpus
 
 
 def document_number(shard: int, index: int) -> int:
-    """Returns the number in its corpus of document `index` of a shard.
+    """Returns a number in the corpus for document `index` of a shard.
 
-    Numbers increase along the corpus and leave gaps between shards, so that a shard is numbered
-    without knowing how many documents the earlier ones have.
+    Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.
     """
     assert index < 2**_SHARD_BITS, index
     return (shard << _SHARD_BITS) + index
 
 
 def shard_of(number: int) -> int:
-    """Returns the shard of the document with this number."""
     return number >> _SHARD_BITS
 
 
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
-    """Returns splitmix64 hashes uint64 [N] of the seed, the purpose and each number [N]."""
+    """Returns SplitMix64 hashes (uint64 [N]) of the seed, the purpose and each number."""
     start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS
     return scatter(numbers_N.astype(np.uint64) + np.uint64(start))
 
 
 def held_out_below(fraction: float) -> int:
-    """Returns the HELD_OUT hash below which a document is held out."""
     return math.ceil(fraction * 2**64)

@@ -1,11 +1,10 @@
-"""Resumable construction of a tokenized dataset in a staging folder.
+"""Builds a tokenized dataset in a staging folder, resumably.
 
-    <staging>/request.json   how the text is tokenized
-    <staging>/shards/        records of finished shards, see token_shards
+    <staging>/request.json   tokenization settings
+    <staging>/shards/        entries of finished shards, see token_shards
     <staging>/data_set/      the dataset, complete once it has a manifest
 
-The folder outlives the process. The next process that builds the same dataset tokenizes the shards
-that are left.
+The folder outlives the process; the next process tokenizes the remaining shards.
 """
 
 import shutil
@@ -42,8 +41,7 @@ from MaxText.storage.atomic import sync_file, write_whole
 
 Show = Callable[[str], None]
 
-# A process takes up to a second to start, half of it for imports. With less text for each, threads
-# of one process are faster.
+# Below this, threads of one process are faster: a process takes up to a second to start.
 _TOKENIZED_BYTES_PER_PROCESS = 32_000_000
 READ_BYTES_PER_PROCESS = 256_000_000
 """Least text that is worth a process of its own where text is only read."""
@@ -53,7 +51,7 @@ _MAX_NAMED_ERRORS = 10
 
 @dataclass(frozen=True)
 class Workers:
-    """Processes of this machine, or options of the Apache Beam runner that tokenizes instead."""
+    """Local processes, or options of the Apache Beam runner that tokenizes instead."""
 
     num_processes: int
     beam_options: str | None = None
@@ -76,17 +74,11 @@ def build_data_set(
     workers: Workers,
     show: Show,
 ) -> Manifest:
-    """Builds `<tokenization.staging>/data_set`, resuming an earlier process.
+    """Builds `<tokenization.staging>/data_set`, resuming earlier work.
 
-    Only one process may work on a staging folder at a time.
-
-    Args:
-      options: Preparation keys for the manifest.
-      digests: Shard number -> digest of its text, for shards that were read before.
-
-    Raises:
-      UserError: There is no document with text, a file cannot be read or changed while it was
-        read, or a process was killed.
+    Only one process may work on a staging folder at a time. `digests` has the text digests of
+    shards that were read before. Raises UserError if no document has text, a file cannot be read or
+    changed while it was read, or a process was killed.
     """
     start = time.monotonic()
     staging = tokenization.staging
@@ -97,7 +89,7 @@ def build_data_set(
     skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
     bad = _report_bad(corpus, shards, show)
     if not any(shard.num_tokens for shard in shards):
-        shutil.rmtree(staging / "shards", ignore_errors=True)  # of no use to another try
+        shutil.rmtree(staging / "shards", ignore_errors=True)  # useless for a retry
         reasons = ", ".join(f"{count:,} {why}" for why, count in skipped.items()) or "no rows"
         raise UserError(
             f"prepare_source={corpus.description} has no document with text "
@@ -105,7 +97,7 @@ def build_data_set(
         )
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
-        # The separator is the id that ends documents, if there is one.
+        # A separator replaces eos.
         tokenizer=tokenization.tokenizer.entry.model_copy(
             update={"eos_id": tokenization.after[0]} if tokenization.after else {}
         ),
@@ -131,7 +123,7 @@ def build_data_set(
 
 
 def _open_staging(tokenization: Tokenization, show: Show) -> None:
-    """Creates the folder, and deletes what another request or a killed process left in it."""
+    """Creates the folder, deleting results of other requests and partial files."""
     staging = tokenization.staging
     request = staging / "request.json"
     if staging.exists():
@@ -186,17 +178,17 @@ def _tokenize_all(
         shard = finished_shard(tokenization, number)
         assert shard is not None, f"shard {number} is not in {tokenization.staging}"
         shards.append(shard)
-    # A shard whose text changed in between was tokenized again.
+    # A shard whose text changed was tokenized again.
     return shards, {number for number, shard in before.items() if shards[number] == shard}
 
 
 def _fill_empty_split(
     corpus: Corpus, tokenization: Tokenization, shards: list[TokenizedShard], show: Show
 ) -> None:
-    """Moves one document where the hash left a split empty.
+    """Moves one document if the hash left a split empty.
 
     The document with the lowest hash is then held out, or the one with the highest is not. This is
-    known only when all shards are done, and changes one of them.
+    only known when all shards are done, and changes one of them.
     """
     train, validation = (
         sum(shard.splits[split].num_documents for shard in shards) for split in (TRAIN, VALIDATION)
@@ -219,7 +211,6 @@ def _fill_empty_split(
 def _finish_splits(
     tokenization: Tokenization, shards: Sequence[TokenizedShard], show: Show
 ) -> dict[str, Split]:
-    """Completes the folder of each split that has documents."""
     target = tokenization.staging / "data_set"
     num_bytes = sum(path.stat().st_size for path in target.rglob("tokens-*"))
     entries = {}
@@ -241,7 +232,7 @@ def _finish_splits(
 
 
 def _report_bad(corpus: Corpus, shards: Sequence[TokenizedShard], show: Show) -> list[str]:
-    """Names malformed rows and unreadable files; the limit holds for all shards together."""
+    """Reports malformed rows and unreadable files, enforcing the limit over all shards."""
     bad = [message for shard in shards for message in shard.bad]
     limit = max((shard.max_bad_records for shard in corpus.shards), default=0)
     if len(bad) > limit:

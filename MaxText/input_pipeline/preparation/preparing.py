@@ -1,8 +1,7 @@
-"""Preparation of text as a tokenized dataset, or as records for other programs.
+"""Prepares text as a tokenized dataset, or as records for other programs.
 
-A folder appears under its name only when it is complete. Everything is written to the hidden
-`.<name>.preparing` next to it, synced, and renamed at the end. A preparation that was killed
-resumes there when the same command runs again.
+Everything is written to the hidden `.<name>.preparing` next to the folder, synced, and renamed when
+complete. A killed preparation resumes there when the same command runs again.
 """
 
 import contextlib
@@ -55,13 +54,13 @@ from MaxText.storage.file_access import file_infos, is_url, local_path
 
 Show = Callable[[str], None]
 
-# Next to records for other programs: the manifest of the dataset that they were made from.
+# In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
 
-# Text on which the fast engine is compared with the one that defines the ids.
+# Sample on which the fast engine is compared with the reference library.
 _COMPARED_CHARACTERS = 500_000
 
-# Keys whose change makes another dataset. Sources and tokenizers are compared by content instead.
+# Keys that change the dataset. Sources and tokenizers are compared by content instead.
 _OPTIONS = (
     "tokenizer_vocab_size",
     "tokenizer_special_tokens",
@@ -76,7 +75,7 @@ _OPTIONS = (
 )
 _OPTIONS_OF_IDS = ("add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id")
 _OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
-# Keys that change nothing in a dataset, its manifest included.
+# Keys that affect neither the dataset nor its manifest.
 _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options"}
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -91,22 +90,12 @@ def prepare(
     cache_dir: str | None = None,
     max_bad_records: int = 0,
 ) -> Manifest:
-    """Makes the dataset `dataset_path`, or keeps it if it already is what is asked for.
+    """Prepares the dataset `dataset_path`, or keeps it if it already matches the request.
 
-    If another process is making it, waits and keeps the result.
-
-    Args:
-      dataset_path: Folder, local or a URL.
-      show: Takes lines about the progress.
-      cache_dir: data_cache_dir: a dataset for a bucket is staged there (None: its default), and
-        digests of texts are kept there (None: nowhere).
-      max_bad_records: Malformed rows and unreadable files of the text that are skipped.
-
-    Returns:
-      The manifest of the dataset, or of the one that records were made from.
-
-    Raises:
-      UserError: No readable text, an unusable tokenizer, or a folder in the way.
+    Waits if another process is preparing it. Bucket datasets are staged and text digests cached in
+    `cache_dir` (None: default staging folder, no digests). Returns the manifest of the dataset, or
+    of the one that records were exported from. Raises UserError for no readable text, an unusable
+    tokenizer, or other contents in the folder.
     """
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
@@ -125,7 +114,7 @@ def prepare(
         return keep(preparation, corpus, folder, digest_path, show, place=str(folder))
 
     if (folder / name).exists():
-        return keep_it()  # without the lock: the folder may be read-only
+        return keep_it()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
@@ -137,7 +126,7 @@ def prepare(
 
 
 def manifest_name_of(preparation: Preparation) -> str:
-    """Returns the name of the file that is in a folder once it is complete."""
+    """Returns the name of the file that marks a folder as complete."""
     is_records = preparation.prepare_output_format in RECORD_FORMATS
     return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
 
@@ -149,21 +138,16 @@ def make_once(
     keep: Callable[[], Manifest],
     show: Show,
 ) -> Manifest:
-    """Makes a dataset, or waits for another process that makes it.
+    """Prepares a dataset into an absent or empty folder, or waits for another process.
 
-    Args:
-      folder: Absent or empty.
-      keep: Returns the manifest if another process has completed it.
-
-    Raises:
-      UserError: As `prepare`.
+    `keep` returns the manifest if another process completed it.
     """
     staging = folder.with_name(f".{folder.name}.preparing")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), show):
             if (folder / manifest_name_of(preparation)).exists():
-                # Left by a process that was killed after it had renamed the folder.
+                # Left by a process that was killed after renaming the folder.
                 shutil.rmtree(staging, ignore_errors=True)
                 return keep()
             try:
@@ -177,7 +161,7 @@ def make_once(
                     show(f"Finished parts are kept in {staging}: {first}run the same command again")
                 raise
     except OSError as error:
-        # Readers name errors of the text themselves, so this one is about the folder.
+        # Readers report errors of the text themselves, so this one is about the folder.
         raise cannot_write(folder, error) from error
     show(f"Wrote {folder}")
     return manifest
@@ -185,7 +169,7 @@ def make_once(
 
 def _make(preparation: Preparation, corpus: Corpus, staging: Path, show: Show) -> Manifest:
     if preparation.prepare_output_format in RECORD_FORMATS:
-        record_shape(preparation)  # its errors come before the work
+        record_shape(preparation)  # fail before the work
     num_processes = preparation.prepare_num_workers or num_cores()
     is_beam = preparation.prepare_runner == "beam"
     workers = Workers(num_processes, preparation.beam_options if is_beam else None)
@@ -207,7 +191,7 @@ def _make(preparation: Preparation, corpus: Corpus, staging: Path, show: Show) -
 
 
 def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -> None:
-    """Gives the complete dataset, or the records made from it, their final name."""
+    """Exports records if requested, and renames the result to its final name."""
     complete = staging / "data_set"
     if preparation.prepare_output_format in RECORD_FORMATS:
         records = staging / "records"
@@ -222,13 +206,9 @@ def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -
 
 
 def cannot_write(place: object, error: OSError) -> UserError:
-    """Returns the error for a folder that cannot be written, with a remedy.
-
-    Args:
-      error: Of the system, or of a library that gives only its text.
-    """
+    """Returns the error, with a remedy, for a folder that cannot be written."""
     if isinstance(error, BrokenPipeError):
-        raise error  # of stdout, piped to `head` for example
+        raise error  # stdout, for example piped to `head`
     reason = error.strerror or str(error)
     if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
         remedy = "Make room or choose another dataset_path"
@@ -274,7 +254,6 @@ def _given_tokenizer(preparation: Preparation) -> TextTokenizer:
 
 
 def _first_texts(corpus: Corpus) -> list[str]:
-    """Returns about _COMPARED_CHARACTERS of text from the beginning."""
     texts: list[str] = []
     left = _COMPARED_CHARACTERS
     for shard in corpus.shards:
@@ -289,11 +268,11 @@ def _first_texts(corpus: Corpus) -> list[str]:
 def _sample(
     preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
 ) -> tuple[list[ShardText], tuple[str, ...]]:
-    """Reads shards and returns them and the texts to train a tokenizer on."""
+    """Returns shards, and texts from them to train a tokenizer on."""
     seed = preparation.prepare_seed
     fraction = 0.0 if corpus.splits else preparation.validation_fraction
     for max_shards in (SAMPLED_SHARDS, len(corpus.shards)):
-        # All shards only if the ones drawn first are empty.
+        # All shards only if the sampled ones are empty.
         texts = _read(preparation, corpus, sampling_jobs(corpus, seed, max_shards), workers, show)
         sample = join_samples(texts, seed, fraction)
         if sample or max_shards >= len(corpus.shards):
@@ -304,7 +283,6 @@ def _sample(
 def _read(
     preparation: Preparation, corpus: Corpus, jobs: list[ReadJob], workers: Workers, show: Show
 ) -> list[ShardText]:
-    """Reads shards in processes; returns them in order."""
     num_bytes = sum(job.shard.num_bytes for job in jobs)
     num_processes, _ = workers.for_corpus(corpus, READ_BYTES_PER_PROCESS)
     settings = ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
@@ -370,14 +348,9 @@ def keep(
     *,
     place: str,
 ) -> Manifest:
-    """Returns the manifest in `folder` if it is of the same text, tokenizer and options.
+    """Returns the manifest in `folder` if its text, tokenizer and options match the request.
 
-    Args:
-      digest_path: See `digest_path_of`.
-      place: Name of the dataset in messages.
-
-    Raises:
-      UserError: It is of something else; names the differences.
+    `place` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
     manifest = read_manifest(str(folder), manifest_name_of(preparation))
     differences = _different_options(preparation, manifest)
@@ -392,7 +365,7 @@ def keep(
     if not differences and preparation.prepare_output_format in RECORD_FORMATS:
         damaged = damaged_files(folder, preparation.prepare_output_format)
         differences += [f"{name} is missing or cut short" for name in damaged[:1]]
-    # All text is read only if nothing else differs and its files changed since they were read.
+    # Read all text only if nothing else differs and no digest is cached.
     if not differences:
         sha256 = _saved_digest(digest_path) or _text_sha256(preparation, corpus, show)
         _save_digest(digest_path, sha256)
@@ -408,10 +381,9 @@ def keep(
 
 
 def digest_path_of(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
-    """Returns the cache file for the digest of a corpus.
+    """Returns the cache file for the digest of a corpus, named by a hash of file metadata.
 
-    Its name is a hash of the names, sizes and times of the files, so that an edited file gets
-    another one. None if a file system has no times, or nothing is to be cached.
+    None if a file system has no modification times or version tags, or without cache_dir.
     """
     if cache_dir is None:
         return None
@@ -456,7 +428,7 @@ def _different_options(preparation: Preparation, manifest: Manifest) -> list[str
     if preparation.prepare_output_format in RECORD_FORMATS:
         keys += OPTIONS_OF_RECORDS
     asked = _options(preparation)
-    # Keys that are younger than the dataset had their default.
+    # Keys newer than the dataset had their default.
     was = _bin_for_array_record(_options(Preparation()) | manifest.options)
     return [
         f"{key} was {was[key]!r} and is {asked[key]!r}" for key in keys if was[key] != asked[key]

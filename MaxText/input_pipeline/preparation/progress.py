@@ -1,4 +1,4 @@
-"""Progress of preparation: a bar on a terminal, lines elsewhere."""
+"""Progress of preparation: a bar on a terminal, log lines elsewhere."""
 
 import sys
 import time
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-# What takes no longer shows no line.
-_SILENT_SECONDS = 3.0
+_SILENT_SECONDS = 3.0  # shorter work prints no lines
 _LONGEST_SILENCE_SECONDS = 60.0
 
 
@@ -17,10 +16,7 @@ _LONGEST_SILENCE_SECONDS = 60.0
 def show_progress(
     title: str, num_bytes: int, show: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the bytes done since its last call.
-
-    Draws a bar if stderr is a terminal, else shows a line at each quarter and each minute.
-    """
+    """Yields a function that takes the bytes done since its last call."""
     if sys.stderr.isatty():
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

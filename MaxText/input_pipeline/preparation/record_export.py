@@ -1,16 +1,16 @@
-"""Export of a tokenized dataset as records for other programs.
+"""Exports a tokenized dataset as records for other programs.
 
-    <output>/records.json                   what was asked for, and each file with its SHA-256
-    <output>/tokenizer.json ...             files of the tokenizer
+    <output>/records.json                   request, and each file with its SHA-256
+    <output>/tokenizer.json ...             tokenizer files
     <output>/<name>_00000_2048.tfrecords    or <name>-00000-of-00004.parquet
 
-Text, which the dataset holds as bytes:
+Exported text, which the dataset stores as bytes:
 
-    <output>/export.json                    as records.json
+    <output>/export.json                    same as records.json
     <output>/train_data_00000.tfrecord      or train_data_00000.array_record
 
-While the files are written, a record of each finished one lies in `<output>.finished`, so that a
-process that was killed resumes. The files do not depend on the number of processes.
+During the export, `<output>.finished` has an entry for each finished file, so a killed process can
+resume. The files do not depend on the number of processes.
 """
 
 import json
@@ -58,10 +58,10 @@ OPTIONS_OF_RECORDS = (
 
 _LEDGER_SCHEMA = 1
 
-# With prepare_num_shards=0: large enough for fast reading, small enough to share over hosts.
+# For prepare_num_shards=0: large enough for fast reads, small enough to distribute over hosts.
 _TEXT_BYTES_PER_FILE = 256_000_000
 
-# GPT-Neo's readers want ids in `text`, Hugging Face's trainers in `input_ids`.
+# GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
 _DEFAULT_FIELDS = {"tfrecord": "text", "parquet": "input_ids"}
 _TEXT_FIELD = "text"
 
@@ -69,17 +69,9 @@ _TEXT_FIELD = "text"
 def export_records(
     prepared: Path, preparation: Preparation, output: Path, show: Callable[[str], None]
 ) -> None:
-    """Writes every split of a dataset as record files, keeping those of an earlier process.
+    """Writes every split as record files to the staging folder `output`, resuming earlier work.
 
     Only one process may work on `output` at a time.
-
-    Args:
-      prepared: Folder of the dataset.
-      preparation: prepare_output_format is one of RECORD_FORMATS.
-      output: Staging folder that only this function writes to.
-
-    Raises:
-      UserError: As `record_shape`, or the dataset is damaged.
     """
     shape = record_shape(preparation)
     manifest = read_manifest(str(prepared))
@@ -118,7 +110,7 @@ def export_records(
 
 
 def damaged_files(output: Path, output_format: str) -> list[str]:
-    """Returns the names of exported files that are missing or have another size."""
+    """Returns the names of exported files that are missing or of another size."""
     ledger = json.loads((output / _ledger_name(output_format)).read_bytes())
     files = [FinishedFile.model_validate(entry) for entry in ledger["files"]]
     return [file.file for file in files if not _is_whole(output, file)]
@@ -129,7 +121,7 @@ def _ledger_name(output_format: str) -> str:
 
 
 def _open_output(output: Path, finished: Path, ledger: dict[str, Any]) -> None:
-    """Creates both folders, and deletes the results of another request and of killed processes."""
+    """Creates both folders, deleting results of other requests and partial files."""
     request = finished / "request.json"
     asked = json.dumps(ledger, indent=1, sort_keys=True)
     if not request.exists() or request.read_text(encoding="utf-8") != asked:
@@ -167,11 +159,7 @@ def _write(
 
 
 def record_shape(preparation: Preparation) -> RecordShape:
-    """Returns what a record is.
-
-    Raises:
-      UserError: Keys contradict each other, or pyarrow is needed and not installed.
-    """
+    """Returns the record format. Raises UserError if keys conflict, or pyarrow is not installed."""
     name = preparation.prepare_name
     if name and Path(name).name != name:
         raise UserError(
@@ -213,7 +201,6 @@ def record_shape(preparation: Preparation) -> RecordShape:
 def _plan(
     prepared: Path, manifest: Manifest, preparation: Preparation, shape: RecordShape, output: Path
 ) -> list[RecordFileJob]:
-    """Returns the files to write, in order of split and number."""
     jobs = []
     files_of = _num_files(manifest, preparation.prepare_num_shards, shape)
     for split, entry in sorted(manifest.splits.items()):
@@ -248,10 +235,7 @@ def _plan(
 
 
 def _num_files(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[str, int]:
-    """Returns the files of each split.
-
-    Of text, `num_shards` is for all splits together, which share it by their bytes.
-    """
+    """Returns the files of each split; text splits share `num_shards` in proportion to bytes."""
     sizes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
     if num_shards == 0:
         return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
@@ -259,7 +243,7 @@ def _num_files(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[
         return dict.fromkeys(sizes, num_shards)
     total = sum(sizes.values())
     files = {split: max(1, num_shards * size // total) for split, size in sizes.items()}
-    # The rest goes to the splits that lost most by rounding down.
+    # The remainder goes to the splits that lost most by rounding down.
     by_loss = sorted(sizes, key=lambda split: files[split] - num_shards * sizes[split] / total)
     for split in by_loss[: max(0, num_shards - sum(files.values()))]:
         files[split] += 1
@@ -267,7 +251,7 @@ def _num_files(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[
 
 
 def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
-    """Returns the first document of each file, and the end: at least one, about equal tokens."""
+    """Returns the first document of each nonempty, roughly equal file, and the end."""
     num_documents = len(document_offsets) - 1
     numbers = np.arange(num_files + 1)
     targets = int(document_offsets[-1]) * numbers // num_files
@@ -280,7 +264,6 @@ def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
 
 
 def _copy_tokenizer(prepared: Path, output: Path) -> None:
-    """Copies the files next to the manifest."""
     for file in sorted(prepared.iterdir()):
         if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
             writing = writing_name(output / file.name)

@@ -1,7 +1,6 @@
-"""Record files written from a tokenized dataset.
+"""Writes record files from a tokenized dataset.
 
-A file is a pure function of its job. It appears under its name only when it is complete and on
-disk.
+A file is a pure function of its job, and is published only when complete and synced.
 """
 
 import contextlib
@@ -34,34 +33,21 @@ _BATCH_TOKENS = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class RecordShape:
-    """Contents of a record.
-
-    Attributes:
-      kind: Ids of documents, chunks or strided windows, or the text of documents.
-      field: Name of the ids or the text; strided windows have names of their own.
-      chunk_length: Tokens of a chunk; the next chunk begins with the last of these.
-      min_length, max_length, stride: See strided_windows.
-      ignore_label: Label of strided windows where there is no token to predict.
-    """
+    """Format and contents of a record."""
 
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]
     field: str
-    chunk_length: int
+    chunk_length: int  # the next chunk starts with the last of these tokens
     min_length: int
     max_length: int
     stride: int
-    ignore_label: int
+    ignore_label: int  # label of strided windows without a token to predict
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordFileJob:
-    """A file to write: documents (or chunks) [first, stop) of a split of the dataset `prepared`.
-
-    Attributes:
-      name: Begins the names of the files of the split.
-      number, num_files: Which of the files of the split this one is.
-    """
+    """A file to write: documents (or chunks) [first, stop) of a split."""
 
     prepared: Path
     split: str
@@ -69,12 +55,12 @@ class RecordFileJob:
     first: int
     stop: int
     folder: Path
-    name: str
+    name: str  # prefix of the file names of the split
     number: int
     num_files: int
 
     def file_name(self, num_records: int) -> str:
-        """Returns the final name; GPT-Neo's reader takes the number of records from it."""
+        """Returns the final name; GPT-Neo's reader parses the number of records from it."""
         if self.shape.kind == "text":
             return f"{self.name}_data_{self.number:05d}.{self.shape.file_format}"
         if self.shape.file_format == "tfrecord":
@@ -85,11 +71,8 @@ class RecordFileJob:
 class FinishedFile(pydantic.BaseModel):
     """Ledger entry of a record file.
 
-    Attributes:
-      num_tokens: Ids (of text: bytes) in all its records without padding. The token that two
-        chunks share, and those that windows share, count each time.
-      dropped_documents: Documents of its range that are in no record.
-      dropped_tokens: Tokens of its range that are in no record.
+    `num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows share
+    count each time.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -106,12 +89,11 @@ class FinishedFile(pydantic.BaseModel):
 
 
 def num_chunks(num_tokens: int, chunk_length: int) -> int:
-    """Returns the chunks of a token sequence, each of which begins with the last token before."""
+    """Returns the number of chunks, each of which starts with the last token of the previous."""
     return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
 
 
 def _ranges(job: RecordFileJob, store: TokenStore) -> StridedWindows:
-    """Returns the token ranges of the records."""
     shape = job.shape
     if shape.kind == "chunks":
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (shape.chunk_length - 1)
@@ -136,11 +118,7 @@ def _batches(ranges: StridedWindows, store: TokenStore) -> Iterator[list[np.ndar
 
 
 def write_record_file(job: RecordFileJob) -> FinishedFile:
-    """Writes a file, replacing one of that name.
-
-    Raises:
-      UserError: The dataset is damaged, the folder cannot be written, or pyarrow is missing.
-    """
+    """Writes or replaces a file. Raises UserError for a damaged dataset or a failed write."""
     manifest = read_manifest(str(job.prepared))
     store = open_flat(job.prepared, manifest, job.split)
     ranges = _ranges(job, store)
@@ -167,7 +145,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
             writing.unlink(missing_ok=True)
     sizes = ranges.stops_W - ranges.starts_W
     if job.shape.kind == "strided":
-        # The last token of a whole window is a label only.
+        # The last token of a full window is only a label.
         sizes = np.minimum(sizes, job.shape.max_length)
     return FinishedFile(
         split=job.split,
@@ -209,7 +187,7 @@ def _write_parquet(
             else:
                 ends = np.cumsum([0, *(piece.size for piece in pieces)])
                 values = [np.concatenate(pieces)]
-            # Offsets are 32 bits wide in arrow: one document of 2^31 tokens would not fit.
+            # Arrow list offsets are int32.
             assert ends[-1] < 2**31, ends[-1]
             ends = pyarrow.array(ends.astype(np.int32))
             arrays = [pyarrow.ListArray.from_arrays(ends, pyarrow.array(v)) for v in values]

@@ -1,8 +1,6 @@
-"""Raw text of a training run: tokenized at first use, then read as a dataset.
+"""Tokenizes raw text at first use into a prepared dataset, `<cache_dir>/text/<hash>/`.
 
-    <cache_dir>/text/<hash>/    a prepared dataset with one split, train
-
-The hash is of everything that decides about the ids, so a changed file gets a folder of its own.
+The hash covers everything that affects the ids, so a changed file gets a new folder.
 """
 
 import hashlib
@@ -34,14 +32,8 @@ def open_text(
 ) -> Path:
     """Returns the folder of a dataset with the text of `files`, prepared at first use.
 
-    Of several processes (also of machines that share `cache_dir`) one works and the others wait.
-    Finished shards of a killed process are kept.
-
-    Args:
-      files: Records of text: local paths or URLs, in order.
-
-    Raises:
-      UserError: No tokenizer is given, or as `prepare`.
+    If several processes (or machines that share `cache_dir`) prepare it, one works and the others
+    wait. Finished shards of a killed process are kept.
     """
     assert files
     if not tokenizer_path and tokenizer_type != "byte":

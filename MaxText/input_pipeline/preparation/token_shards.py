@@ -1,6 +1,6 @@
-"""Tokenization of the shards of a corpus into the token files of a dataset.
+"""Tokenizes the shards of a corpus into the token files of a dataset.
 
-    <staging>/data_set/<split>/tokens-000017.bin    ids of a shard, documents end to end
+    <staging>/data_set/<split>/tokens-000017.bin    ids of a shard, documents concatenated
     <staging>/shards/000017-<split>.npz             lengths and rows of its documents, id counts
     <staging>/shards/000017.json                    TokenizedShard, written last
 
@@ -53,42 +53,35 @@ from MaxText.input_pipeline.token_store.manifest import (
 from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer
 from MaxText.storage.atomic import publish, sync_file, write_whole, writing_name
 
-# Text tokenized at a time: enough for several threads, little enough for memory (the tokenizers
-# library takes some hundred bytes per token while it works).
+# Text tokenized at a time: enough for several threads, but the tokenizers library takes some
+# hundred bytes per token.
 _BATCH_CHARACTERS = 4_000_000
 
 
 def narrowest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Returns the smallest stored type for ids 0..vocab_size-1."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True)
 class Tokenization:
-    """Everything but the text that decides about the ids, and where they are staged.
-
-    Attributes:
-      before, after: Control ids around each document.
-      minimum_tokens: Documents of fewer ids, not counting control ids, are skipped.
-      is_text: The ids are the bytes of the text.
-    """
+    """Everything besides the text that affects the ids, and the staging folder."""
 
     staging: Path
     tokenizer: TextTokenizer
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # control ids before each document
+    after: tuple[int, ...]  # control ids after each document
     seed: int
     validation_fraction: float
     fix_text: bool
-    minimum_tokens: int
-    is_text: bool = False
+    minimum_tokens: int  # shorter documents are skipped, not counting control ids
+    is_text: bool = False  # the ids are the bytes of the text
 
     @property
     def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
         return "uint8" if self.is_text else narrowest_dtype(self.tokenizer.entry.vocab_size)
 
     def summary(self) -> str:
-        """Returns everything that decides about the ids as JSON."""
+        """Returns everything that affects the ids as JSON."""
         contents = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -109,66 +102,45 @@ class Tokenization:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """A shard to tokenize.
-
-    Attributes:
-      split: Split of all its documents; "" if a hash of their numbers decides.
-      moved: (document number, whether it is held out) of a document exempt from the hash.
-      expected_sha256: Digest that its text must have; "" if it was not read before.
-    """
+    """A shard to tokenize."""
 
     number: int
     shard: Shard
-    split: str = ""
-    moved: tuple[int, bool] | None = None
-    expected_sha256: str = ""
+    split: str = ""  # of all its documents; empty if a hash decides
+    moved: tuple[int, bool] | None = None  # document exempt from the hash, and whether held out
+    expected_sha256: str = ""  # required digest of its text; empty for any
 
     def splits(self, validation_fraction: float) -> list[str]:
-        """Returns the splits that its documents may belong to."""
         if self.split:
             return [self.split]
         return [TRAIN, VALIDATION] if validation_fraction > 0 else [TRAIN]
 
 
 class ShardSplit(pydantic.BaseModel):
-    """The part of a split that comes from one shard.
-
-    Attributes:
-      num_text_bytes: UTF-8 bytes of the text behind the ids.
-      source_files: (index of its first document, name) of each source file, in order.
-    """
+    """The part of a split that comes from one shard."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     num_tokens: int
     num_documents: int
     num_text_bytes: int
-    source_files: tuple[tuple[int, str], ...]
+    source_files: tuple[tuple[int, str], ...]  # (index of its first document, name), in order
 
 
 class TokenizedShard(pydantic.BaseModel):
-    """Contents of a finished shard.
-
-    Attributes:
-      sha256: TextDigest of the text as read.
-      num_bytes: UTF-8 bytes of that text.
-      skipped: Reason -> number of skipped documents.
-      bad: Errors of the malformed rows and unreadable files among them.
-      lowest, highest: (hash, document number) of the extremes of the documents that were kept.
-      cpu_seconds: Time of all cores together.
-    """
+    """Contents of a finished shard."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    sha256: str
+    sha256: str  # TextDigest of the text as read
     num_bytes: int
-    skipped: dict[str, int]
-    bad: tuple[str, ...] = ()
-    lowest: tuple[int, int] | None
+    skipped: dict[str, int]  # reason -> number of documents
+    bad: tuple[str, ...] = ()  # errors of malformed rows and unreadable files
+    lowest: tuple[int, int] | None  # (hash, document number) of the lowest kept document
     highest: tuple[int, int] | None
     moved: tuple[int, bool] | None
     splits: dict[str, ShardSplit]
-    cpu_seconds: float
+    cpu_seconds: float  # summed over cores
 
     @property
     def num_tokens(self) -> int:
@@ -188,7 +160,7 @@ def _record_path(staging: Path, number: int) -> Path:
 
 
 def finished_shard(tokenization: Tokenization, number: int) -> TokenizedShard | None:
-    """Returns what an earlier process made of a shard; None if it is unfinished or damaged."""
+    """Returns a shard that an earlier process finished; None if unfinished or damaged."""
     staging, itemsize = tokenization.staging, np.dtype(tokenization.dtype).itemsize
     try:
         found = TokenizedShard.model_validate_json(_record_path(staging, number).read_bytes())
@@ -206,16 +178,13 @@ def finished_shard(tokenization: Tokenization, number: int) -> TokenizedShard | 
 def tokenize_shard(
     tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
 ) -> TokenizedShard:
-    """Tokenizes a shard, or keeps what an earlier process made of the same text.
+    """Tokenizes a shard, or keeps the earlier result for the same text.
 
-    Args:
-      advance: Takes the bytes done since its last call, Shard.num_bytes in all.
-
-    Raises:
-      UserError: See Shard.documents; or the text changed since it was read before.
+    `advance` is called with increments that sum to Shard.num_bytes. Raises UserError as
+    Shard.documents does, or if the text changed since it was read before.
     """
-    # Text on disk may be larger or (compressed) smaller than the text in it: progress stays below
-    # the total while working, and the rest follows at the end.
+    # Files may be larger or (compressed) smaller than their text: cap progress at the total, and
+    # report the remainder at the end.
     left = job.shard.num_bytes
 
     def advance_within_shard(num_bytes: int) -> None:
@@ -311,7 +280,6 @@ def _tokenize(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yields documents in groups of about _BATCH_CHARACTERS."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -325,7 +293,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 class _SplitWriter:
-    """Writes the documents of a shard that belong to one split. Deletes its files on an error."""
+    """Writes the documents of a shard in one split. Deletes its files on an error."""
 
     def __init__(self, tokenization: Tokenization, split: str, number: int):
         dtype = np.dtype(tokenization.dtype).newbyteorder("<")
@@ -346,7 +314,7 @@ class _SplitWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # On a full disk the buffer cannot be written, which raises again.
+        # On a full disk, flushing the buffer raises again.
         with contextlib.suppress(OSError):
             self._file.close()
         self._writing.unlink(missing_ok=True)
@@ -369,7 +337,7 @@ class _SplitWriter:
             self._pending = []
 
     def finish(self) -> ShardSplit:
-        """Publishes the files; they are on disk when this returns."""
+        """Publishes the files; they are synced to disk when this returns."""
         lengths, rows = np.asarray(self._lengths, np.int64), np.asarray(self._rows, np.int64)
         if lengths.size:
             self._file.close()
@@ -394,16 +362,9 @@ def write_documents(
     shards: Sequence[tuple[int, ShardSplit]],
     advance: Callable[[int], None],
 ) -> Split:
-    """Writes the document files of a split, whose token files are complete.
+    """Writes the document files of a split with complete token files; returns its entry.
 
-    Memory is that of the documents of one shard.
-
-    Args:
-      shards: Number and contents of the shards with documents in the split, in order.
-      advance: Takes the bytes of tokens digested since its last call.
-
-    Returns:
-      The entry for the manifest.
+    Holds the documents of only one shard in memory. `advance` takes bytes of digested tokens.
     """
     staging, folder = tokenization.staging, tokenization.staging / "data_set" / split
     itemsize = np.dtype(tokenization.dtype).itemsize
@@ -417,12 +378,11 @@ def write_documents(
     def arrays(number: int) -> Any:
         return np.load(_documents_path(staging, split, number))
 
-    # Rows fit int32, except in sources that count something else than rows.
+    # Rows fit int32, except for sources that count something other than rows.
     widest = max(int(arrays(number)["rows"].max()) for number, _ in shards)
     row_type = np.dtype("<i4" if widest <= np.iinfo(np.int32).max else "<i8")
     offset_type = np.dtype("<i8")
-    # Written front to back: a full disk is then an error, whereas it kills a process that fills a
-    # memory map.
+    # Written sequentially: a full disk is then an error; with a memory map it kills the process.
     with (folder / OFFSETS_NAME).open("wb") as offsets, (folder / ROWS_NAME).open("wb") as rows:
         _begin_array(offsets, offset_type, num_documents + 1)
         _begin_array(rows, row_type, num_documents)
@@ -453,7 +413,7 @@ def write_documents(
         sync_file(folder / name)
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
     write_whole(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
-    # Of a text that has fewer shards now than when an earlier process worked on it.
+    # Left over if the text has fewer shards than in an earlier process.
     for path in set(folder.glob("tokens-*")) - {folder / file.name for file in files}:
         path.unlink()
     return Split(
@@ -469,6 +429,5 @@ def write_documents(
 
 
 def _begin_array(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    """Writes the header of an .npy file of [count] numbers."""
     header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)

@@ -1,4 +1,4 @@
-"""Datasets in buckets: staged on this machine, uploaded, the manifest last."""
+"""Prepares datasets in buckets: staged locally, then uploaded, the manifest last."""
 
 import contextlib
 import hashlib
@@ -28,16 +28,11 @@ def prepare_in_bucket(
     show: Callable[[str], None],
     max_bad_records: int = 0,
 ) -> Manifest:
-    """Makes the dataset `url`, or keeps it if it already is what is asked for.
+    """Prepares the dataset at `url`, or keeps it if it already matches the request.
 
-    Readers recognize a dataset by its manifest, which comes last. Several machines may make the
-    same one concurrently: they write the same bytes.
-
-    Args:
-      cache_dir: Folder for staging, which is removed at the end.
-
-    Raises:
-      UserError: As `prepare`, other files are there, or the bucket cannot be written.
+    Readers recognize a dataset by its manifest, which is uploaded last. Several machines may
+    prepare the same one concurrently: they write the same bytes. Raises UserError as `prepare`
+    does, if other files are there, or if the bucket cannot be written.
     """
     url = url.rstrip("/")
     name = manifest_name_of(preparation)
@@ -60,10 +55,9 @@ def prepare_in_bucket(
 
 @contextlib.contextmanager
 def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Locks out other processes that share the cache."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        # Its own errors are those of the folder; those of the work inside have words of theirs.
+        # Only errors of taking the lock are about the folder.
         held = contextlib.ExitStack()
         held.enter_context(lock(place.with_suffix(".lock"), show))
     except OSError as error:
@@ -76,7 +70,7 @@ def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator
 
 
 def _upload(folder: Path, url: str, last: str) -> None:
-    """Uploads all files of a folder, the one named `last` at the end."""
+    """Uploads all files of a folder, with `last` as the last one."""
     files = sorted(
         (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
         key=lambda file: (file == last, file),
@@ -100,7 +94,7 @@ def _upload(folder: Path, url: str, last: str) -> None:
         if not isinstance(error, OSError):
             raise
         raise _unwritable(folder, url, error) from error
-    except Exception as error:  # of the library behind the URL
+    except Exception as error:  # fsspec backends raise their own errors
         raise _unwritable(folder, url, error) from error
 
 

@@ -1,4 +1,4 @@
-"""Independent jobs in processes of this machine."""
+"""Runs independent jobs in local processes."""
 
 import contextlib
 import multiprocessing
@@ -30,28 +30,18 @@ def run(
     num_processes: int,
     advance: Advance,
 ) -> Iterator[Result]:
-    """Calls `function(shared, job, advance)` for each job, in this process if one is enough.
+    """Calls `function(shared, job, advance)` for each job; yields results in any order.
 
-    Args:
-      function: Of a module, so that other processes find it.
-      shared: Sent to each process once.
-      num_processes: Maximum; 1 works in this process.
-      advance: Takes what the jobs report.
-
-    Yields:
-      Results in any order.
-
-    Raises:
-      UserError: A process was killed.
-      Exception: Any error of `function`. No more jobs are begun then; those in progress finish,
-        except after Ctrl-C.
+    `function` must be importable; `shared` is sent to each process once. Raises UserError if a
+    process was killed, or any error of `function`: no more jobs are started then, and those in
+    progress finish, except after Ctrl-C.
     """
     num_processes = min(num_processes, len(jobs))
     if num_processes <= 1:
         for job in jobs:
             yield function(shared, job, advance)
         return
-    # Spawned, not forked: a fork of a process with threads (tokenizers, jax) can hang.
+    # Not forked: forking a process with threads (tokenizers, jax) can deadlock.
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     others = {*multiprocessing.active_children()}
@@ -64,24 +54,23 @@ def run(
             waiting = {pool.submit(_work, job) for job in jobs}
         processes = {*multiprocessing.active_children()} - others
         while waiting:
-            # The executor overlooks the end of the process that it started last while the others
-            # give no result.
+            # The executor misses the death of its newest process while others give no result.
             if any(process.exitcode is not None for process in processes):
                 raise BrokenProcessPool
             done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-            # Not under the counter's lock, which a process that is killed may hold for ever.
+            # Without the counter's lock, which a killed process may never release.
             now = counter.get_obj().value
             advance(now - reported)
             reported = now
             yield from (future.result() for future in done)
     except BaseException as error:
-        # To start a process while the pool breaks fails in other ways than BrokenProcessPool.
+        # Starting a process while the pool breaks can raise other errors.
         is_broken = isinstance(error, BrokenProcessPool) or (
             isinstance(error, (ValueError, OSError)) and bool(getattr(pool, "_broken", False))
         )
         if is_broken or not isinstance(error, Exception):
-            # Who presses Ctrl-C does not want to wait for work that has begun. Of a broken pool
-            # the executor ends all processes but one that was just starting, and waits for that.
+            # Do not wait for running jobs after Ctrl-C. In a broken pool the executor kills all
+            # processes except one that was just starting, and would wait for that one.
             for process in {*multiprocessing.active_children()} - others:
                 process.kill()
         if is_broken:
@@ -97,9 +86,9 @@ def run(
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Hides Ctrl-C from processes that start inside, even before `_start` ignores it.
+    """Blocks SIGINT in processes started inside, even before `_start` ignores it.
 
-    They would show tracebacks of their imports; this process gets it at the end.
+    They would print tracebacks of their imports; this process receives it at the end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -108,13 +97,13 @@ def _ctrl_c_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# Of a worker process: the function, what is shared, and the way to report.
+# State of a worker process: function, shared argument and progress callback.
 _task: tuple[Callable[..., Any], Any, Advance] | None = None
 
 
 def _start(function: Callable[..., Any], shared: Any, counter: Any) -> None:
     global _task
-    # Ctrl-C goes to all processes; the first one ends the others in order.
+    # Ctrl-C reaches all processes; the parent stops the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
 
@@ -132,7 +121,7 @@ def _work(job: Any) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone, even if that was killed."""
+    """Exits this process when its parent dies, even if that was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

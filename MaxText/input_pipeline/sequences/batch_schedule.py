@@ -1,8 +1,8 @@
 """Batch size and sequence length of each step: constant, ramped up, or in stages.
 
-A sample is a window of max_target_length tokens. Steps map to samples by a closed form, so that a
-run resumes at any step without counting, and a data position is a number of samples with the same
-meaning under every batch size.
+A sample is a window of max_target_length tokens. Steps map to samples in closed form, so a run
+resumes at any step without counting, and a data position (a number of samples) has the same meaning
+for every batch size.
 """
 
 import dataclasses
@@ -15,43 +15,31 @@ from MaxText.config.training_sections import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps with batches of one shape.
-
-    Attributes:
-      samples: Windows of max_target_length that a step reads, over all hosts.
-      length: Tokens of a sequence; below max_target_length, each window becomes several sequences.
-    """
+    """Steps with batches of one shape."""
 
     first_step: int
-    samples: int
-    length: int
+    samples: int  # windows of max_target_length per step, over all hosts
+    length: int  # tokens of a sequence; if below max_target_length, windows are split
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """The stages of a run; the first begins at step 0, the last has no end.
-
-    Attributes:
-      window: max_target_length.
-    """
+    """The stages of a run; the first begins at step 0, the last is unbounded."""
 
     stages: tuple[Stage, ...]
-    window: int
+    window: int  # max_target_length
 
     @classmethod
     def constant(cls, samples: int, window: int) -> "BatchPlan":
-        """Returns the plan of `samples` windows of `window` tokens in every step."""
         return cls((Stage(0, samples, window),), window)
 
     def at(self, step: int) -> Stage:
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
     def rows(self, stage: Stage) -> int:
-        """Returns the sequences of a batch of a stage."""
         return stage.samples * (self.window // stage.length)
 
     def samples_before(self, step: int) -> int:
-        """Returns the samples of all steps before `step`."""
         total = 0
         for stage in self.stages:
             first, end = self.steps_of(stage, step)
@@ -59,7 +47,7 @@ class BatchPlan:
         return total
 
     def steps_of(self, stage: Stage, num_steps: int) -> tuple[int, int]:
-        """Returns the first step of a stage and its end, among the first `num_steps` steps."""
+        """Returns the step range [first, end) of a stage among the first `num_steps` steps."""
         following = self.stages.index(stage) + 1
         end = num_steps
         if following < len(self.stages):
@@ -67,7 +55,7 @@ class BatchPlan:
         return stage.first_step, max(end, stage.first_step)
 
     def steps_for(self, samples: int) -> int:
-        """Returns the steps until `samples` are read, the last one perhaps in part."""
+        """Returns the steps needed to read `samples`, the last one possibly in part."""
         done = 0
         for stage, following in itertools.pairwise((*self.stages, None)):
             assert stage is not None
@@ -79,7 +67,6 @@ class BatchPlan:
 
     @property
     def has_stages(self) -> bool:
-        """Whether batches change their shape during the run."""
         return len(self.stages) > 1
 
 
@@ -87,11 +74,8 @@ def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]
     """Returns the stages that the batch keys ask for.
 
     The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal increments;
-    each of its stages sees an equal share of global_rampup_samples, in whole steps.
-
-    Args:
-      window: max_target_length.
-      samples_of: per_device_batch_size -> sequences of an update over all devices.
+    each of its stages sees an equal share of global_rampup_samples, in whole steps. `samples_of`
+    converts per_device_batch_size to the global batch size.
     """
     sizes = _rampup_sizes(section)
     ramp = [(0, samples_of(sizes[0]))]

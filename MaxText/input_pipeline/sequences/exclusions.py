@@ -1,10 +1,4 @@
-"""Excluded samples of a run.
-
-A run counts the samples that it reads; the data number all of them. After an excluded range the two
-differ by its size.
-
-Legend: N numbers.
-"""
+"""Excluded samples: a run numbers only those it reads (N), while the data number all."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,19 +6,14 @@ import numpy as np
 
 from MaxText.errors import UserError
 
-# Numbers of samples stay far from the end of 64 bits, so that sums of them do too.
-_LARGEST = 2**61
+_LARGEST = 2**61  # far below 2**63, so that sums of sample numbers do not overflow
 
 
 class Holes:
     """Disjoint ranges (first, end) of excluded samples, in order."""
 
     def __init__(self, pairs: Iterable[Sequence[int]] = ()):
-        """Joins ranges (first, end), 0 <= first < end, that overlap or touch, in any order.
-
-        Raises:
-          UserError: A pair is not such a range.
-        """
+        """Merges ranges (first, end), in any order. Raises UserError unless 0 <= first < end."""
         merged: list[tuple[int, int]] = []
         for first, end in sorted((int(first), int(end)) for first, end in pairs):
             if not 0 <= first < end <= _LARGEST:
@@ -51,32 +40,25 @@ class Holes:
         return Holes((*self.pairs, *other.pairs))
 
     def within(self, first: int, end: int = _LARGEST) -> "Holes":
-        """Returns the parts of the ranges in [first, end)."""
         clipped = ((max(first, start), min(end, stop)) for start, stop in self.pairs)
         return Holes(pair for pair in clipped if pair[0] < pair[1])
 
     def count(self) -> int:
-        """Excluded samples."""
         return sum(end - first for first, end in self.pairs)
 
     def ahead(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the numbers in the data (int64 [N]) of samples read in order from `start` on.
-
-        Args:
-          start: Number of a sample in the data.
-          numbers_N: int64, 0 for the first sample from `start` on that is not excluded.
-        """
+        """Returns the data numbers (int64 [N]) of included samples from `start` on, by index."""
         ahead = self.within(start)
         if not ahead:
             return start + numbers_N
         bounds = np.array(ahead.pairs, np.int64)
         skipped = np.concatenate([[0], np.cumsum(bounds[:, 1] - bounds[:, 0])])
-        # Samples that are read before each hole.
+        # Samples read before each excluded range.
         before = bounds[:, 0] - start - skipped[:-1]
         return start + numbers_N + skipped[np.searchsorted(before, numbers_N, side="right")]
 
     def behind(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
-        """Reads backwards: 1 is the last sample before `start` that is not excluded."""
+        """Counts included samples backwards: 1 is the last one before `start`."""
         mirrored = Holes((start - end, start - first) for first, end in self.within(0, start).pairs)
         return start - 1 - mirrored.ahead(0, numbers_N - 1)
 

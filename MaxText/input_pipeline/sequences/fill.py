@@ -1,8 +1,8 @@
-"""Assembly of the sequences of a batch: tokens, targets, weights and documents.
+"""Assembles the sequences of a batch: tokens, targets, weights and documents.
 
-All datasets of a batch are filled together, by array operations over the whole batch.
+Array operations fill the sequences of all datasets of a batch together.
 
-Legend: B sequences (rows), T tokens of a window, P spans, Q beginnings of documents.
+Legend: B sequences (rows), T tokens of a window, P ranges, Q document starts.
 """
 
 from collections.abc import Sequence
@@ -14,36 +14,21 @@ from MaxText.input_pipeline.sequences.windows import Spans, Windows
 
 
 class Piecewise(NamedTuple):
-    """Sources of some sequences of a batch.
-
-    Attributes:
-      windows: The dataset they belong to.
-      rows: int64, their indices in the batch.
-      spans: Their pieces, whose `row_P` counts within `rows`.
-      without_weight: See Windows.without_weight.
-    """
+    """Token ranges of some sequences of a batch, from one dataset."""
 
     windows: Windows
-    rows: np.ndarray
-    spans: Spans
+    rows: np.ndarray  # int64, batch indices of the sequences
+    spans: Spans  # `row_P` counts within `rows`
     without_weight: np.ndarray | None = None
 
 
 def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
-    """Returns the sequences of a batch.
+    """Returns the sequences of a batch, of which `parts` together have each one once.
 
-    Args:
-      parts: Together all sequences of the batch, each once.
-      has_documents: Whether sequences have positions and segments.
-
-    Returns:
-      Arrays [B, T] by the names of Batch without suffix: int32 `tokens` and `targets`, float32
-      `weights`, and with `has_documents` int32 `positions` and `segments`. Positions count from the
-      first token of the document in the sequence. A weight is 0 without a target, and with
-      `has_documents` also if the target begins another document.
-
-    Raises:
-      UnreadableFile: A file cannot be read.
+    Arrays [B, T] are named as in Batch: int32 `tokens` and `targets`, float32 `weights`, and with
+    `has_documents` int32 `positions` (from the first token of the document in the sequence) and
+    `segments`. A weight is 0 without a target, and with `has_documents` also if the target begins
+    another document. Raises UnreadableFile.
     """
     alike: dict[tuple[bool, bool], list[Piecewise]] = {}
     for part in parts:
@@ -58,7 +43,6 @@ def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.n
 
 
 def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
-    """Fills sequences of datasets of one kind, in the order of the parts."""
     first = parts[0].windows
     length, num_rows = first.length, sum(len(part.rows) for part in parts)
     before = np.cumsum([0, *(len(part.rows) for part in parts)])
@@ -70,7 +54,7 @@ def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarr
     )
     arrays: dict[str, np.ndarray] = {}
     whole = len(ids) == num_rows * (length + 1)
-    if whole and first.joined and first.data.labels is None:  # as nearly always
+    if whole and first.joined and first.data.labels is None:  # fast path
         rows = ids.reshape(num_rows, length + 1)
         arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         arrays["weights"] = np.ones((num_rows, length), np.float32)
@@ -92,13 +76,13 @@ def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarr
             (labels >= 0).astype(np.float32), used_B, np.zeros(num_rows), length
         )
     elif first.joined:
-        # The first token of a joined piece is the target of the token before it.
+        # The first token of a joined range is the target of the token before it.
         np.maximum.at(used_B, row_P, place_P + sizes_P)
         rows = _spread(ids, used_B, filler_B, length + 1)
         arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         arrays["weights"] = _ones(used_B - 1, length)
     else:
-        # A piece of n tokens fills n - 1 places.
+        # A range of n tokens fills n - 1 positions.
         np.maximum.at(used_B, row_P, place_P + sizes_P - 1)
         ends_P = np.cumsum(sizes_P)
         is_input, is_target = np.ones(len(ids), bool), np.ones(len(ids), bool)
@@ -117,7 +101,6 @@ def _finished(
     used_B: np.ndarray | None,
     has_documents: bool,
 ) -> dict[str, np.ndarray]:
-    """Zeroes the weights of targets that do not count, and adds documents."""
     for part, first_row in zip(parts, before.tolist(), strict=False):
         if part.without_weight is not None:
             counts = part.without_weight.tolist()
@@ -136,12 +119,10 @@ def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _ones(used_B: np.ndarray, width: int) -> np.ndarray:
-    """Returns float32 [B, width], 1 in the first `used_B` positions of each row."""
     return (np.arange(width) < used_B[:, None]).astype(np.float32)
 
 
 def _spread(values: np.ndarray, used_B: np.ndarray, filler_B: np.ndarray, width: int) -> np.ndarray:
-    """Returns values in the first `used_B` positions of each row of [B, width], and padding."""
     spread = np.empty((len(used_B), width), values.dtype)
     spread[:] = filler_B[:, None]
     at = 0
@@ -159,14 +140,14 @@ def _add_documents(
 ) -> None:
     """Adds positions and segments, and zeroes the weights of targets in another document.
 
-    `used_B` are the tokens of each row before its padding, None if there is none.
+    `used_B` is the number of tokens in each row before its padding; None if there is none.
     """
     num_rows, length = arrays["tokens"].shape
     begins = [part.windows.beginnings(part.spans) for part in parts]
     row_Q = np.concatenate([rows + n for (rows, _), n in zip(begins, before, strict=False)])
     place_Q = np.concatenate([places for _, places in begins])
     if parts[0].windows.joined:
-        # The target before it is of another document.
+        # The target before a document start belongs to another document.
         later = place_Q > 0
         arrays["weights"][row_Q[later], place_Q[later] - 1] = 0
     here = place_Q < length
@@ -174,7 +155,7 @@ def _add_documents(
     segments = np.zeros((num_rows, length), np.int32)
     segments[row_Q, place_Q] = 1
     np.cumsum(segments, axis=1, out=segments)
-    # A sum of steps of 1, which falls back to 0 where a document begins.
+    # A cumulative sum of ones, reset to 0 at each document start.
     positions = np.ones((num_rows, length), np.int32)
     before_Q = np.zeros_like(place_Q)
     before_Q[1:] = np.where(row_Q[1:] == row_Q[:-1], place_Q[:-1], 0)

@@ -1,4 +1,4 @@
-"""The batch of each step, as NumPy arrays.
+"""Global batches of NumPy arrays, by step.
 
 Legend: B sequences (rows), T tokens of a window.
 """
@@ -16,13 +16,9 @@ from MaxText.input_pipeline.sequences.order import Rows
 
 
 class GlobalBatch:
-    """This host's share of the batches of a run, by step.
+    """This host's share of each global batch; padded with weight-0 sequences past the data.
 
-    Sequences past the end of the data have weight 0: the last batch is padded with them.
-
-    Attributes:
-      holes: Excluded samples from `first_sample` on.
-      first_step, first_sample: See begin_at.
+    `holes` are the excluded samples from `first_sample` on.
     """
 
     def __init__(
@@ -37,15 +33,7 @@ class GlobalBatch:
         largest_id: int | None = None,
         holes: Holes = NO_HOLES,
     ):
-        """Describes what is read.
-
-        Args:
-          num_steps: Maximum number of steps.
-          masked: Masks tokens; None for next-token prediction.
-          seed: Of the masks.
-          largest_id: Ids above it are refused; None if none is possible.
-          holes: Excluded samples.
-        """
+        """Refuses ids above `largest_id`, unless it is None."""
         self.plan = plan
         self.holes = holes
         self.begin_at(0, 0)
@@ -59,21 +47,18 @@ class GlobalBatch:
     def begin_at(self, step: int, sample: int, passed: Holes = NO_HOLES) -> None:
         """Makes `sample` of the data the first one that `step` may read; later steps continue.
 
-        Args:
-          sample: Number in the data. Exclusions before it have no further effect.
-          passed: Exclusions of steps before `step`.
+        Exclusions before `sample` no longer apply; `passed` are those that earlier steps skipped.
         """
         self.first_step, self.first_sample = step, sample
         self._passed = passed.within(0, max(0, sample))
 
     def leave_out(self, holes: Holes, step: int) -> None:
-        """Excludes samples from `step` on; what earlier steps read does not change."""
+        """Excludes samples from `step` on; samples of earlier steps do not change."""
         self.begin_at(step, self.samples_before(step), self.left_out)
         self.holes |= holes
 
     @property
     def left_out(self) -> Holes:
-        """Exclusions of all steps."""
         return self._passed | self.holes.within(max(0, self.first_sample))
 
     def samples_before(self, step: int) -> int:
@@ -81,13 +66,13 @@ class GlobalBatch:
         return int(self._numbers(step, np.zeros(1, np.int64))[0])
 
     def sample_range(self, step: int) -> tuple[int, int]:
-        """Returns the first sample of the data that a step reads on all hosts, and the end."""
+        """Returns the range [first, end) of samples that a step reads over all hosts."""
         ends = np.array([0, self.plan.at(step).samples - 1], np.int64)
         first, last = self._numbers(step, ends).tolist()
         return max(0, first), max(0, last + 1)
 
     def _numbers(self, step: int, places_N: np.ndarray) -> np.ndarray:
-        """Returns numbers in the data (int64 [N]) of samples, by their indices in a batch."""
+        """Converts indices in a batch to sample numbers in the data (int64 [N])."""
         ahead = self.plan.samples_before(step) - self.plan.samples_before(self.first_step)
         numbers_N = ahead + places_N
         return np.where(
@@ -103,22 +88,17 @@ class GlobalBatch:
         left = total - self.first_sample
         if left > 0:
             left -= self.holes.within(self.first_sample, total).count()
-        # With smaller batches from here on the data may have ended before step 0 of this plan.
+        # With smaller batches from here on, the data may end before step 0 of this plan.
         samples = self.plan.samples_before(self.first_step) + left
         return max(0, min(self._limit, self.plan.steps_for(samples)))
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the batch of a step: arrays by name.
-
-        Raises:
-          UnreadableFile: A file cannot be read.
-          UserError: An id is too large.
-        """
+        """Returns the named arrays of a batch. Raises UserError if an id is too large."""
         stage = self.plan.at(step)
         rows_B = self._rows_of(step)
         arrays = self._rows.read(rows_B)
         if self._largest_id is not None:
-            # Labels are targets that need not occur among the tokens.
+            # Targets that are labels need not occur among the tokens.
             ids_BT = np.maximum(arrays["tokens"], arrays["targets"])
             if ids_BT.max(initial=0) > self._largest_id:
                 self._refuse(ids_BT, rows_B)
@@ -129,7 +109,6 @@ class GlobalBatch:
         return arrays
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """Returns the documents in each sequence of this host's batch, see Rows."""
         return [self._rows.origin(row) for row in self._rows_of(step).tolist()]
 
     def _rows_of(self, step: int) -> np.ndarray:

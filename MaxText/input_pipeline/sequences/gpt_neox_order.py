@@ -1,8 +1,8 @@
-"""Sequences in the order of GPT-NeoX's sample index, in which Pythia was trained.
+"""Sequences in the order of GPT-NeoX's sample index, as used to train Pythia.
 
-Documents are concatenated in random order, over all epochs at once, and split into samples of T + 1
-tokens that share one token with their neighbors; the samples are visited in another random order.
-Both come from one numpy RandomState, documents first.
+Documents of all epochs are concatenated in random order and split into samples of T + 1 tokens that
+share one token with their neighbors; the samples are visited in another random order. Both come
+from one numpy RandomState, documents first.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,9 @@ from MaxText.input_pipeline.token_store.store import TokenData
 
 
 def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]:
-    """Returns the first document and the end of part 0, 1 or 2 of data split as `969,30,1`.
+    """Returns the document range [first, end) of part 0, 1 or 2 of a split such as `969,30,1`.
 
-    Args:
-      split: Shares of training, validation and test, separated by commas or slashes.
-
-    Raises:
-      UserError: The shares are not nonnegative numbers with a positive sum.
+    Raises UserError unless the shares are nonnegative with a positive sum.
     """
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
@@ -36,16 +32,13 @@ def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]
             f"{split!r} is no division of a data set. Give up to three shares such as 969,30,1."
         ) from None
     ends = np.cumsum([0, *(round(share / total * float(num_documents)) for share in shares)])
-    # What rounding made too many or too few is taken from all ends alike, as GPT-NeoX does.
+    # The rounding error is subtracted from all ends, as GPT-NeoX does.
     ends[1:] -= ends[-1] - num_documents
     return int(ends[part]), int(ends[part + 1])
 
 
 class SampleWindows(Windows):
-    """The samples of GPT-NeoX in its order.
-
-    Maps 12 bytes per document and epoch, and 4 per sample.
-    """
+    """GPT-NeoX samples in its order. Maps 12 bytes per document and epoch, and 4 per sample."""
 
     has_own_order = True
 
@@ -60,15 +53,9 @@ class SampleWindows(Windows):
     ):
         """Draws the order.
 
-        Args:
-          seed: GPT-NeoX's (1234 for Pythia).
-          cache_dir: Folder for the orders of large data.
-          num_samples: Samples of the whole run, which decide how many epochs of documents are
-            shuffled together; None for one epoch.
-          documents: First document and end of the part to visit; None for all.
-
-        Raises:
-          UserError: The documents hold no sample.
+        `num_samples` of the whole run decides how many epochs of documents are shuffled together;
+        None is one epoch. `documents` is the range [first, end) to visit. Pythia's seed is 1234.
+        Raises UserError if the documents are too few for one sample.
         """
         super().__init__(data, cutting)
         offsets = data.store.document_offsets
@@ -99,7 +86,7 @@ class SampleWindows(Windows):
 
     @property
     def description(self) -> str:
-        # The order depends on how many passes are shuffled together, which this number tells.
+        # The sample count implies how many epochs are shuffled together, which affects the order.
         return f"GPT-NeoX's order of {len(self):,} samples"
 
     def __len__(self) -> int:
@@ -115,11 +102,11 @@ class SampleWindows(Windows):
         return Spans(*np.array(parts, np.int64).reshape(-1, 4).T)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
-        # The order crosses files, so all windows are one group.
+        # The order crosses files, so all windows form one group.
         return np.where(documents == 0, 0, len(self))
 
     def pieces(self, sample: int) -> list[tuple[int, int]]:
-        """Returns the token ranges (start, stop) of a sample, one of each document it touches."""
+        """Returns the token ranges (start, stop) of a sample, one per document it touches."""
         offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
         start = int(self._arrays["samples"][sample]) * self.length
         stop = start + self.length + 1
@@ -129,7 +116,7 @@ class SampleWindows(Windows):
             end = int(ends[place])
             document = int(self._arrays["order"][place])
             document_start, document_stop = int(offsets[document]), int(offsets[document + 1])
-            # Tokens of the order that lie before this document, and what of it is in the sample.
+            # Tokens before this document in the shuffled order, and the part of it in the sample.
             before = end - (document_stop - document_start)
             low, high = max(start, before), min(stop, end)
             if low < high:

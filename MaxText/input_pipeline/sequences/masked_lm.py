@@ -1,7 +1,7 @@
 """Masked language modeling (BERT, arXiv 1810.04805).
 
-The masks of a sequence are a pure function of (seed, its number in the run): the same on any number
-of hosts and after any resume, and different each time a window is read again.
+Masks are a pure function of (seed, number of the sequence in the run): independent of the number of
+hosts and of resumes, and different in every epoch.
 
 Legend: B sequences (rows), T tokens of a sequence, V ids, S masked positions of a batch.
 """
@@ -18,7 +18,7 @@ _LARGEST_WORD = 2**64 - 1
 
 
 def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
-    """Returns random uint64 [B, T]; row b depends on `seed` and `run_rows_B[b]` only."""
+    """Returns random uint64 [B, T]; row b depends only on `seed` and `run_rows_B[b]`."""
     start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
     rows_B = mix(start + run_rows_B.astype(np.uint64))
     places_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
@@ -26,14 +26,13 @@ def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
 
 
 class MaskedLanguageModel:
-    """Turns sequences for next-token prediction into sequences for masked language modeling.
+    """Converts next-token-prediction sequences to masked language modeling.
 
-    Each eligible token is chosen with probability `mlm_mask_prob`, independently. Of the chosen
-    ones a share `mlm_same_token_prob` stays, `mlm_random_token_prob` becomes a random id, and the
-    rest becomes the mask. Exactly the chosen positions are predicted.
-
-    Padding, CLS, mask, other special ids and `mlm_mask_ignore_ids` are never chosen or drawn. A
-    short sequence may by chance have nothing chosen, and then has no weight.
+    Each eligible token is selected independently with probability `mlm_mask_prob`. Of the selected
+    ones a share `mlm_same_token_prob` is kept, `mlm_random_token_prob` becomes a random id, and the
+    rest becomes the mask. Exactly the selected positions are predicted. Padding, CLS, mask, other
+    special ids and `mlm_mask_ignore_ids` are never selected or drawn. A short sequence may by
+    chance have nothing selected, and then has no weight.
     """
 
     def __init__(
@@ -43,17 +42,7 @@ class MaskedLanguageModel:
         tokenizer_mask_id: int | None = None,
         special_ids: Collection[int] = (),
     ):
-        """Checks the keys.
-
-        Args:
-          vocab_size: V; random ids are below it.
-          tokenizer_mask_id: Used if mlm_mask_id is -1; None without.
-          special_ids: Ids besides CLS and mask that are never chosen: bos, eos, pad.
-
-        Raises:
-          UserError: No mask id, an id outside the vocabulary, shares above 1, or no id left to
-            draw.
-        """
+        """Raises UserError for invalid settings; `tokenizer_mask_id` is used if mlm_mask_id=-1."""
         mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else tokenizer_mask_id
         if mask_id is None:
             raise UserError(
@@ -77,7 +66,7 @@ class MaskedLanguageModel:
                     "vocab_size."
                 )
         self._maskable_V = np.ones(vocab_size, bool)
-        # A pad id may lie outside the table (GPT-Neo's did): then no row contains it.
+        # A pad id may lie outside the table (as GPT-Neo's did); then no row contains it.
         excluded = [*(token for _, token in named), *special_ids]
         self._maskable_V[[token for token in excluded if 0 <= token < vocab_size]] = False
         self._drawable = np.flatnonzero(self._maskable_V).astype(np.int32)
@@ -88,7 +77,7 @@ class MaskedLanguageModel:
             )
         self._mask_id = mask_id
         self._cls_id = masking.mlm_cls_token_id
-        # A word is chosen when it is at most this one, so that a probability of 1 chooses all.
+        # Words up to and including this one are selected, so that probability 1 selects all.
         self._last_chosen = np.uint64(
             min(max(int(masking.mlm_mask_prob * 2**64) - 1, 0), _LARGEST_WORD)
         )
@@ -97,10 +86,7 @@ class MaskedLanguageModel:
 
     @property
     def num_added_tokens(self) -> int:
-        """Positions of a sequence that CLS takes, 0 or 1.
-
-        Windows that are this much shorter than `length` of `apply` lose no token.
-        """
+        """Positions that CLS takes (0 or 1); windows shorter by this many lose no token."""
         return int(self._cls_id >= 0)
 
     def apply(
@@ -110,21 +96,18 @@ class MaskedLanguageModel:
         seed: int,
         length: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Masks tokens of sequences.
+        """Masks tokens of sequences; returns new arrays [B, T].
+
+        `targets` are the original ids, and `weights` are 1 at the selected positions. CLS is
+        prepended with position 0 in the segment of the next token, whose positions shift by one.
 
         Args:
-          rows: Arrays [B, T]: int32 `tokens`, float32 `weights` of next-token prediction, and with
-            documents int32 `positions` and `segments` (0 is padding). Without segments a token is
-            padding if it has no weight and is not the target of one.
+          rows: int32 `tokens`, float32 `weights`, and with documents int32 `positions` and
+            `segments` (0 is padding). Without segments, a token is padding if it has no weight and
+            is not the target of one.
           run_rows_B: int64 [B], number of each sequence in the run.
           length: T of the result; None for that of `rows`. With CLS, sequences of T tokens lose
             their last one and sequences of T - 1 none.
-
-        Returns:
-          New arrays [B, T]: masked `tokens`, `targets` the original ids, `weights` 1 at the chosen
-          positions; `positions` and `segments` if `rows` has them. CLS is the first token, with
-            position 0,
-          in the segment of the next token, whose positions move up by one.
         """
         tokens_BT = rows["tokens"]
         result = {name: rows[name] for name in ("positions", "segments") if name in rows}
@@ -161,14 +144,13 @@ class MaskedLanguageModel:
         rest: Mapping[str, np.ndarray],
         length: int | None,
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Shifts every sequence to the right by one, as far as `length` goes, and inserts CLS."""
         num_moved = (length or tokens_BT.shape[1]) - 1
 
         def moved(array_BT: np.ndarray) -> np.ndarray:
             return np.concatenate([array_BT[:, :1], array_BT[:, :num_moved]], axis=1)
 
         tokens_BT = moved(tokens_BT)
-        # CLS is no token of the text, and a row without text gets none.
+        # A row without text gets no CLS.
         tokens_BT[real_BT[:, 0], 0] = self._cls_id
         result = {name: moved(array) for name, array in rest.items()}
         if "positions" in result:
@@ -179,13 +161,12 @@ class MaskedLanguageModel:
         return tokens_BT, moved(real_BT), result
 
     def _replacements(self, tokens_S: np.ndarray, words_S: np.ndarray) -> np.ndarray:
-        """Returns the ids at the chosen positions: the token itself, a random id or the mask."""
-        # The word that chose a place is small; mixed once more, all of its bits are free again.
+        """Returns the token itself, a random id or the mask for each selected position."""
+        # Words of selected positions are all small: mix again to get uniform bits.
         words_S = mix(words_S + np.uint64(INCREMENT))
         kind_S = words_S & 0xFFFFFFFF
         hidden_S = np.where(kind_S < self._end_of_kept, tokens_S, np.int32(self._mask_id))
         drawn = np.flatnonzero((kind_S >= self._end_of_kept) & (kind_S < self._end_of_drawn))
-        # The upper half of the word as a fraction of the drawable ids.
         place = ((words_S[drawn] >> 32) * self._drawable.size) >> 32
         hidden_S[drawn] = self._drawable[place]
         return hidden_S

@@ -1,4 +1,4 @@
-"""Order of the sequences of a run: a pure function of their number.
+"""Order of the sequences of a run, a pure function of their number.
 
 Legend: B sequences (rows).
 """
@@ -21,13 +21,11 @@ from MaxText.input_pipeline.sequences.fill import Piecewise, fill_rows
 from MaxText.input_pipeline.sequences.splitmix import INCREMENT, scatter
 from MaxText.input_pipeline.sequences.windows import EMPTY, Windows
 
-# Grain's permutation is a cipher over 32-bit indices. After the 4 rounds that Grain itself takes,
-# rows that follow each other still lie near each other in large data: of 4e9 windows 0.14 of the
-# data apart on average, where 1/3 is even. After 8 it is 0.33, for 0.3 us more per row.
+# Grain's permutation is a cipher over 32-bit indices. With Grain's own 4 rounds, consecutive rows
+# of 4e9 windows are only 0.14 of the data apart on average (1/3 is uniform); with 8 it is 0.33.
 _MAX_WINDOWS = 2**32
 _ROUNDS = 8
-# Shares of a mixture are multiples of 2**-40: rows up to 10^12 come out in the right numbers.
-_SHARE_BITS = 40
+_SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 10^12 rows
 
 
 class Rows(Protocol):
@@ -35,31 +33,25 @@ class Rows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Number of sequences; sys.maxsize for no end."""
+        """Number of sequences; sys.maxsize if unbounded."""
         ...
 
     @property
-    def has_documents(self) -> bool:
-        """Whether sequences have positions and segments."""
-        ...
+    def has_documents(self) -> bool: ...
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads sequences (int64 [B]), see fill_rows; those past the end have no weight.
-
-        Raises:
-          UnreadableFile: A file cannot be read.
-        """
+        """Reads sequences (int64 [B]) as fill_rows does; those past the end have no weight."""
         ...
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
-        """Returns (document, its first token here, number of tokens) for each document."""
+        """Returns (document, first token in it, number of tokens) for each document."""
         ...
 
 
 class WindowOrder:
-    """Maps a sequence of a dataset (0, 1, 2, ... over all steps and hosts) to a window.
+    """Maps a sequence number of a dataset (over all steps and hosts) to a window.
 
-    Each window occurs once per epoch. The cost does not depend on the number: O(1) seek.
+    Each window occurs once per epoch. Lookups are O(1), so seeking is free.
     """
 
     def __init__(
@@ -70,16 +62,10 @@ class WindowOrder:
         num_epoch: int,
         groups: np.ndarray | None = None,
     ):
-        """Fixes the order.
+        """Initializes the order; num_epoch=-1 is unbounded.
 
-        Args:
-          shuffle: False visits windows in order.
-          num_epoch: Passes, or -1 for no end.
-          groups: int64, first window of each group and the end: groups are visited in order and
-            only their windows are permuted. None is one group.
-
-        Raises:
-          UserError: num_epoch is 0, or there are 2**32 windows or more.
+        `groups` (int64: first window of each group, then the end) are visited in order, and windows
+        are only shuffled within them. Raises UserError for num_epoch=0 or 2**32 windows or more.
         """
         if num_epoch == 0:
             raise UserError(
@@ -98,7 +84,7 @@ class WindowOrder:
         self.num_rows = sys.maxsize if num_epoch == -1 else num_windows * num_epoch
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the windows of `rows` (int64 [B]), EMPTY past the last epoch."""
+        """Returns the windows of `rows` (int64 [B]); EMPTY past the last epoch."""
         epochs, windows = np.divmod(rows, self._num_windows)
         if self._shuffle:
             first, sizes = np.zeros_like(rows), np.full_like(rows, self._num_windows)
@@ -106,7 +92,7 @@ class WindowOrder:
                 group = np.searchsorted(self._groups, windows, side="right") - 1
                 first, sizes = self._groups[group], np.diff(self._groups)[group]
             seeds = np.array([_epoch_seed(self._seed, epoch) for epoch in epochs.tolist()])
-            # Groups of one size get orders of their own.
+            # Groups of equal size get different orders.
             seeds = (seeds + first) % 2**32
             places = zip(
                 (windows - first).tolist(), (sizes - 1).tolist(), seeds.tolist(), strict=True
@@ -117,13 +103,13 @@ class WindowOrder:
 
 @functools.lru_cache(maxsize=64)
 def _epoch_seed(seed: int, epoch: int) -> int:
-    # Hashed together, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
+    # Hashed together, so that epoch 1 of seed 0 differs from epoch 0 of seed 1.
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
-    """Returns splitmix64 hashes (uint64 [B]) of the seed and each number."""
+    """Returns SplitMix64 hashes (uint64 [B]) of the seed and each number."""
     start = ((seed + 1) * INCREMENT) & (2**64 - 1)
     words = rows.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(start)
     return scatter(words)
@@ -131,11 +117,7 @@ def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class OrderedWindows:
-    """Sequences of one dataset, see Rows.
-
-    Attributes:
-      seed: Of the random numbers that windows are drawn with.
-    """
+    """Sequences of one dataset. Implements Rows; `seed` is for the random draws of windows."""
 
     windows: Windows
     order: WindowOrder
@@ -150,7 +132,6 @@ class OrderedWindows:
         return self.windows.has_documents
 
     def pieces(self, places: np.ndarray, rows: np.ndarray) -> Piecewise:
-        """Returns the sources of sequences `places`, for the indices `rows` of the batch."""
         windows = self.order[places]
         draws = random_words(self.seed, places) if self.windows.random else places
         spans = self.windows.spans(windows, draws)
@@ -160,7 +141,6 @@ class OrderedWindows:
         return fill_rows([self.pieces(rows, np.arange(len(rows)))], self.has_documents)
 
     def in_order(self) -> "OrderedWindows":
-        """Returns the same sequences once, in the order of the windows."""
         order = WindowOrder(len(self.windows), self.seed, False, 1)
         return OrderedWindows(self.windows, order, self.seed)
 
@@ -171,8 +151,6 @@ class OrderedWindows:
 
 
 class _Several:
-    """Sequences of several datasets, see Rows."""
-
     def __init__(self, sources: Sequence[OrderedWindows]):
         self._sources = list(sources)
         self.has_documents = any(source.has_documents for source in sources)
@@ -195,21 +173,20 @@ class _Several:
 
 
 class Mixture(_Several):
-    """Sequences of several datasets in fixed shares, as evenly spread as possible, see Rows.
+    """Sequences of several datasets in fixed shares, interleaved as evenly as possible.
 
-    Sequence n belongs to the first dataset if its share passes an integer there: floor((n + 1) p) >
-    floor(n p). Otherwise it is a sequence of the mixture of the others, with their shares scaled
-    up. So after n sequences each dataset has had its share to within one sequence for each dataset
-    before it, and the dataset of the n-th sequence follows from n alone.
+    Sequence n belongs to the first dataset if its share p passes an integer there: floor((n + 1) p)
+    > floor(n p). Otherwise it is a sequence of the mixture of the others, with shares scaled up. So
+    each dataset always has its share to within one sequence per preceding dataset, and the dataset
+    of sequence n follows from n alone.
     """
 
     num_rows = sys.maxsize
 
     def __init__(self, sources: Sequence[OrderedWindows], weights: Sequence[float]):
-        """Takes a weight above 0 for each dataset, of any sum."""
         assert len(sources) == len(weights) > 0
         super().__init__(sources)
-        # Each share is of the rows that the ones before left; the last one takes all of them.
+        # Each share is of the rows left by the ones before; the last one takes all of them.
         self._shares = [
             round(weight / math.fsum(weights[index:]) * 2**_SHARE_BITS)
             for index, weight in enumerate(weights)
@@ -225,7 +202,7 @@ class Mixture(_Several):
 
 
 class Concatenation(_Several):
-    """Sequences of several datasets one after the other, for evaluation, see Rows."""
+    """Sequences of several datasets, concatenated for evaluation."""
 
     def __init__(self, sources: Sequence[OrderedWindows]):
         super().__init__(sources)
@@ -236,6 +213,6 @@ class Concatenation(_Several):
         return self._first_row[-1]
 
     def place(self, row: int) -> tuple[int, int]:
-        # Rows past the end are rows past the end of the last one.
+        # Rows past the end belong to the last dataset.
         index = bisect.bisect_right(self._first_row, row, hi=len(self._sources)) - 1
         return index, row - self._first_row[index]

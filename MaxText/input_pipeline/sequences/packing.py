@@ -1,4 +1,4 @@
-"""Packing of whole documents into sequences: first fit and best fit, from their lengths.
+"""Packs whole documents into sequences, by first fit or best fit.
 
 Legend: T tokens of a window, I items, R sequences (rows), G groups.
 """
@@ -12,29 +12,21 @@ from MaxText.input_pipeline.array_cache import cached_arrays
 from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
 from MaxText.input_pipeline.token_store.store import TokenData
 
-# Documents are packed in groups of this many that follow each other, so that a row's documents lie
-# near each other in the files, all groups are planned at once by array operations, and few rows
-# (the last of each group) stay partly empty.
+# Packing consecutive documents in groups keeps a row's documents close in the files and vectorizes
+# planning over groups; only the last rows of each group stay partly empty.
 GROUP = 1024
 
-# Documents planned at a time, in whole groups: bounds the memory to some 200 MB.
-_BLOCK = 1024 * GROUP
+_BLOCK = 1024 * GROUP  # documents planned at a time, in whole groups: limits memory to about 200 MB
 
 
 def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
-    """Packs the items of each group into rows, in order.
+    """Packs items in order; returns the row within the group of each (int32 like `sizes_GI`).
 
     First fit takes the first row of the group with enough room, best fit the fullest such row (the
-    first of equals); a new row is begun if no other fits.
-
-    Args:
-      sizes_GI: Positions each item needs, 0 < size <= length; 0 for no item.
-
-    Returns:
-      int32 like `sizes_GI`: the row within the group.
+    first of equals); a new row is started if none fits. Sizes are at most `length`; 0 is no item.
     """
     num_groups, num_items = sizes_GI.shape
-    # Of two rows in a row at least one is more than half full.
+    # Of two consecutive rows at least one is more than half full.
     most_rows = min(num_items, int(2 * (sizes_GI.sum(axis=1).max(initial=0) // length) + 2))
     free_GR = np.full((num_groups, most_rows), length, np.int32)
     rows_GI = np.zeros(sizes_GI.shape, np.int32)
@@ -51,10 +43,10 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
 
 
 class PackedDocuments(Windows):
-    """Sequences of several whole documents; longer ones give full windows and a last piece.
+    """Sequences of several whole documents; longer ones give full windows and a remainder.
 
-    A piece of n tokens fills n - 1 positions and predicts in each, so that every token but the
-    first of its document is a target exactly once per epoch.
+    A range of n tokens fills n - 1 positions, so every token but the first of its document is a
+    target exactly once per epoch.
     """
 
     joined = False
@@ -110,11 +102,7 @@ class PackedDocuments(Windows):
 
 
 def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Yields blocks of `starts`, first token of each item, and `first_item` of each row.
-
-    Args:
-      offsets: int64 [D + 1], first token of each document, then the end.
-    """
+    """Yields blocks of `starts`, first token of each item, and `first_item` of each row."""
     begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
     for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
         block = np.asarray(offsets[first : first + _BLOCK + 1])
@@ -141,13 +129,13 @@ def _plan_groups(
     rest_GI.reshape(-1)[: len(rest_D)] = rest_D
     row_D = pack_group_rows(rest_GI, length, best_fit).reshape(-1)
     short = np.flatnonzero(rest_D)
-    # Order: by group, first the packed rows, then the full windows of its documents.
+    # Order: by group, first packed rows, then full windows.
     full = np.repeat(np.arange(len(sizes_D)), full_D)
     number = np.arange(len(full)) - np.repeat(np.cumsum(full_D) - full_D, full_D)
     starts = np.concatenate(
         [begins_D[short] + full_D[short] * length, begins_D[full] + number * length]
     )
-    # Packed rows have numbers below GROUP within their group, full windows come after them.
+    # Packed rows are numbered below GROUP within their group, full windows from GROUP on.
     group = np.concatenate([short // GROUP, full // GROUP])
     row = np.concatenate([row_D[short], GROUP + np.arange(len(full))])
     order = np.lexsort((row, group))

@@ -1,9 +1,6 @@
-"""Overlapping windows for evaluation, so that each target has much context.
+"""Overlapping windows for evaluation, which give each target a long context.
 
-A window moves by `stride` targets: its last `stride` targets count, and the tokens before them are
-context. Each target counts exactly once.
-
-Legend: T tokens of a window, S stride, I windows, P pieces of some sequences, R sequences (rows).
+Legend: T tokens of a window, S stride, I windows, P ranges of some sequences, R sequences (rows).
 """
 
 import numpy as np
@@ -15,18 +12,15 @@ from MaxText.input_pipeline.token_store.store import TokenData
 class SlidingWindows(Windows):
     """Windows over each document, or over all tokens if documents attend to each other.
 
-    The n tokens of a document have n - 1 targets. Its first window has the first T of them, and all
-    count. Each further window ends S targets later (the last one at the end of the document) and
-    begins T targets before its end; targets of earlier windows do not count. So a target has
-    between T - S + 1 and T tokens of context, or all there are.
-
-    Windows of short documents share a sequence, each as its own segment. Keeps 20 bytes per window.
+    The first window has the first T targets of a document. Each further window ends S targets later
+    (or at the end of the document), starts T targets before its end, and counts only the new
+    targets. So each target counts once, with between T - S + 1 and T tokens of context, or all that
+    exist. Short documents share a sequence as separate segments. Keeps 20 bytes per window.
     """
 
     joined = False
 
     def __init__(self, data: TokenData, cutting: Cutting, stride: int):
-        """Computes the windows; `stride` is from 1 to T. The data must not have labels."""
         assert 1 <= stride <= cutting.length
         assert data.labels is None
         super().__init__(data, cutting)
@@ -52,7 +46,7 @@ class SlidingWindows(Windows):
         rows_P, pieces_P = self._pieces(windows)
         starts_P, stops_P = self._start_I[pieces_P], self._stop_I[pieces_P]
         filled_P = np.cumsum(stops_P - starts_P - 1) - (stops_P - starts_P - 1)
-        # Of each row's first piece, for all pieces of the row.
+        # Offset of each row's first range, repeated for all ranges of the row.
         before_P = filled_P[np.searchsorted(rows_P, rows_P)]
         return Spans(rows_P, filled_P - before_P, starts_P, stops_P)
 
@@ -60,7 +54,7 @@ class SlidingWindows(Windows):
         return self._context_I[self._pieces(windows)[1]]
 
     def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int64 [P] each: the row of the batch that a piece belongs to, and its window."""
+        """Returns int64 [P] each: the row in the batch of a range, and its window."""
         rows = np.flatnonzero(windows != EMPTY)
         first, end = self._first_R[windows[rows]], self._first_R[windows[rows] + 1]
         counts = end - first
@@ -78,7 +72,7 @@ class SlidingWindows(Windows):
 def _windows(
     offsets: np.ndarray, length: int, stride: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the first token (int64 [I]) and end of each window, and its targets of weight 0."""
+    """Returns first token, end, and number of weight-0 targets of each window, int64 [I]."""
     targets_D = np.maximum(np.diff(offsets) - 1, 0)
     further_D = np.maximum(-(-(targets_D - length) // stride), 0)
     counts_D = (targets_D > 0) + further_D

@@ -1,7 +1,6 @@
-"""SplitMix64 (Steele, Lea and Flood 2014): pseudorandom numbers from counters.
+"""SplitMix64 (Steele, Lea and Flood 2014): vectorized pseudorandom numbers from counters.
 
-A few array operations compute a whole batch, where a generator object per number would cost more
-than the number. Unsigned array arithmetic wraps around, as intended.
+Unsigned array arithmetic wraps around, as intended.
 """
 
 import numpy as np
@@ -21,7 +20,7 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def scatter(words: np.ndarray) -> np.ndarray:
-    """Applies two mixed steps of the counter, in place: neighboring words end up far apart."""
+    """Applies two mixed steps of the counter, in place; neighboring words end up far apart."""
     for _ in range(2):
         words += np.uint64(INCREMENT)
         mix(words)

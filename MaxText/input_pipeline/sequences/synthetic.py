@@ -1,27 +1,20 @@
-"""Random tokens, for measuring speed and for tests without data.
-
-Legend: B sequences (rows), T tokens of a window.
-"""
+"""Random tokens, for benchmarks and for tests without data."""
 
 import sys
 
 import numpy as np
 
-# Keeps evaluation's tokens apart from those of training with the same seed.
+# Streams have independent tokens for the same seed.
 TRAIN_STREAM, EVAL_STREAM = 0, 1
 
 
 class SyntheticRows:
-    """Sequences of uniformly random ids, a pure function of (seed, number), see order.Rows.
-
-    Every target counts, and sequences are single documents.
-    """
+    """Uniformly random sequences, a pure function of (seed, number). Implements order.Rows."""
 
     num_rows = sys.maxsize
     has_documents = False
 
     def __init__(self, length: int, vocab_size: int, seed: int, stream: int = TRAIN_STREAM):
-        """Fixes shape and seed; each `stream` of a seed has independent tokens."""
         self._length = length
         self._vocab_size = vocab_size
         self._seed = seed % 2**64
@@ -30,7 +23,7 @@ class SyntheticRows:
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         ids = np.empty((len(rows), self._length + 1), np.int32)
         for index, row in enumerate(rows.tolist()):
-            # A generator per row, so that rows do not depend on how hosts share them.
+            # One generator per row, so that rows do not depend on the number of hosts.
             bits = np.random.Philox(key=[self._seed, self._stream], counter=[0, 0, 0, row])
             ids[index] = np.random.Generator(bits).integers(
                 self._vocab_size, size=self._length + 1, dtype=np.int32

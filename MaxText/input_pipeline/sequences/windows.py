@@ -1,9 +1,8 @@
-"""Slices a token store into sequences of fixed length with targets, weights and segments.
+"""Slices a token store into fixed-length sequences with targets, weights and segments.
 
-Everything is computed from the document offsets when a sequence is read: no index is stored (except
-for documents that are packed whole, see packing.py).
+Everything is computed from document offsets on reading; only plans for whole documents are cached.
 
-Legend: B sequences (rows), T tokens of a window, P spans, D documents, Q beginnings of documents.
+Legend: B sequences (rows), T tokens of a window, P ranges, D documents, Q document starts.
 """
 
 import abc
@@ -17,61 +16,37 @@ import numpy as np
 from MaxText.input_pipeline.array_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import TokenData
 
-# Documents that are looked at at a time.
-_BLOCK = 2**20
+_BLOCK = 2**20  # documents processed at a time
 
-# Index that stands for "no window": a row whose weights and segments are all 0.
-EMPTY = -1
+EMPTY = -1  # index for "no window": a row of padding, with weights and segments 0
 
 
 class Spans(NamedTuple):
-    """Token ranges that make up sequences, ordered by row and position.
+    """Token ranges that make up sequences, int64 [P], ordered by row and position."""
 
-    Attributes:
-      row_P: int64, row of each range.
-      place_P: int64, position of its first token in the row.
-      start_P, stop_P: int64, the range in the store, targets included.
-    """
-
-    row_P: np.ndarray
-    place_P: np.ndarray
-    start_P: np.ndarray
+    row_P: np.ndarray  # row of each range
+    place_P: np.ndarray  # position of its first token in the row
+    start_P: np.ndarray  # range in the store, targets included
     stop_P: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """Options for slicing.
+    """Options for slicing."""
 
-    Attributes:
-      length: T, tokens of a window.
-      attend_across_documents: Treat the documents of a sequence as one.
-      zero_loss: Count targets with id 0.
-      truncate: Drop a document's tokens beyond one window.
-    """
-
-    length: int
-    attend_across_documents: bool = False
-    zero_loss: bool = True
-    truncate: bool = False
+    length: int  # T, tokens of a window
+    attend_across_documents: bool = False  # treat the documents of a sequence as one
+    zero_loss: bool = True  # count targets with id 0
+    truncate: bool = False  # drop the tokens of a document beyond one window
 
 
 class Windows(abc.ABC):
-    """Base class of all slicings: sequences filled from ranges of the token store.
+    """Base class for slicing the token store into sequences."""
 
-    Attributes:
-      joined: Ranges of a sequence are contiguous: the first token of a range is the target of the
-        token before it. Otherwise each range of n tokens fills n - 1 positions.
-      has_documents: Sequences have positions and segments.
-      has_own_order: Windows come in an order that shuffling must not change.
-      random: `spans` uses its random numbers.
-      padding_share: Share of positions without a target because nothing is packed; 0 with packing.
-    """
-
-    joined = True
-    has_own_order = False
-    random = False
-    padding_share = 0.0
+    joined = True  # ranges of a sequence are contiguous; else n tokens fill n - 1 positions
+    has_own_order = False  # whether shuffling must keep the order of windows
+    random = False  # whether `spans` uses its random numbers
+    padding_share = 0.0  # share of positions without a target; 0 with packing
 
     def __init__(self, data: TokenData, cutting: Cutting):
         self.data = data
@@ -80,13 +55,12 @@ class Windows(abc.ABC):
         self.has_documents = not (cutting.attend_across_documents or self._single_documents())
 
     def _single_documents(self) -> bool:
-        """Whether no sequence ever holds two documents."""
         return False
 
     @property
     @abc.abstractmethod
     def description(self) -> str:
-        """Text that differs where sequences would."""
+        """Text that differs whenever the sequences would; part of the data identity."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -96,40 +70,39 @@ class Windows(abc.ABC):
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
         """Returns the ranges of sequences; none for one that is EMPTY.
 
-        Args:
-          windows: int64 [B], indices in [0, len) or EMPTY.
-          draws: uint64 [B], a random number for each, used if `random`.
+        `windows` are int64 [B], in [0, len) or EMPTY; `draws` are uint64 [B] random numbers, used
+        if `random` is set.
         """
 
     @abc.abstractmethod
     def first_window(self, documents: np.ndarray) -> np.ndarray:
-        """Returns the first window of each document (int64); len(self) for their number."""
+        """Returns the first window of each document (int64); len(self) for the document count."""
 
     def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
-        """Returns how many first targets of each range do not count (int64 [P]); None for none."""
+        """Returns how many leading targets of each range have weight 0 (int64 [P]), or None."""
         return None
 
     def beginnings(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the beginnings of documents in order: (row, position), int64 [Q] each.
+        """Returns (row, position) of each document start in order, int64 [Q] each.
 
-        If documents attend to each other a sequence is one: segments then only show padding.
+        With attend_across_documents a whole sequence is one document.
         """
         if self.cutting.attend_across_documents:
             first_P = spans.place_P == 0
             return spans.row_P[first_P], spans.place_P[first_P]
-        # At pieces, and inside them.
+        # Documents start at ranges, and inside them.
         span_Q, inside_Q = _boundaries(self.data.store.document_offsets, spans)
         row_Q = np.concatenate([spans.row_P, spans.row_P[span_Q]])
         place_Q = np.concatenate([spans.place_P, spans.place_P[span_Q] + inside_Q])
         order = np.lexsort((place_Q, row_Q))
         row_Q, place_Q = row_Q[order], place_Q[order]
-        # Empty documents begin where the one after them does.
+        # An empty document starts where the next one does.
         new_Q = np.ones(row_Q.size, bool)
         new_Q[1:] = (np.diff(row_Q) != 0) | (np.diff(place_Q) != 0)
         return row_Q[new_Q], place_Q[new_Q]
 
     def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
-        """Returns (document, its first token here, number of tokens) for each document."""
+        """Returns (document, first token in it, number of tokens) for each document."""
         spans = self.spans(np.array([window]), np.array([draw], np.uint64))
         store = self.data.store
         offsets = store.document_offsets
@@ -157,14 +130,13 @@ def _boundaries(offsets: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarr
 
 
 def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Spans:
-    """Returns spans of sequences that are one range each."""
     return Spans(rows, np.zeros(len(rows), np.int64), starts, stops)
 
 
 class PackedWindows(Windows):
     """Documents concatenated, then split every T tokens.
 
-    Window i reads tokens [i T, i T + T) and predicts [i T + 1, i T + T + 1), so each token but the
+    Window i reads tokens [i T, i T + T) and predicts the tokens one later, so each token but the
     first is a target once. The last window is padded, not dropped.
     """
 
@@ -187,15 +159,15 @@ class PackedWindows(Windows):
 
 
 class DocumentWindows(Windows):
-    """Each document (or record) begins a window of its own; long ones continue in further ones.
+    """Each document (or record) starts a new window; long ones continue in further windows.
 
-    A document of n tokens makes ceil((n - 1) / T) windows; a single token, which predicts nothing,
-    makes none. With `truncate` it makes one at most. Maps 8 bytes per document.
+    A document of n tokens makes ceil((n - 1) / T) windows, at most one with `truncate`. A single
+    token, which predicts nothing, makes none. Maps 8 bytes per document.
     """
 
     def __init__(self, data: TokenData, cutting: Cutting, cache_dir: Path):
         super().__init__(data, cutting)
-        # Records with labels have a target at each token.
+        # With labels every token has a target.
         self._ahead = 0 if data.labels is not None else 1
         self._arrays = cached_arrays(
             cache_dir,
@@ -248,11 +220,10 @@ class DocumentWindows(Windows):
 
 
 class StitchedWindows(Windows):
-    """A window out of `stitch` consecutive documents (GPT-Neo's documents_* modes).
+    """One window from `stitch` concatenated documents (GPT-Neo's documents_* modes).
 
-    Legend: s tokens of the stitched documents. `random` begins the window at a position drawn
-    evenly from 0..s - (T + 1), otherwise it begins at 0. If s is less than T + 1, the sequence is
-    padded. Tokens outside the window are not seen in that epoch.
+    With s tokens in these documents, the window starts at 0, or with `random` uniformly in
+    0..s - (T + 1). If s < T + 1 it is padded. Tokens outside it are not seen in that epoch.
     """
 
     def __init__(self, data: TokenData, cutting: Cutting, stitch: int, random: bool):
@@ -278,7 +249,6 @@ class StitchedWindows(Windows):
             places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
             starts = starts + (draws[rows] % places).astype(np.int64)
         stops = np.minimum(starts + self.length + 1, ends)
-        # Empty documents make a row that counts nowhere.
         filled = stops > starts
         return one_per_row(rows[filled], starts[filled], stops[filled])
 

@@ -1,4 +1,4 @@
-"""Formats of files by their names and first bytes, and the split they belong to."""
+"""Detects file formats by name and first bytes, and selects the files of a split."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ _BY_NAME = {
     "webdataset": re.compile(r"\.(tar|tar\.gz|tgz)$"),
 }
 _TEXT = re.compile(r"\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$")
-# What lies beside records in their folders.
+# Auxiliary files in record folders.
 _BESIDE = re.compile(r"\.(json|md|lock|crc|npy|model|log|py|yml|yaml)$|^[^.]+$")
 
 _MAGIC = {
@@ -35,17 +35,10 @@ _MAGIC = {
 def choose_format(
     files: list[FileInfo], kind: str, key: str, location: str
 ) -> tuple[str, list[FileInfo]]:
-    """Returns the format of the files of a location, and the files that have it.
+    """Returns the format of the files at a location, and the files that have it.
 
-    Args:
-      kind: grain_file_type.
-      key: Configuration key that named the location.
-
-    Returns:
-      One of tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text, and its files.
-
-    Raises:
-      UserError: The format is unknown, there are several, or `kind` is not that of the first file.
+    `kind` is grain_file_type. Formats are tfrecord, arrayrecord, parquet, arrow, webdataset,
+    megatron and text. Raises UserError if it is unknown, ambiguous, or `kind` does not match.
     """
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file.path) == kind]
@@ -55,7 +48,7 @@ def choose_format(
     for file in files:
         by_kind.setdefault(_kind_by_name(file.path), []).append(file)
     beside, nameless = by_kind.pop("beside", []), by_kind.pop("", [])
-    # Some programs write records without an ending.
+    # Some programs write records without a file extension.
     for file in nameless or ([] if by_kind else beside):
         by_kind.setdefault(_kind_by_content(file.path), []).append(file)
     by_kind.pop("", None)
@@ -79,12 +72,12 @@ def choose_format(
 
 def _check_said(kind: str, file: str, key: str, location: str) -> None:
     """Checks that a file has the format that grain_file_type says."""
-    # Text and the ids of Megatron begin with any bytes, and compressed files with those of gzip.
+    # Text and Megatron ids have no magic bytes, and compressed files have gzip's.
     if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
         return
     found = _kind_by_content(file)
-    # Tables of either kind are read where the other is said. What is not known may be damaged,
-    # which its reader says better, but parquet's would take it for an Arrow file.
+    # Parquet and Arrow readers accept both. Unknown files may be damaged, which their reader
+    # reports better, except that an unknown "parquet" file would be read as Arrow.
     is_table = {found, kind} <= {"parquet", "arrow"}
     if found == kind or is_table or (not found and kind != "parquet"):
         return
@@ -135,15 +128,9 @@ def _first_bytes(file: str) -> bytes:
 def choose_split(
     files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
 ) -> list[FileInfo]:
-    """Selects files for training or evaluation by their names below the folder they share.
+    """Selects files for training or evaluation by name; raises UserError if none is left.
 
-    Args:
-      evaluation: Part of the names of files for evaluation.
-      for_training: Return the others.
-      key: Configuration key that named the location.
-
-    Raises:
-      UserError: None is left.
+    Files with `evaluation` in the name, below their common folder, are for evaluation.
     """
     names = names_below([file.path for file in files])
     named = [file for file, name in zip(files, names, strict=True) if evaluation in name]

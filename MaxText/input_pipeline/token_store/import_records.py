@@ -1,15 +1,15 @@
-"""Import of other programs' records into the token store, at first use.
+"""Imports records of other programs into the token store, at first use.
 
     <cache_dir>/imported/<digest of names, sizes, times and format>/
       tokens-00000.bin       ids of a source file: uint16, or uint32 if one is larger
-      labels-00000.bin       int32, of files with labels
-      file-00000.json        contents of a source file; written last, so that an import resumes
+      labels-00000.bin       int32, for files with labels
+      file-00000.json        summary of a source file; written last, so that an import can resume
       document_offsets.npy   int64 [records + 1]: first token of each record, then the end
       source_files.json      [[first record, name of its file], ...]
-      import.json            all of it; a folder with this file is complete
+      import.json            overall summary; written last, marks completeness
 
-Every byte of such files must be read once to be checked. Batches are then read from flat files,
-whatever the format was.
+Checking such files means reading every byte anyway. Batches are then read from flat files, whatever
+the original format.
 """
 
 import contextlib
@@ -41,31 +41,22 @@ from MaxText.storage.unreadable import BadRecord, UnreadableFile
 _LAYOUT = 1
 _HEADER_NAME = "import.json"
 _BUFFER_TOKENS = 1 << 20
-# Less than this is imported faster than processes start.
-_MIN_BYTES_FOR_PROCESSES = 1 << 26
+_MIN_BYTES_FOR_PROCESSES = 1 << 26  # below this size, importing is faster than starting processes
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """An import on disk.
-
-    Attributes:
-      dtype: Stored type of ids.
-      num_tokens: Ids of each file.
-      largest_id: -1 without ids.
-      skipped: Descriptions of skipped records.
-    """
+    """An import on disk."""
 
     folder: Path
     dtype: np.dtype
     num_tokens: tuple[int, ...]
     has_labels: bool
-    largest_id: int
+    largest_id: int  # -1 without ids
     skipped: tuple[str, ...]
 
     def files(self, kind: str = "tokens") -> list[str]:
-        """Returns the files of `tokens` or `labels`."""
         return [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
 
 
@@ -74,8 +65,6 @@ Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
 
 
 class _Job(NamedTuple):
-    """Settings that all files of an import share."""
-
     folder: Path
     files: tuple[FileInfo, ...]
     read: Read
@@ -95,14 +84,12 @@ def import_records(
     max_bad_records: int,
     show: Callable[[str], None],
 ) -> Imported:
-    """Imports `files` on the first call and whenever one of them has changed.
+    """Imports files on the first call and whenever one of them has changed.
 
-    Of several processes one works and the others wait.
+    If several processes import the same files, one works and the others wait.
 
     Args:
-      files: In the order of their records.
-      read: Reads one of them.
-      identity: Everything besides the file that decides what `read` returns.
+      identity: Everything besides the file that determines what `read` returns.
       eos_id: Appended to every record unless negative.
       skip: Skip bad records, up to `max_bad_records`.
 
@@ -140,11 +127,7 @@ def import_records(
 
 
 def _load(folder: Path) -> Imported | None:
-    """Returns the import in a folder, or None; deletes the rest of a damaged one.
-
-    Raises:
-      OSError: Storage fails.
-    """
+    """Returns the import in a folder, or None; deletes a damaged one. Storage errors propagate."""
     if not (folder / _HEADER_NAME).exists():
         return None
     try:
@@ -198,7 +181,7 @@ def _import(job: _Job, show: Callable[[str], None]) -> None:
 
 
 def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
-    """Joins the contents of files; returns the numbers of records and tokens."""
+    """Merges the per-file results; returns the numbers of records and tokens."""
     bad = [message for entry in entries for message in entry["bad"]]
     _check_bad(job, bad)
     widest = max((entry["dtype"] for entry in entries), default="<u2")
@@ -273,7 +256,7 @@ def _raise_if_unreadable(problem: BadRecord) -> None:
     cause = problem.__cause__
     if isinstance(cause, Exception):
         if is_transient(cause, file_access.is_url(problem.path)):
-            raise cause  # which arrives from another process as what it is
+            raise cause  # keeps its type across processes
         if isinstance(cause, OSError) and cause.errno is not None:
             raise UnreadableFile(str(problem), problem.path) from problem
 
@@ -292,7 +275,7 @@ def _path(folder: Path, kind: str, number: int) -> Path:
 
 
 class _Writer:
-    """Appends integers to a file: of two bytes, and of four from the first that needs them."""
+    """Appends integers to a file, widening it from uint16 to uint32 when needed."""
 
     def __init__(self, path: Path, dtype: str = "<u2"):
         self.dtype = np.dtype(dtype)
@@ -303,7 +286,6 @@ class _Writer:
         self._num_waiting = 0
 
     def add(self, values: np.ndarray) -> int:
-        """Appends integers; returns how many."""
         self._waiting.append(values)
         self._num_waiting += values.size
         if self._num_waiting >= _BUFFER_TOKENS:
@@ -327,7 +309,6 @@ class _Writer:
 
 
 def _rewrite(path: Path, stored: str, dtype: str) -> None:
-    """Rewrites a file of integers with a wider type."""
     wide = path.with_suffix(".wide")
     with open(path, "rb") as narrow, open(wide, "wb") as file:
         while piece := narrow.read(_BUFFER_TOKENS * np.dtype(stored).itemsize):

@@ -1,9 +1,9 @@
-"""`manifest.json`: contents of a prepared dataset, and checks before it is read.
+"""The manifest of a prepared dataset, and checks before reading.
 
     <dataset_path>/
       manifest.json                  this file
-      tokenizer.json                 or tokenizer.model, a ranks file or settings
-      <split>/tokens-000000.bin ...  the ids end to end, or chunks of them as .array_record
+      tokenizer.json                 or tokenizer.model, a tiktoken file or settings
+      <split>/tokens-000000.bin ...  concatenated ids, or chunks of them as .array_record
       <split>/document_offsets.npy   first token of each document, then the end
       <split>/document_rows.npy      row of each document in its source file
       <split>/source_files.json      [[first document, name of its file], ...]
@@ -31,7 +31,7 @@ OFFSETS_NAME = "document_offsets.npy"
 ROWS_NAME = "document_rows.npy"
 SOURCE_FILES_NAME = "source_files.json"
 
-# Names in a manifest become paths: no separators, no leading dot, so they stay in their folder.
+# Names become paths: no separators or leading dots, so that they stay in their folder.
 _PLAIN_NAME = r"^\w[\w.-]*$"
 
 
@@ -40,52 +40,31 @@ class _Entry(pydantic.BaseModel):
 
 
 class RecordFile(_Entry):
-    """A token file.
-
-    Attributes:
-      num_records: Chunks of an array_record file, ids of a bin file.
-      num_tokens: None in schema_version 1, where only the last record of the split may be shorter.
-    """
+    """A token file."""
 
     name: str = pydantic.Field(pattern=_PLAIN_NAME)
     num_bytes: int
-    num_records: int
-    num_tokens: int | None = None
+    num_records: int  # chunks of an array_record file, ids of a bin file
+    num_tokens: int | None = None  # None in version 1: only the last chunk may be short
 
 
 class Split(_Entry):
-    """One part of the data, such as `train` or `validation`.
-
-    Attributes:
-      files: In the order of their tokens.
-      num_tokens: bos and eos included.
-      num_text_bytes: UTF-8 bytes of the text behind them.
-      unigram_entropy: Nats per token of the token frequencies, the loss of a unigram model.
-      tokens_sha256: Of the ids as little-endian bytes in `dtype`.
-      offsets_sha256: Of the document offsets as little-endian int64.
-    """
+    """One split of the data, such as `train` or `validation`."""
 
     files: tuple[RecordFile, ...]
-    num_tokens: int
+    num_tokens: int  # including bos and eos
     num_documents: int
-    num_text_bytes: int
-    unigram_entropy: float
+    num_text_bytes: int  # UTF-8 bytes of the source text
+    unigram_entropy: float  # nats per token; the loss of a unigram model
     largest_id: int
-    tokens_sha256: str
-    offsets_sha256: str
+    tokens_sha256: str  # of the ids as little-endian bytes in `dtype`
+    offsets_sha256: str  # of the document offsets as little-endian int64
 
 
 class TokenizerEntry(_Entry):
-    """The tokenizer that made the ids.
+    """The tokenizer that produced the ids."""
 
-    Attributes:
-      origin: Text about its source.
-      sha256: Of tokenizer.json, or of the file in its place.
-      vocab_size: Largest id it can produce, plus 1.
-      mask_id: Mask of masked language modeling.
-    """
-
-    origin: str
+    origin: str  # free-text provenance
     sha256: str
     vocab_size: int
     bos_id: int | None = None
@@ -95,45 +74,30 @@ class TokenizerEntry(_Entry):
 
     @property
     def special_ids(self) -> set[int]:
-        """Its control ids."""
         ids = (self.bos_id, self.eos_id, self.pad_id, self.mask_id)
         return {control for control in ids if control is not None}
 
 
 class SourceEntry(_Entry):
-    """The text a dataset was made from.
-
-    Attributes:
-      sha256: Of the texts of all documents, in order.
-      skipped: Reason -> number of skipped files or documents.
-    """
+    """The text a dataset was made from."""
 
     description: str
     sha256: str
     num_files: int
-    skipped: dict[str, int] = {}
+    skipped: dict[str, int] = {}  # reason -> number of skipped files or documents
 
 
 class Manifest(_Entry):
-    """Contents of a dataset.
+    """Contents of a dataset."""
 
-    Attributes:
-      schema_version: Layout of the folder; readers refuse newer ones.
-      dtype: Type of a stored id, little-endian; uint8 for the bytes of a text.
-      format: array_record (records of chunk_length ids) or bin (flat files of ids).
-      chunk_length: Ids per record; the last record of a file may be shorter. 1 for bin.
-      splits: Name -> Split. Splits without documents are absent.
-      options: The preparation keys it was made with.
-    """
-
-    schema_version: int
+    schema_version: int  # readers reject newer ones
     tokenizer: TokenizerEntry
-    dtype: Literal["uint8", "uint16", "uint32"]
-    format: Literal["array_record", "bin"] = "array_record"
-    chunk_length: int = pydantic.Field(gt=0)
-    splits: dict[str, Split]
+    dtype: Literal["uint8", "uint16", "uint32"]  # little-endian; uint8 for the bytes of a text
+    format: Literal["array_record", "bin"] = "array_record"  # records of ids, or flat files
+    chunk_length: int = pydantic.Field(gt=0)  # ids per record; last may be shorter; 1 for bin
+    splits: dict[str, Split]  # splits without documents are absent
     source: SourceEntry
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # preparation keys
 
     @pydantic.field_validator("splits")
     @classmethod
@@ -162,12 +126,11 @@ class Manifest(_Entry):
         return 0
 
     def to_json(self) -> str:
-        """Returns the text of manifest.json, deterministically."""
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
 
 
 def unigram_entropy(counts_V: np.ndarray) -> float:
-    """Returns the entropy in nats of ids that occur `counts_V` times; 0 without any."""
+    """Returns the entropy in nats of ids with these counts; 0 without any."""
     present = counts_V[counts_V > 0].astype(np.float64)
     if present.size == 0:
         return 0.0
@@ -176,14 +139,9 @@ def unigram_entropy(counts_V: np.ndarray) -> float:
 
 
 def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
-    """Reads and checks `<dataset_path>/manifest.json`, or another file there.
+    """Reads and validates a manifest in a local folder (for buckets, of local_copies.py).
 
-    Args:
-      dataset_path: Local; for a bucket, the folder of a copy (local_copies.py).
-
-    Raises:
-      UserError: The path is empty, missing, unreadable or without manifest; the manifest is damaged
-        or newer than this program.
+    Raises UserError if it is missing, unreadable, damaged or newer than this program.
     """
     how = (
         "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
@@ -216,7 +174,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 
 def damaged(path: Path | str, error: Exception) -> UserError:
-    """Returns the error for a file of a dataset that cannot be read or parsed."""
+    """Returns the error for a dataset file that cannot be read or parsed."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
@@ -233,11 +191,7 @@ def damaged(path: Path | str, error: Exception) -> UserError:
 
 
 def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
-    """Returns the entry of `split`, which the configuration key `key` named.
-
-    Raises:
-      UserError: There is no such split, or it is empty.
-    """
+    """Returns the entry of `split`, named by the key `key`; raises UserError if it is empty."""
     entry = manifest.splits.get(split)
     if entry is not None and entry.num_tokens > 0:
         return entry
@@ -257,20 +211,16 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
 
 
 def _can_be_held_out(manifest: Manifest, split: str) -> bool:
-    """Returns whether preparing again with validation_fraction can make this split."""
+    """Returns whether preparing again with validation_fraction can create this split."""
     if split != "validation" or not set(manifest.splits) <= {"train", "validation"}:
         return False
-    # Of two documents one is held out, unless the splits are those that the source has.
+    # One of two documents is held out, unless the source defines the splits.
     num_documents = sum(entry.num_documents for entry in manifest.splits.values())
     return not manifest.options.get("validation_fraction") or num_documents < 2
 
 
 def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
-    """Returns the token files of a split after a check of their sizes.
-
-    Raises:
-      UserError: One is missing, has another size or may not be looked at.
-    """
+    """Returns the token files of a split. Raises UserError if one is missing or of another size."""
     entry = manifest.splits[split]
     again = "Copy the data set again, or delete the folder and prepare it again."
     paths = [str(folder / split / file.name) for file in entry.files]
@@ -292,7 +242,6 @@ def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
 
 
 def tokens_of_files(entry: Split, chunk_length: int) -> list[int]:
-    """Returns the number of ids of each file."""
     counts: list[int] = []
     for number, file in enumerate(entry.files):
         num_tokens = file.num_tokens
@@ -307,7 +256,7 @@ def tokens_of_files(entry: Split, chunk_length: int) -> list[int]:
 
 
 def describe(manifest: Manifest) -> str:
-    """Describes size, documents, bytes per token and unigram entropy of each split."""
+    """Describes the contents and statistics of each split."""
     tokenizer = manifest.tokenizer
     lines = [
         f"Data set {manifest.fingerprint}: {manifest.source.description}",

@@ -1,16 +1,16 @@
-r"""Megatron data: ids in a flat `.bin` file (or its parts), and an `.idx` file.
+r"""Megatron-LM data: ids in a flat `.bin` file (or its parts), and an `.idx` file.
 
     MMIDIDX\0\0           9 bytes
     version 1             uint64
-    type of an id         uint8, see DTYPES
+    dtype code            uint8, see DTYPES
     S, sequences          uint64
-    D, entries below      uint64
+    D, document entries   uint64
     sizes                 int32 [S], tokens
     pointers              int64 [S], bytes
     documents             int64 [D], first sequence of each document, then S
 
-All little-endian. A document is mostly one sequence. Data are read in place; document offsets are
-computed from the index once and mapped from the cache afterwards.
+All little-endian. A document is usually one sequence. Data is read in place; document offsets are
+computed from the index once and then mapped from the cache.
 """
 
 import contextlib
@@ -36,24 +36,19 @@ from MaxText.storage.file_access import FileInfo
 
 MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
-# 6 and 7 are floats, which Megatron-LM and GPT-NeoX number in different order.
+# 6 and 7 are floats, which Megatron-LM and GPT-NeoX number differently.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "float", 7: "float", 8: "<u2"}
 _AGAIN = "Copy it again, or make it again with the program that wrote it."
 _BLOCK = 2**20
 
 
 def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir: Path) -> TokenData:
-    """Opens a Megatron dataset.
+    """Opens a Megatron dataset, given any of its .idx and .bin files.
 
-    Args:
-      files: .idx and .bin files that the location names; either is enough.
-      key: Configuration key that named the location.
-
-    Raises:
-      UserError: No index or several, data that do not fit it, or no tokens.
+    Raises UserError for no index or several, data that do not fit it, or no tokens.
     """
     indices = [file for file in files if file.path.endswith(".idx")]
-    if not indices:  # the name of the .bin file was given
+    if not indices:  # the .bin file was named
         name = re.sub(r"(-\d+-of-\d+)?\.bin$", ".idx", files[0].path)
         indices = [file_access.file_info(name)]
     if len(indices) > 1:
@@ -66,7 +61,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
     prefix = index.path.removesuffix(".idx")
     if file_access.path_type(f"{prefix}.bin"):
         shards = [file_access.file_info(f"{prefix}.bin")]
-    else:  # published in parts of a fixed number of bytes, to be joined
+    else:  # published as fixed-size byte chunks to concatenate
         pattern = f"{prefix}-*-of-*.bin"
         shards = file_access.list_files(pattern, f"{key}={location}, the data of {prefix}.idx")
     with _opened(index) as file:
@@ -82,7 +77,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
     offsets = documents["document_offsets"]
     num_tokens = [shard.size // dtype.itemsize for shard in shards]
     if int(offsets[-1]) != sum(num_tokens):
-        num_tokens[-1] += int(offsets[-1]) - sum(num_tokens)  # which check_sizes refuses
+        num_tokens[-1] += int(offsets[-1]) - sum(num_tokens)  # check_sizes rejects this
     store = TokenStore([shard.path for shard in shards], num_tokens, dtype, documents)
     store.check_sizes(shards)
     if len(store) == 0:
@@ -115,11 +110,7 @@ def _opened(index: FileInfo) -> Iterator[Path]:
 
 
 def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
-    """Returns the type of an id, and the numbers of sequences and document entries.
-
-    Raises:
-      UserError: No index, another version, float ids, or another size than stated.
-    """
+    """Returns the dtype of ids, and the numbers of sequences and document entries."""
     with open(file, "rb") as stream:
         header = stream.read(_HEADER.size)
     path = index.path
@@ -146,10 +137,8 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
     """Yields blocks of `document_offsets`: first token of each document (int64), then the end.
 
     Sequences count as documents if all have one length (another program's training sequences), or
-    if the index does not divide them among documents.
-
-    Raises:
-      UserError: Sequences do not lie end to end, or entries are impossible.
+    if the index does not group them into documents. Raises UserError unless sequences are
+    contiguous.
     """
     dtype, num_sequences, num_documents = read_header(file, index)
     path, at = index.path, _HEADER.size
@@ -194,7 +183,7 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
     else:
         for start in range(0, len(firsts_of), _BLOCK):
             sequences = firsts_of[start : start + _BLOCK]
-            # Documents without sequences may begin past the last one.
+            # Documents without sequences may start past the last one.
             begins = pointers[np.minimum(sequences, num_sequences - 1)] // dtype.itemsize
             yield {"document_offsets": np.where(sequences < num_sequences, begins, total)}
     yield {"document_offsets": np.array([total], np.int64)}
@@ -203,12 +192,9 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
 def write_index(
     path: str | os.PathLike[str], dtype: np.dtype, sizes: Sequence[int], documents: Sequence[int]
 ) -> None:
-    """Writes the index of sequences that lie end to end.
+    """Writes the index of contiguous sequences.
 
-    Args:
-      dtype: Integer type of the ids, below 64 bits or int64.
-      sizes: Tokens of each sequence.
-      documents: First sequence of each document, then the number of sequences.
+    `documents` are the first sequence of each document, then the number of sequences.
     """
     codes = {np.dtype(name): code for code, name in DTYPES.items() if name != "float"}
     tokens = np.asarray(sizes, "<i4")

@@ -1,7 +1,7 @@
-"""Opening of any token data that can be trained on.
+"""Opens any token data that can be trained on.
 
-Prepared sets of flat files and Megatron data are read in place. Other records are imported at first
-use, and text is tokenized then. The first record tells whether records hold ids or text.
+Prepared flat files and Megatron data are read in place. Other records are imported at first use,
+and text is tokenized then. The first record tells whether records hold ids or text.
 """
 
 import dataclasses
@@ -54,8 +54,6 @@ from MaxText.storage.file_access import FileInfo, is_url, local_path
 
 
 class _Request(NamedTuple):
-    """Arguments of open_token_data."""
-
     location: str
     key: str
     data: Data
@@ -79,19 +77,10 @@ def open_token_data(
 ) -> TokenData:
     """Opens the data at a location.
 
-    Of a prepared dataset, `split` is read. Of other files, evaluation reads those whose name
-    contains `split`, and training all whose name does not contain data.eval_split; of
-    grain_eval_files evaluation reads all.
-
-    Args:
-      location: See dataset_path.
-      key: Configuration key it came from.
-      preparation: Tokenizer and field for records of text.
-      split: Of prepared data; part of the names of other files.
-
-    Raises:
-      BadRecord: A file is damaged.
-      UserError: Nothing is there, the format is unknown, or the split is missing.
+    A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
+    whose name contains `split`, and training those whose name does not contain data.eval_split;
+    grain_eval_files are all read for evaluation. Raises BadRecord for a damaged file, and UserError
+    if nothing is there, the format is unknown, or the split is missing.
     """
     request = _Request(location, key, data, preparation, show)
     kind = data.grain_file_type
@@ -122,7 +111,7 @@ def _open_files(request: _Request, files: list[FileInfo], kind: str) -> TokenDat
         return _open_text(request, files)
     if kind in ("parquet", "arrow"):
         return _open_tables(request, files, kind, fields)
-    # As earlier versions named what is read, so that their runs can be resumed.
+    # Names from earlier versions, so that their runs can be resumed.
     named = {
         "tfrecord": f"TFRecordIds(names={fields or USUAL_FIELDS})",
         "arrayrecord": f"ArrayRecordIds(names={fields or USUAL_FIELDS})",
@@ -134,9 +123,9 @@ def _open_files(request: _Request, files: list[FileInfo], kind: str) -> TokenDat
 
 def _is_prepared(location: str, key: str) -> bool:
     if not location:
-        return True  # whose message says how to make one
+        return True  # read_manifest raises with instructions
     if is_url(location):
-        # What a web server answers for any name is no proof of a file.
+        # Web servers may answer requests for any name.
         manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
         return not location.startswith("http") and file_access.path_type(manifest) == "file"
     try:
@@ -149,9 +138,9 @@ def _is_prepared(location: str, key: str) -> bool:
 
 
 def _check_unused(request: _Request, tokens: TokenData) -> None:
-    """Reports keys about records and text that have no effect on a prepared dataset."""
+    """Reports record and text keys that have no effect on a prepared dataset."""
     data, preparation = request.data, request.preparation
-    # In a mixture other sources may be records.
+    # Other sources of a mixture may be records.
     is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
     if data.records_eos_id >= 0 and is_alone:
         raise UserError(
@@ -219,7 +208,7 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
 def _copy_prepared(
     request: _Request, url: str, split: str
 ) -> tuple[Path, Manifest, list[FileInfo] | None]:
-    """Returns a copy of a remote dataset without its token files, and these."""
+    """Copies a remote dataset except its token files; returns the copy and these files."""
     with file_access.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
         content = stream.read()
     folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
@@ -247,7 +236,7 @@ def _find(request: _Request) -> list[FileInfo]:
             if not file_access.path_type(path) and file_access.path_type(f"{path}.idx"):
                 location = f"{location}.idx"
         except PermissionError:
-            pass  # which list_files puts into words
+            pass  # list_files raises with a message
     return file_access.list_files(location, request.key)
 
 
@@ -261,7 +250,7 @@ def _open_tables(
         has_mask = "attention_mask" in types and is_list(types["attention_mask"])
         has_labels = "labels" in types and is_list_of_integers(types["labels"])
         assert column is not None
-        # One answer for all files.
+        # Decided once for all files.
         shift_labels = labels_are_ids(table, column) if has_labels else None
     if has_labels and request.data.records_eos_id >= 0:
         raise UserError(
@@ -297,7 +286,6 @@ def _import(
 def _open_records(
     request: _Request, files: list[FileInfo], kind: str, read: Read, identity: str
 ) -> TokenData:
-    """Imports records and opens the import."""
     eos_id, skip = request.data.records_eos_id, request.data.on_bad_record == "skip"
     imported = _import(request, files, read, identity, eos_id=eos_id, skip=skip)
     documents = Arrays(imported.folder)
@@ -316,7 +304,7 @@ def _open_records(
     length = record_length(offsets)
     what = f"rows of {length:,}" if length else "documents"
     labelled = ", with labels" if labels else ""
-    # Without what records_eos_id adds, as earlier versions computed it.
+    # Excludes the tokens that records_eos_id adds, for compatibility with earlier versions.
     without = offsets - np.arange(offsets.size) * (eos_id >= 0)
     return TokenData(
         store=store,

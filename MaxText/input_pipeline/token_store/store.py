@@ -1,9 +1,8 @@
-"""The token store: flat files of ids with document boundaries, read at random.
+"""The token store: random access to flat files of token ids with document boundaries.
 
-Every dataset is one by the time it is read: a set prepared as `bin`, Megatron's .bin, or imported
-records.
+Every dataset is read through it: prepared as `bin`, Megatron's .bin, or imported records.
 
-Legend: P ranges (pieces), D documents.
+Legend: P ranges, D documents.
 """
 
 import bisect
@@ -30,20 +29,16 @@ from MaxText.input_pipeline.token_store.manifest import (
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
 
-# Pieces of fewer tokens than this on average are read together with what lies between them.
+# Ranges with fewer tokens on average are read together, including the gaps between them.
 _SMALL_PIECE = 256
-# Tokens between two pieces that are worth reading to save a call.
-_MAX_GAP = 4096
+_MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
 
 class TokenStore:
-    """The ids of some files, end to end, divided into documents (or records).
+    """The ids of some files, concatenated and divided into documents (or records).
 
-    Holds no open file and no large array that is not mapped: safe for several threads, and pickled
-    to reader processes in a few kilobytes.
-
-    Attributes:
-      files: Paths or URLs, in the order of their tokens.
+    Holds no open file, and large arrays are memory-mapped: thread-safe, and pickled to worker
+    processes in a few kilobytes.
     """
 
     def __init__(
@@ -54,18 +49,13 @@ class TokenStore:
         documents: Arrays,
         origins: "Origins | None" = None,
     ):
-        """Opens nothing.
+        """Initializes without opening `files`, which are in the order of their tokens.
 
-        Args:
-          files: In the order of their tokens, without gaps.
-          num_tokens: Ids of each file.
-          dtype: Integer type of a stored id, little-endian.
-          documents: `document_offsets`, int64 [D + 1]: first token of each document, then the end.
-          origins: Source files of documents; None names them after the token files.
+        `documents` holds `document_offsets`; `origins` None names documents after the token files.
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
-        file_access.forget(self.files)  # others may have been there when they were read last
+        file_access.forget(self.files)  # files may have been replaced
         self._dtype = dtype
         self._documents = documents
         self._origins = origins
@@ -76,7 +66,7 @@ class TokenStore:
 
     @property
     def document_offsets(self) -> np.ndarray:
-        """int64 [D + 1]: first token of each document, then the end; mapped, not loaded."""
+        """int64 [D + 1]: first token of each document, then the end; memory-mapped."""
         return self._documents["document_offsets"]
 
     @property
@@ -87,11 +77,7 @@ class TokenStore:
         return np.array([*self._origins.firsts, len(self.document_offsets) - 1], np.int64)
 
     def document_name(self, document: int) -> str:
-        """Returns for example `letters.jsonl, row 17`, counted from 0.
-
-        Raises:
-          UserError: The file with these names is damaged.
-        """
+        """Returns a name such as `letters.jsonl, row 17`, counted from 0."""
         if self._origins is not None:
             return self._origins.name(document)
         start = int(self.document_offsets[document])
@@ -99,12 +85,7 @@ class TokenStore:
         return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
 
     def check(self, paths: Sequence[str]) -> None:
-        """Checks the sizes of some of the files after a read failed.
-
-        Raises:
-          UnreadableFile: One is gone.
-          UserError: One is longer; reading reports truncated ones.
-        """
+        """Raises after a failed read if a file is missing or has grown; `read` finds truncation."""
         known = {path: number for number, path in enumerate(self.files)}
         for path in paths:
             if path not in known:
@@ -121,11 +102,7 @@ class TokenStore:
         return int(self._first[file + 1] - self._first[file]) * self._dtype.itemsize
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
-        """Compares the listed sizes of files with those of their tokens.
-
-        Raises:
-          UserError: One has another size.
-        """
+        """Raises UserError if listed sizes do not match the token counts."""
         for number, file in enumerate(files):
             if file.size != (num_bytes := self._num_bytes(number)):
                 raise UserError(
@@ -135,22 +112,15 @@ class TokenStore:
                 )
 
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
-        """Reads ranges of tokens, remote ones in a single call.
+        """Reads token ranges [P], remote ones in a single call; returns them concatenated (int32).
 
-        Args:
-          starts_P, stops_P: int64 [P], starts_P <= stops_P <= len.
-
-        Returns:
-          int32 [sum of the sizes], the ranges end to end.
-
-        Raises:
-          UnreadableFile: A file is gone, truncated or unreadable.
+        Raises UnreadableFile if a file is missing, truncated or unreadable.
         """
         sizes_P = stops_P - starts_P
         total = int(sizes_P.sum())
         if total >= _SMALL_PIECE * len(starts_P):
             return self._read(starts_P, stops_P, total).astype(np.int32)
-        # Neighbors are read together; then each token is looked up in what was read.
+        # Read neighbors together, then gather the requested tokens.
         order = np.argsort(starts_P, kind="stable")
         ends = np.maximum.accumulate(stops_P[order])
         is_new = np.ones(len(order), bool)
@@ -165,12 +135,11 @@ class TokenStore:
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
     def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
-        """Reads ranges in the stored type."""
         ids, width = np.empty(total, self._dtype), self._dtype.itemsize
         files = np.searchsorted(self._first, starts, side="right") - 1
         sizes = stops - starts
         if total and sizes.all() and np.all(stops <= self._first[files + 1]):
-            # Each lies in one file, as nearly always.
+            # Fast path: no range crosses files.
             paths = [self.files[file] for file in files.tolist()]
             offsets = (starts - self._first[files]) * width
             ends = np.cumsum(sizes)
@@ -192,10 +161,10 @@ class TokenStore:
 
 
 class Origins:
-    """Source files of the documents of a prepared set."""
+    """Source files of the documents of a prepared dataset."""
 
     def __init__(self, folder: Path, num_documents: int, unit: str = "document"):
-        """Reads nothing; `unit` is the name of documents in files without rows."""
+        """Names documents by `unit` in files without rows."""
         self._folder = folder
         self._num_documents = num_documents
         self._unit = unit
@@ -214,7 +183,7 @@ class Origins:
             if rows.shape != (self._num_documents,) or firsts[:1] != [0][: len(rows)]:
                 raise ValueError(f"{rows.shape} rows for {self._num_documents} documents")
             return firsts, names, rows
-        # What a damaged header raises is any kind of error.
+        # A damaged header can raise anything.
         except Exception as error:
             raise damaged(f"{path} or {ROWS_NAME}", error) from error
 
@@ -223,12 +192,11 @@ class Origins:
 
     @property
     def firsts(self) -> list[int]:
-        """First document of each file."""
         return self._entries[0]
 
     @property
     def names(self) -> list[str]:
-        """Names of the files; empty if unknown."""
+        """Names of the source files; empty if unknown."""
         return self._entries[1]
 
     def name(self, document: int) -> str:
@@ -242,11 +210,7 @@ class Origins:
 
 
 def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
-    """Returns the document offsets of a folder.
-
-    Raises:
-      UserError: They are damaged or do not fit the manifest.
-    """
+    """Returns the document offsets of a folder. Raises UserError unless they fit the manifest."""
     path = folder / OFFSETS_NAME
     documents = Arrays(folder)
     try:
@@ -254,7 +218,7 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
         found = (len(offsets) - 1, int(offsets[-1]))
         if offsets.dtype != np.int64 or offsets[0] or not _is_ascending(offsets):
             raise ValueError("they are no ascending numbers from 0 on")
-    # What a damaged header raises is any kind of error.
+    # A damaged header can raise anything.
     except Exception as error:
         raise damaged(path, error) from error
     if found != (num_documents, num_tokens):
@@ -268,15 +232,7 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
 def open_flat(
     folder: Path, manifest: Manifest, split: str, files: Sequence[FileInfo] | None = None
 ) -> TokenStore:
-    """Opens a split of a prepared set of flat files.
-
-    Args:
-      folder: Of the set, or of a copy of all of it but the token files.
-      files: Its token files elsewhere; None for those in the folder.
-
-    Raises:
-      UserError: A file is missing, of another size, or damaged.
-    """
+    """Opens a split of a prepared dataset of flat files, whose token `files` may be elsewhere."""
     assert manifest.format == "bin", manifest.format
     entry = manifest.splits[split]
     found = check_files(manifest, folder, split) if files is None else files
@@ -292,7 +248,7 @@ def open_flat(
 
 
 def _is_ascending(offsets: np.ndarray) -> bool:
-    # In blocks, so that the memory does not grow with the number of documents.
+    # In blocks, so that memory does not grow with the number of documents.
     block = 2**20
     return all(
         bool((np.diff(offsets[start : start + block + 1]) >= 0).all())
@@ -305,46 +261,37 @@ class TokenData:
     """An opened split.
 
     Attributes:
-      fingerprint: Hex digest of the contents, or of names and sizes of files and document
-        boundaries: equal data gives equal batches.
-      filler_id: Padding id.
-      special_ids: Known ids that are never text (bos, eos, pad).
-      vocab_size: Of the tokenizer, None if unknown.
-      largest_id: None if unknown without reading all.
-      unigram_entropy: Nats per token, None if unknown.
+      fingerprint: Hex digest of the contents, or of file names, sizes and document boundaries:
+        equal data gives equal batches.
       record_length: Tokens of each record if all have one length (the last may be shorter), as
         another program cuts training sequences; None for documents.
       labels: A store parallel to `store` with the id to predict at each position (already shifted),
         negative for none; None if targets are the next tokens.
-      skipped: Descriptions of records that the import skipped.
-      tokenizer_folder: Folder or file of the tokenizer, None if unknown.
-      tokenizer_sha256: Of the tokenizer that made the ids; empty if unknown.
     """
 
     store: TokenStore
     description: str
     fingerprint: str
-    filler_id: int = 0
+    filler_id: int = 0  # padding id
     eos_id: int | None = None
-    special_ids: tuple[int, ...] = ()
+    special_ids: tuple[int, ...] = ()  # known ids that are never text (bos, eos, pad)
     mask_id: int | None = None
     vocab_size: int | None = None
-    largest_id: int | None = None
-    unigram_entropy: float | None = None
+    largest_id: int | None = None  # None if unknown without reading everything
+    unigram_entropy: float | None = None  # nats per token
     record_length: int | None = None
     labels: TokenStore | None = None
-    skipped: tuple[str, ...] = ()
-    tokenizer_folder: Path | None = None
+    skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
+    tokenizer_folder: Path | None = None  # folder or file of the tokenizer
     tokenizer_sha256: str = ""
 
 
 def boundaries_digest(document_offsets: np.ndarray) -> str:
-    """Returns a digest of document boundaries (int64 [D + 1])."""
     return hashlib.sha256(np.ascontiguousarray(document_offsets, "<i8").data).hexdigest()[:16]
 
 
 def record_length(offsets: np.ndarray) -> int | None:
-    """Returns the common length of documents, see TokenData; None if there is none."""
+    """Returns the common length of documents, as in TokenData; None if there is none."""
     sizes = np.diff(offsets[: 2**20 + 1])
     if sizes.size < 2 or np.any(sizes[:-1] != sizes[0]):
         return None

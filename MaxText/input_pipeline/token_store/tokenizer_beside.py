@@ -1,4 +1,4 @@
-"""The tokenizer next to files of token ids."""
+"""Finds the tokenizer next to files of token ids."""
 
 import contextlib
 import hashlib
@@ -18,21 +18,14 @@ _SINGLE_FILES = re.compile(
     rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"
 )
 _PAIR = {"vocab.json", "merges.txt"}
-# Folders of a data set that hold one part of it each; the tokenizer lies above them.
+# Split folders of a dataset; the tokenizer is above them.
 _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
 
 def tokenizer_beside(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
-    """Finds the tokenizer of some files, for showing their ids as text.
+    """Returns the tokenizer folder of some files, for showing ids as text, else tokenizer_path.
 
-    Looks into the folders between `location` and the files, the nearest first, and above one that
-    is named like a split.
-
-    Args:
-      tokenizer_path: The key, used if no tokenizer is found.
-
-    Returns:
-      A folder, or tokenizer_path; None if there is neither.
+    Searches from the first file up to `location`, and above folders named like a split.
     """
     top = Path(os.path.abspath(local_path(location)))
     for file in [file for file in files if not is_url(file)][:1]:
@@ -56,14 +49,14 @@ def _has_tokenizer(folder: Path) -> bool:
         return False
     if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):
         return True
-    # The tokenizer of bytes is nothing but its name.
+    # The byte tokenizer has only a configuration file.
     with contextlib.suppress(UserError):
         return read_json(folder / CONFIG_NAME).get("tokenizer_type") in BYTE_NAMES
     return False
 
 
 def holds_tokenizer(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
-    """Returns whether a path is that of a known tokenizer: `folder`, or a file of this digest."""
+    """Returns whether a path is the tokenizer in `folder`, or has this digest."""
     path = Path(tokenizer_path).expanduser()
     if folder is not None and folder.resolve() in (path.resolve(), path.resolve().parent):
         return True

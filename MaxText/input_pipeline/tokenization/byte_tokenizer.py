@@ -1,4 +1,4 @@
-"""The byte tokenizer: an id for each byte of UTF-8."""
+"""The byte tokenizer, with an id for each byte of UTF-8."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.tokenizer_files import write_files
 
-# Paths that mean this tokenizer, and the word for it in tokenizer_type.
-BYTE_NAMES = ("byte", "bytes")
+BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for this tokenizer
 
 _CONTROL = {256: "<eos>", 257: "<bos>", 258: "<pad>"}
 _ENTRY = TokenizerEntry(

@@ -21,10 +21,9 @@ from MaxText.input_pipeline.tokenization.interface import (
 )
 from MaxText.input_pipeline.tokenization.tokenizer_files import read_json, write_files
 
-# Added tokens that are looked at in a text, of the thousands that some files reserve.
-_CHECKED_TOKENS = 64
-# What text goes through that engines may read in different ways: contractions, white space, digits,
-# normal forms, scripts, symbols, control characters.
+_CHECKED_TOKENS = 64  # added tokens to check; some files reserve thousands
+# Text on which engines may differ: contractions, white space, digits, normal forms, scripts,
+# symbols, control characters.
 _CHECKED_TEXT = (
     "It's 1,234.5 o'clock; I'LL  they've\tDON'T\n\n  x = y[i]**2  # ok?\r\n   \u00a0end \n"
     "na\u00efve nai\u0308ve \u1e69 s\u0323\u0307 \uac00 \u1100\u1161 \ufb01 \u2460 \u00bd "
@@ -35,16 +34,12 @@ _CHECKED_TEXT = (
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """A tokenizer.json, encoded by fastokens where that gives the same ids as tokenizers."""
+    """A tokenizer.json, encoded by fastokens if that gives the same ids as tokenizers."""
 
     def __init__(
         self, file_text: str, origin: str, settings: Mapping[str, Any], num_threads: int = 0
     ):
-        """Builds it from the text of a tokenizer.json and the tokenizer_config.json next to it.
-
-        Raises:
-          UserError: The text is not a tokenizer, or documents could forge a control id.
-        """
+        """Raises UserError for an invalid tokenizer.json, or if text could forge a control id."""
         self.file_text = file_text
         self._settings = control_token_settings(settings)
         self._tokenizer = _parse(file_text, origin)
@@ -82,7 +77,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The library's own pickle forgets that control tokens in a text are text.
+        # The library's own pickle loses encode_special_tokens.
         return {n: value for n, value in vars(self).items() if n not in ("_tokenizer", "_fast")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,18 +91,18 @@ class HuggingFaceTokenizer(TextTokenizer):
         if self._fast is None:
             return self._ids_by_definition(text)
         try:
-            # Of one text at a time it works in this thread; `encode` has threads of its own.
+            # One text at a time runs in this thread; `encode` has its own threads.
             ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
-        except ValueError:  # a regular expression that backtracks for too long
+        except ValueError:  # excessive backtracking of a regular expression
             return self._ids_by_definition(text)
         return np.frombuffer(ids, np.uint32)
 
     def _ids_by_definition(self, text: str) -> np.ndarray:
-        # The call for batches is the one that leaves out character offsets, which cost time.
+        # Only the batch call can skip computing character offsets.
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except BaseException as error:
-            # What Rust's panics become is no Exception and has no importable name.
+            # Rust panics are not Exceptions and have no importable name.
             if type(error).__name__ != "PanicException":
                 raise
             reason = str(error).splitlines()[0]
@@ -130,10 +125,10 @@ class HuggingFaceTokenizer(TextTokenizer):
 
 
 def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
-    """Returns fastokens' engine, None if it cannot read the file: it knows byte-level BPE only."""
+    """Returns a fastokens engine, or None if it cannot read the file (not byte-level BPE)."""
     try:
         engine = fastokens.Tokenizer.from_json_str(file_text)
-    except Exception:  # what it raises is ValueError, or a panic of Rust
+    except Exception:  # ValueError, or a Rust panic
         return None
     engine.no_truncation()
     engine.no_padding()
@@ -148,7 +143,7 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
             f"{origin} is not a Hugging Face {TOKENIZER_NAME}: {error}. Copy it again, or give "
             "another tokenizer_path."
         ) from error
-    # Windows are cut by the reader, and a control token in a text is text.
+    # The reader slices windows, and control tokens in a text are text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -159,9 +154,6 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     """Returns a tokenizer.json for a folder with GPT-2's vocab.json and merges.txt.
 
     Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
-
-    Raises:
-      UserError: The files are malformed.
     """
     vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
     try:

@@ -13,8 +13,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.runtime.cores import num_cores
 
-# Control tokens by the names that published tokenizers use, tried in this order where no
-# tokenizer_config.json says which they are.
+# Usual spellings of control tokens, tried in order without a tokenizer_config.json.
 KNOWN_CONTROL_TOKENS = {
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|endoftext|>"),
@@ -22,34 +21,24 @@ KNOWN_CONTROL_TOKENS = {
     "mask": ("[MASK]", "<mask>"),
 }
 
-# Characters handed to a thread at a time. At 64 Ki the hand-over costs well below 1 % of the work,
-# and a few megabytes of text still keep dozens of threads busy.
+# Overhead is well below 1 %, and a few megabytes of text still keep dozens of threads busy.
 _CHARACTERS_PER_TASK = 1 << 16
 
-# Characters of a sample that the two engines are compared on.
 _COMPARED_CHARACTERS = 500_000
 
 
 class TextTokenizer(abc.ABC):
-    """Text to ids and back. Can be pickled.
-
-    Attributes:
-      entry: For the manifest.
-      engine: The library that encodes, for reports.
-      num_threads: Threads of `encode`; may be set at any time.
-    """
+    """Picklable text tokenizer. `entry` is its manifest entry, `engine` the encoding library."""
 
     def __init__(
         self, entry: TokenizerEntry, engine: str, mask_id: int | None = None, num_threads: int = 0
     ):
-        """Takes the library that defines the ids as `engine`; `num_threads` 0 is one per core."""
         self.entry = entry.model_copy(update={"mask_id": mask_id})
-        self.engine = self._definition = engine
+        self.engine = self._definition = engine  # _definition is the library that defines the ids
         self.num_threads = num_threads or num_cores()
 
     @property
     def mask_id(self) -> int | None:
-        """Mask of masked language modeling, or None."""
         return self.entry.mask_id
 
     @abc.abstractmethod
@@ -65,16 +54,15 @@ class TextTokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _ids(self, text: str) -> np.ndarray:
-        """Returns ids uint32 [N] of a text without lone surrogates, by the engine in use."""
+        """Returns ids (uint32 [N]) of a text without lone surrogates, by the current engine."""
 
     def _ids_by_definition(self, text: str) -> np.ndarray:
-        """Returns `_ids` by the library that defines them."""
         return self._ids(text)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns ids uint32 [N] of each text; control tokens in a text are encoded as text.
+        """Returns ids (uint32 [N], maybe read-only) of each text.
 
-        Lone surrogates are encoded as U+FFFD. The arrays may be read-only.
+        Control tokens in a text are encoded as text, lone surrogates as U+FFFD.
         """
         groups = list(_groups(texts))
         num_threads = min(self.num_threads, len(groups))
@@ -88,21 +76,13 @@ class TextTokenizer(abc.ABC):
         return [self._ids(without_surrogates(text)) for text in texts]
 
     def encode_by_definition(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns `encode` by the library that defines the ids."""
         return [self._ids_by_definition(without_surrogates(text)) for text in texts]
 
     def use_definition(self) -> None:
-        """Encodes by the library that defines the ids from now on."""
         self.engine = self._definition
 
     def check_engine(self, texts: Sequence[str]) -> bool:
-        """Compares the engine with the definition on half a million characters.
-
-        After a difference `encode` uses the definition.
-
-        Returns:
-          Whether every id was equal.
-        """
+        """Returns whether the engine agrees with the definition on a sample; if not, drops it."""
         sample: list[str] = []
         left = _COMPARED_CHARACTERS
         for text in texts:
@@ -110,7 +90,7 @@ class TextTokenizer(abc.ABC):
                 break
             sample.append(text[:left])
             left -= len(text)
-        # In this thread: a regular expression is faster in the thread that used it first.
+        # In this thread: a regular expression is fastest in the thread that used it first.
         pairs = zip(self._encode_group(sample), self.encode_by_definition(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)
         if not same:
@@ -118,15 +98,7 @@ class TextTokenizer(abc.ABC):
         return same
 
     def _refuse_forgery(self, spellings: Mapping[int, str], remedy: str) -> None:
-        """Makes sure that no text is encoded to a control id.
-
-        Args:
-          spellings: Control id -> spelling of its token.
-          remedy: A sentence for the user.
-
-        Raises:
-          UserError: A text with the spelling gets the id.
-        """
+        """Raises UserError if a text with the spelling of a control id would be encoded to it."""
         for control, token in spellings.items():
             contexts = [token, f"a {token} b", f"a{token}b", f"\n{token}\n", token * 2]
             if any(control in ids for ids in self.encode_by_definition(contexts)):
@@ -137,9 +109,9 @@ class TextTokenizer(abc.ABC):
 
 
 def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns `eos_token`, `bos_token`, `pad_token` and `mask_token` of a tokenizer_config.json.
+    """Returns eos_token, bos_token, pad_token and mask_token of a tokenizer_config.json.
 
-    Each is text or an object with the field `content`.
+    Each is a string or an object with the field `content`.
     """
     found: dict[str, str] = {}
     for name in KNOWN_CONTROL_TOKENS:
@@ -152,13 +124,12 @@ def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def control_token_candidates(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns spellings of the control token `name`: that of the settings, else the usual ones."""
+    """Returns the configured spelling of a control token, else the usual ones."""
     token = control_token_settings(settings).get(f"{name}_token")
     return KNOWN_CONTROL_TOKENS[name] if token is None else (token,)
 
 
 def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yields consecutive texts in groups of about _CHARACTERS_PER_TASK."""
     start = size = 0
     for index, text in enumerate(texts, 1):
         size += len(text)
@@ -176,6 +147,6 @@ def without_surrogates(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Through UTF-16, where two halves that belong together become one character.
+        # UTF-16 joins matching surrogate pairs into one character.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text

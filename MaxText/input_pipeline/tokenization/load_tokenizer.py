@@ -1,4 +1,4 @@
-"""Loading of tokenizers of any kind."""
+"""Loads tokenizers of any kind."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ __all__ = ["END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"]
 
 TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
 
-# Without a path prepare_data.py trains one; text that train.py reads as it is needs one.
+# prepare_data.py trains a tokenizer if no path is given; train.py needs one for raw text.
 _TRAINED = (
     "or prepare the text with prepare_data.py, which trains a tokenizer on it where tokenizer_path "
     "is empty."
@@ -35,7 +35,7 @@ _TRAINED = (
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# What is taken from a repository of the hub: never code, never weights.
+# Files to download from a hub repository: never code or weights.
 _HUB_FILES = (
     TOKENIZER_NAME,
     CONFIG_NAME,
@@ -54,14 +54,8 @@ def load_tokenizer(
 ) -> TextTokenizer:
     """Loads a tokenizer.
 
-    Args:
-      tokenizer_path: A folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
-        `bytes`; or a hub id.
-      tokenizer_type: One of TOKENIZER_TYPES; `auto` looks at the file.
-      num_threads: Threads that encode, 0 is one per core.
-
-    Raises:
-      UserError: Nothing usable is there, or the hub cannot be reached.
+    `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
+    `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
     """
     tokenizer_path = str(tokenizer_path)
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -93,8 +87,8 @@ def load_tokenizer(
 
 
 def _fetch(hub_id: str) -> Path:
-    """Returns a folder with the tokenizer of a hub repository, from its cache if possible."""
-    # Imported here because it takes a third of a second that no other tokenizer needs.
+    """Downloads the tokenizer of a hub repository, from its cache if possible."""
+    # Imported lazily: it takes a third of a second.
     import huggingface_hub
 
     try:
@@ -127,7 +121,7 @@ def _load_folder(
         found = sorted(path for path in folder.iterdir() if path.name.endswith(endings))
         matching = [path for path in found if _kind(path) == kind]
         if len(matching) > 1:
-            # The usual name before others, which may be models of another sort.
+            # Prefer the usual name: other files may be unrelated models.
             matching = [path for path in matching if path.stem == "tokenizer"] or matching
         if len(matching) > 1:
             names = ", ".join(path.name for path in matching)
@@ -184,7 +178,7 @@ def _load_file(
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a tokenizer file by its contents, not by its name."""
+    """Returns the kind of a tokenizer file by its contents rather than its name."""
     with path.open("rb") as file:
         head = file.read(4096)
     if path.suffix == ".json" or (path.suffix != ".model" and head.lstrip()[:1] == b"{"):

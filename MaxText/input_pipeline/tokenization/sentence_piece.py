@@ -25,13 +25,10 @@ class SentencePieceTokenizer(TextTokenizer):
     def __init__(
         self, model: bytes, origin: str, settings: Mapping[str, Any], num_threads: int = 0
     ):
-        """Builds it from the bytes of a model file and the tokenizer_config.json next to it.
+        """Builds it from model bytes; control tokens of `settings` override the model's.
 
-        Control tokens of the settings take precedence over the model's own.
-
-        Raises:
-          UserError: sentencepiece is not installed, the bytes are not a model, or documents could
-            forge a control id.
+        Raises UserError if sentencepiece is not installed, the bytes are not a model, or documents
+        could forge a control id.
         """
         self._model_bytes = model
         self._settings = control_token_settings(settings)
@@ -64,7 +61,7 @@ class SentencePieceTokenizer(TextTokenizer):
             return own[name]()
         for candidate in candidates:
             found = self._model.piece_to_id(candidate)
-            # A piece that the model does not have gets the id of the unknown piece.
+            # Missing pieces get the id of the unknown piece.
             if self._model.id_to_piece(found) == candidate:
                 return found
         return None
@@ -101,7 +98,7 @@ def _parse(model: bytes, origin: str) -> Any:
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         size = processor.get_piece_size()
-    except Exception as error:  # Its kind differs between versions of the library.
+    except Exception as error:  # the type differs between versions of the library
         raise UserError(
             f"{origin} is no SentencePiece model ({type(error).__name__}). Copy it again, or set "
             "tokenizer_type."

@@ -1,6 +1,6 @@
-"""tiktoken vocabularies: a file with a token (base64) and its rank on each line.
+"""tiktoken vocabularies: files with a base64 token and its rank per line.
 
-The word pattern and the control tokens of published vocabularies are known by name; for others a
+The word pattern and control tokens of published vocabularies are built in; for others, a
 tokenizer_config.json next to the file has them:
 
     {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
@@ -33,9 +33,9 @@ from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, wri
 
 TIKTOKEN_NAME = "tokenizer.tiktoken"
 
-# The regular expressions of published vocabularies. GPT-2's and GPT-4's are in the form that
-# tiktoken has, without backtracking where that is possible. GPT-2's cuts as its original does;
-# GPT-4's keeps white space that ends a text in one word, where the original cuts it at line ends.
+# Word patterns of published vocabularies. GPT-2's and GPT-4's are in tiktoken's form, which avoids
+# backtracking. GPT-2's splits as the original; GPT-4's keeps trailing white space in one word,
+# where the original splits it at line ends.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 CL100K_WORDS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
@@ -53,12 +53,11 @@ O200K_WORDS = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The bytes that occur in UTF-8 at all; a vocabulary need not have the others.
+# Bytes that occur in UTF-8; a vocabulary need not have the others.
 BYTES_OF_UTF8 = tuple(byte for byte in range(256) if byte not in (0xC0, 0xC1, *range(0xF5, 256)))
 
-# tiktoken looks for its special tokens in every text, and where it has none for the empty text: at
-# every character. With one that hardly occurs (it is not allowed, so it would be text) the search
-# is free; without, encoding takes half as long again.
+# tiktoken searches every text for special tokens; without any it matches the empty string at every
+# character, and encoding takes 50 % longer. This one hardly occurs, and is encoded as text.
 UNUSED_TOKEN = "\x00unused\x00"
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
@@ -109,7 +108,7 @@ _PUBLISHED = {
 
 
 def is_tiktoken_file(head: bytes) -> bool:
-    """Returns whether the first line of a file is like tiktoken's."""
+    """Returns whether the first line of a file looks like tiktoken's."""
     return _LINE.fullmatch(head.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
@@ -124,15 +123,10 @@ class TiktokenTokenizer(TextTokenizer):
         settings: Mapping[str, Any],
         num_threads: int = 0,
     ):
-        """Builds it from the bytes of the file and the tokenizer_config.json next to it.
+        """Builds it from file contents and the tokenizer_config.json next to it.
 
-        Args:
-          name: File name without ending, which identifies a published vocabulary.
-          origin: Text about its source.
-          settings: `word_pattern`, `special_tokens`, and control tokens as `eos_token`.
-
-        Raises:
-          UserError: A damaged file, or one whose word pattern is unknown.
+        `name` is the file name without extension, which identifies a published vocabulary. Raises
+        UserError for a damaged file or an unknown word pattern.
         """
         self._contents = contents
         ranks = _read_ranks(contents, origin)
@@ -173,7 +167,7 @@ class TiktokenTokenizer(TextTokenizer):
             )
             for control in KNOWN_CONTROL_TOKENS
         }
-        # Not only the file decides about the ids, so not only the file is digested.
+        # The ids depend on more than the file, so the digest covers all of it.
         identity = json.dumps([pattern, special], sort_keys=True).encode()
         entry = TokenizerEntry(
             origin=origin,
@@ -185,7 +179,7 @@ class TiktokenTokenizer(TextTokenizer):
         )
         super().__init__(entry, "tiktoken", ids["mask"], num_threads)
         spelled = {special[token]: token for token in special}
-        # tiktoken 0.10 and older took control tokens in a text for control ids here.
+        # tiktoken 0.10 and older encoded control tokens in a text as control ids.
         self._refuse_forgery(
             {i: spelled[i] for i in ids.values() if i is not None}, "Update the package tiktoken."
         )
@@ -194,8 +188,8 @@ class TiktokenTokenizer(TextTokenizer):
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:
-            # Its word finder gives up on a hundred thousand white spaces in a row. The package
-            # regex, which tiktoken brings along, does not; a word alone stays one word.
+            # tiktoken fails on 100,000 consecutive white spaces. The package regex, a dependency of
+            # tiktoken, does not; a single word stays one word.
             words = _compiled(self._settings["word_pattern"]).finditer(text)
             ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
             return np.array(ids, np.uint32)
@@ -204,7 +198,7 @@ class TiktokenTokenizer(TextTokenizer):
         pieces = []
         for i in map(int, ids):
             if 0 <= i < self.entry.vocab_size:
-                # Between the ranks and the control ids some vocabularies have gaps.
+                # Some vocabularies have gaps between the ranks and the control ids.
                 with contextlib.suppress(KeyError):
                     pieces.append(self._encoding.decode_single_token_bytes(i))
         return b"".join(pieces).decode("utf-8", "replace")
@@ -214,11 +208,7 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
-    """Parses bytes -> rank.
-
-    Raises:
-      UserError: A line is not base64 and a number, a token repeats, or a byte has no token.
-    """
+    """Parses bytes -> rank; raises UserError for invalid lines and missing bytes."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(contents.splitlines(), 1):
         if not line:
@@ -251,12 +241,12 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
 def _find_published(
     name: str, settings: Mapping[str, Any], ranks: Mapping[bytes, int]
 ) -> _Published | None:
-    """Finds a published vocabulary by the name in the settings, of the file, or by its size."""
+    """Finds a published vocabulary by its configured name, file name or size."""
     for candidate in (settings.get("word_pattern"), name.lower().replace("-", "")):
         for known, published in _PUBLISHED.items():
             if isinstance(candidate, str) and candidate.startswith(known):
                 return published
-    # The file of Llama 3 is called tokenizer.model.
+    # Llama 3's file is named tokenizer.model.
     llama3 = _PUBLISHED["llama3"]
     return llama3 if len(ranks) == llama3.num_ranks else None
 
@@ -270,7 +260,7 @@ def _special_tokens(
     """Returns control tokens by spelling: from the settings, else the published ones."""
     stated = settings.get("special_tokens")
     if stated is None and isinstance(settings.get("added_tokens_decoder"), Mapping):
-        # As transformers writes it: {"5000": {"content": "<|endoftext|>"}}.
+        # Format of transformers: {"5000": {"content": "<|endoftext|>"}}.
         entries = settings["added_tokens_decoder"].items()
         stated = {
             entry["content"]: int(i)

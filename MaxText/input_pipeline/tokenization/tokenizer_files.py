@@ -1,4 +1,4 @@
-"""Files of a tokenizer."""
+"""Reads and writes tokenizer files."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ CONFIG_NAME = "tokenizer_config.json"
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a file; raises a UserError if that fails or it is empty."""
+    """Reads a file; raises UserError if that fails or it is empty."""
     try:
         contents = path.read_bytes()
     except OSError as error:
@@ -24,11 +24,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Reads a UTF-8 file, line ends unchanged.
-
-    Raises:
-      UserError: It cannot be read, is empty or not UTF-8.
-    """
+    """Reads a UTF-8 file, preserving line ends; raises UserError as `read_bytes` does."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -38,11 +34,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file; empty if there is no such file.
-
-    Raises:
-      UserError: It cannot be read or holds no JSON object.
-    """
+    """Reads a JSON object; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -62,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_files(
     folder: Path, files: Mapping[str, bytes], settings: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes `files`, and `settings` as tokenizer_config.json unless empty; returns the paths."""
+    """Writes files, and nonempty settings as tokenizer_config.json; returns the paths."""
     contents = dict(files)
     if settings:
         text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Training of a byte-level BPE."""
+"""Trains a byte-level BPE."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,9 @@ def train_tokenizer(
 ) -> HuggingFaceTokenizer:
     """Trains a byte-level BPE: special tokens from id 0, then the 256 bytes, then merges.
 
-    Deterministic. Has fewer than `vocab_size` ids if the sample has no more pairs to merge.
-
-    Args:
-      origin: Text about its source, for the manifest.
-      special_tokens: The first one ends (and may begin) documents.
-
-    Raises:
-      UserError: No special token, an empty or repeated one, or more ids than `vocab_size`.
+    Deterministic. Has fewer than `vocab_size` ids if the sample has no more pairs to merge. The
+    first special token ends (and may begin) documents. Raises UserError for invalid special tokens,
+    or a too small `vocab_size`.
     """
     if not special_tokens or not all(special_tokens):
         raise UserError(

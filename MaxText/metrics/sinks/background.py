@@ -9,29 +9,22 @@ from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.runtime import processes
 
-# Events that may wait: some 10 MB.
-_MOST_WAITING = 10_000
-# Of these there are enough to fill any memory.
+_MOST_WAITING = 10_000  # queue size in events, some 10 MB
+# Kinds that may be dropped, because only these could fill the memory.
 _MANY = ("step", "evaluation")
 _FLUSH = "flush"
 
 
 class Background:
-    """Passes events to a sink in order; its errors are reported once and end it alone.
+    """Passes events to a sink in order; errors and dropped events are reported once.
 
-    If its queue is full, later events are dropped, which is reported once, too.
+    An error ends the sink, not the run. If the queue is full, later events are dropped.
     """
 
     def __init__(
         self, sink: Sink, name: str, *, remedy: str = "", most_waiting: int = _MOST_WAITING
     ):
-        """Starts the thread.
-
-        Args:
-          name: Of the sink, for messages.
-          remedy: How to get it the events that it missed, for messages.
-          most_waiting: Size of the queue.
-        """
+        """Starts the thread; `remedy` tells users how to recover missed events."""
         self._sink = sink
         self._name = name
         self._remedy = f"; {remedy}" if remedy else ""
@@ -46,11 +39,9 @@ class Background:
         self._ask(event)
 
     def flush(self) -> None:
-        """Requests a flush, without waiting for it."""
         self._ask(_FLUSH)
 
     def end(self) -> None:
-        """Requests closing, without waiting for it."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -59,12 +50,11 @@ class Background:
         """Waits until it has closed after `end`, or until `until` of time.monotonic."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            # At the interpreter's end libraries would wait for what the thread waits for.
+            # At interpreter exit, libraries would wait for the same thing as the thread.
             processes.leave_behind()
             self._give_up("it was still busy at the end of the run")
 
     def close(self) -> None:
-        """Ends and waits, at most a minute. Safe to call twice."""
         self.end()
         self.wait(time.monotonic() + SECONDS_TO_CLOSE)
 
@@ -94,7 +84,7 @@ class Background:
                 else:
                     self._sink.flush()
             self._sink.close()
-        except Exception as error:  # Any failure of it ends it, none ends the run.
+        except Exception as error:  # any failure ends the sink, none the run
             self._give_up((str(error).strip() or type(error).__name__).splitlines()[0])
 
     def _next(self) -> Event | str | None:

@@ -9,22 +9,17 @@ from MaxText.metrics.json_lines import JsonLines
 
 
 class EventFile:
-    """Appends each event as a row.
-
-    Attributes:
-      attempt: Earlier starts of the program.
-      lost: Cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
-    """
+    """Appends each event as a row; `lost` is the cost of the rows removed on resume."""
 
     def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
-        """Opens the file and removes rows from the first update, or first evaluated one, on."""
+        """Opens the file and removes rows from `first_step` or `first_evaluation` on."""
         first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
         self.attempt = 0
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
 
         def keep(row: dict[str, Any]) -> bool:
             if row.get("event") not in PHASES:
-                return False  # no event of this program
+                return False  # not an event of this program
             if row["event"] in ("start", "resume"):
                 self.attempt += 1
             first = first_of.get(row["event"], first_step)

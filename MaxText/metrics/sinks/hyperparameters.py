@@ -1,8 +1,7 @@
-"""The configuration for TensorBoard's HParams page: one row of its table per run.
+"""The configuration for TensorBoard's HParams page, one table row per run.
 
-The page wants two summaries in the event file of a run: the experiment, which names the columns
-(hyperparameters and metrics), and the start of a session with this run's values. The format is
-tensorboard/plugins/hparams/plugin_data.proto, as tensorboardX has it.
+The page needs two summaries in a run's event file: the experiment, which names the columns, and a
+session start with this run's values (tensorboard/plugins/hparams/plugin_data.proto).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,8 @@ from MaxText.config.values import to_yaml
 
 
 def hyperparameter_summaries(config_flat: Mapping[str, Any], metrics: Sequence[str]) -> list[Any]:
-    """Returns tensorboardX Summary messages for the start of a run, in order.
-
-    Args:
-      config_flat: Lists and null become the text that a config file would have.
-      metrics: Tags of the scalars to compare runs by; the page shows their last values.
-    """
-    # Not at the top: tensorboardX is not imported before the first numbers are there.
+    """Returns tensorboardX Summary messages; `metrics` are scalar tags to compare runs by."""
+    # Imported late: tensorboardX is not needed before the first metrics.
     from tensorboardX.summary import hparams
 
     values = {

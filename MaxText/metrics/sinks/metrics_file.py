@@ -15,17 +15,13 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsFile:
     """Appends the metrics of each report, with the time in Unix seconds.
 
-    Those of an evaluation are added to the row of its update, if that was reported and the file has
-    a single writer; else they are a row of their own.
+    Evaluation metrics join the row of their step, if that was reported and the file is not shared.
     """
 
     def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
         """Opens the file and removes this run's rows from `first_step` on.
 
-        Args:
-          metrics_file: Another file than that of the run folder, which other runs may write: its
-            rows are never removed, so a repeated step occurs twice.
-          run_name: In each row.
+        Not from a `metrics_file`, which other runs may write: repeated steps occur twice there.
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
@@ -36,7 +32,6 @@ class MetricsFile:
         return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
-        """Appends a row for an update; a rollback removes rows."""
         if event.kind == "rewind":
             if not self._is_shared:
                 self._rows.cut_back(self._before(event.facts["to"]))

@@ -17,19 +17,17 @@ from MaxText.storage.paths import is_bucket
 
 TENSORBOARD_FOLDER = "tensorboard"
 
-# What the HParams page compares runs by.
-_COMPARED = ("eval/avg_loss", "learning/loss")
+_COMPARED = ("eval/avg_loss", "learning/loss")  # metrics that the HParams page compares runs by
 
 
 class TensorBoard:
-    """Writes event files under `<run>/tensorboard`.
+    """Writes event files under `<run>/tensorboard`; points from `first_step` on are hidden.
 
-    For a bucket, which cannot append, they are in a temporary folder, and a thread copies them
-    after each flush.
+    For a bucket, which cannot append, a thread copies them from a temporary folder after each
+    flush.
     """
 
     def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
-        """Describes the run; points from `first_step` on are hidden."""
         self._folder = folder / TENSORBOARD_FOLDER
         self._first_step = first_step
         self._config = config_flat
@@ -39,11 +37,10 @@ class TensorBoard:
         self._copy: LatestObject | None = None  # of the writer's file
 
     def write(self, event: Event) -> None:
-        """Adds the metrics of an update or evaluation, and the size of the model as text."""
         if event.kind in ("start", "resume"):
             self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
         elif event.kind == "rewind" and self._writer is not None:
-            # A new file, whose first line hides the points that are done again.
+            # A new file, which hides the points to be repeated.
             self._close_writer()
             self._first_step = event.facts["to"]
         elif event.kind in ("step", "evaluation"):
@@ -59,7 +56,6 @@ class TensorBoard:
             self._copy_file()
 
     def close(self) -> None:
-        """Flushes and closes. Safe to call twice."""
         if self._texts:
             self._opened()
         self._close_writer()
@@ -80,7 +76,6 @@ class TensorBoard:
             self._copy.write(pathlib.Path(self._writer.logdir, self._file_name()).read_bytes)
 
     def _file_name(self) -> str:
-        """Returns the only file of the temporary folder."""
         (file,) = pathlib.Path(self._writer.logdir).iterdir()
         return file.name
 
@@ -96,9 +91,9 @@ class TensorBoard:
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
-            # One line for each loss that is no number; the step line shows it.
+            # It logs a line for each NaN loss, which the step line shows anyway.
             logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-            # purge_step hides points from before a crash, which are done again, if from step 0 on.
+            # purge_step hides points from before a crash, which will be repeated, even from step 0.
             folder = self._folder_of_writer()
             self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:

@@ -9,7 +9,7 @@ import jax
 from MaxText.metrics.events import Event
 from MaxText.metrics.step_line import StepReport, duration
 
-# Where a compiled step came from, see parallelism.compiled_steps.Compilation.
+# Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
     "": "compiled",
     "cache": "loaded from the compilation cache",
@@ -18,19 +18,12 @@ _SOURCES = {
 
 
 class Terminal:
-    """Shows updates, evaluations and compilations."""
+    """Prints steps, evaluations and compilations."""
 
     def __init__(
         self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
     ):
-        """Shows nothing yet.
-
-        Args:
-          num_steps: Updates of the whole run.
-          show: Takes lines that are not part of the bar.
-          step_line: "full" for MaxText's line, "compact" for a shorter one; "auto" for the compact
-            one on a terminal.
-        """
+        """Prints nothing yet; `step_line` "auto" is "compact" on a terminal, else "full"."""
         on_terminal = step_line == "auto" and sys.stdout.isatty()
         self._compact = step_line == "compact" or on_terminal
         self._num_steps = num_steps
@@ -39,7 +32,6 @@ class Terminal:
         self._task: Any = None
 
     def write(self, event: Event) -> None:
-        """Shows the line of an event, and advances the bar."""
         if event.kind in ("start", "resume"):
             self._start_bar(event.step or 0)
         if event.kind == "compile":
@@ -52,7 +44,7 @@ class Terminal:
             count = facts["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {facts['reason']}")
-        # One of an earlier start was told there, and what is left out as the data were opened.
+        # A repeated event was printed before, and its exclusions when the data were opened.
         if event.kind == "rewind" and not event.facts.get("again"):
             facts = event.facts
             first, end = facts["samples"]
@@ -71,9 +63,9 @@ class Terminal:
             self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
-        """Shows a line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         if self._bar is not None and sys.stdout.isatty():
-            # Both streams are the terminal: written past the bar, the line would tear it.
+            # Both streams are the terminal: printed past the bar, the line would tear it.
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             self._show(text)
@@ -82,7 +74,6 @@ class Terminal:
         pass
 
     def close(self) -> None:
-        """Removes the bar. Safe to call twice."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -99,7 +90,7 @@ class Terminal:
             progress.TextColumn("{task.fields[numbers]}"),
             progress.TimeElapsedColumn(),
             console=Console(stderr=True),
-            # Lines come through `line`; whatever else is printed stays on its own stream.
+            # Lines come through `line`; other output stays on its own stream.
             redirect_stdout=False,
             redirect_stderr=False,
             transient=True,

@@ -1,16 +1,15 @@
 """Weights & Biases: the metrics of a run under one id, over all its restarts.
 
-W&B must never block a run: its package is imported, connects and uploads in the thread of the
-`Background` in front of this sink.
+W&B must never block a run: the thread of the `Background` in front of this sink imports the
+package, connects and uploads.
 
-events.jsonl is the record of a run; W&B gets a copy. At a restart W&B says which row it lacks
-first: the server when online, the files on this machine when offline. Steps from there to the
-restart are read from events.jsonl and sent again; repeated steps that W&B has are not sent. So
-every step occurs once, whatever was killed and when.
+events.jsonl is the record of a run; W&B gets a copy. On restart, W&B (online the server, offline
+the local files) tells the first row it lacks, and the steps from there are resent from
+events.jsonl. So every step occurs once, whatever was killed and when.
 
 W&B's row numbers only grow (its `rewind` is a preview that servers may lack). So the column `step`
-is the axis of all charts, and after a rollback or a changed configuration the repeated steps are
-further rows, of which the later one is valid (offline_history.RowNumbers).
+is the axis of all charts, and after a rollback or a changed configuration the repeated steps get
+new rows, of which the last one is valid (offline_history.RowNumbers).
 """
 
 import functools
@@ -29,21 +28,19 @@ from MaxText.metrics.events import EVENTS_FILE, Event
 from MaxText.metrics.json_lines import stream_rows
 from MaxText.metrics.sinks.offline_history import RowNumbers, next_step
 
-# Where the id stands: {"id": text, "last_step": newest step handed to W&B, or null, "shifts": see
-# RowNumbers, "rewinds": number of the newest rewind that W&B's rows know of}.
+# {"id": text, "last_step": newest step handed to W&B or null, "shifts": see RowNumbers, "rewinds":
+# number of the newest rollback in W&B's rows}.
 STATE_FILE = "wandb.json"
 
-# Kinds of events that are a row of W&B's history.
-_ROWS = ("step", "evaluation")
-# The column that charts have as their axis.
-_AXIS = "step"
+_ROWS = ("step", "evaluation")  # events that become a row of W&B's history
+_AXIS = "step"  # column used as the axis of charts
 
 _CONNECT_SECONDS = 45.0
 _UPLOAD_SECONDS = 45.0
 
 
 class WeightsAndBiases:
-    """Sends updates and evaluations as history, the configuration, and how the run ended."""
+    """Sends steps and evaluations as history, the configuration, and the final state."""
 
     def __init__(
         self,
@@ -53,17 +50,9 @@ class WeightsAndBiases:
         config_flat: Mapping[str, Any],
         first_step: int,
     ):
-        """Connects to nothing yet.
-
-        Args:
-          run_folder: W&B's files go to its folder `wandb`; for gs://, to ./wandb.
-          first_step: The first update; 0 begins a new run in W&B if the last one had steps.
-
-        Raises:
-          UserError: The package wandb is not installed.
-        """
+        """Does not connect yet; UserError without wandb. `first_step` 0 creates a new W&B run."""
         package = importlib.util.find_spec("wandb")
-        # A folder named wandb, such as W&B itself makes, looks like a package without an origin.
+        # A folder named wandb, which W&B itself creates, looks like a package without origin.
         if package is None or package.origin is None:
             raise UserError(
                 "enable_wandb=true needs the package wandb, which is not installed. Run: "
@@ -74,11 +63,10 @@ class WeightsAndBiases:
         self._run_name = run_name
         self._config = dict(config_flat)
         self._first_step = first_step
-        self._exit_code = 1  # unless the run says that it was completed
+        self._exit_code = 1  # unless the run reports completion
 
     @property
     def remedy(self) -> str:
-        """How to send W&B the metrics that it missed."""
         return (
             "a restart of the unfinished run sends what W&B lacks, and `wandb sync` what is in "
             f"{self._local_folder() / 'wandb'}"
@@ -105,11 +93,9 @@ class WeightsAndBiases:
             self._exit_code = 0 if reason == "completed" else 1
 
     def flush(self) -> None:
-        """Records the progress of the run in wandb.json."""
         self._save(self._kept)
 
     def close(self) -> None:
-        """Ends the run in W&B and waits for the upload."""
         run = self._run
         self._save(self._kept)
         run.finish(exit_code=self._exit_code)
@@ -120,7 +106,6 @@ class WeightsAndBiases:
 
     @functools.cached_property
     def _numbers(self) -> RowNumbers:
-        """Returns the mapping from steps to W&B's rows."""
         if self._monitoring.wandb_mode == "online":
             next_row = self._connection.starting_step
         else:
@@ -136,7 +121,7 @@ class WeightsAndBiases:
 
     @functools.cached_property
     def _run(self) -> Any:
-        """Returns the run in W&B, after sending what it lacked of earlier attempts."""
+        """Returns the W&B run, after resending what it lacked of earlier attempts."""
         run = self._connection
         rewinds = self._rewinds_before_restart()
         for rewind in rewinds:
@@ -149,18 +134,16 @@ class WeightsAndBiases:
         self._connection.log(_history(step, facts, at), step=self._numbers.row(step))
 
     def _go_back(self, rewind: Mapping[str, Any]) -> None:
-        # One without a number is from before they had any, and was dealt with then.
+        # Rollbacks without a number are from older versions and were handled then.
         if rewind.get("number", 0) > self._kept["rewinds"]:
             self._kept["rewinds"] = rewind["number"]
             self._numbers.begin_again(rewind["to"])
             self._save(self._kept)
 
     def _begin(self, run_id: str) -> Any:
-        """Imports W&B and creates or continues the run there."""
         import wandb
 
-        # Nothing of W&B on the terminal: no lines, and above all no question for a key, which
-        # would wait in the midst of the step lines.
+        # No W&B output on the terminal, and above all no prompt for a key, which would block.
         quiet = {"silent": True, "console": "off"}
         wandb.setup(wandb.Settings(**quiet))
         kind, model = self._config.get("decoder_block"), self._config.get("model_name")
@@ -177,7 +160,7 @@ class WeightsAndBiases:
             tags=[tag for tag in (kind, model) if tag and tag != "default"],
             settings=wandb.Settings(
                 **quiet,
-                disable_git=True,  # the address of a remote may hold a password
+                disable_git=True,  # the remote's URL may hold a password
                 disable_code=True,
                 init_timeout=_CONNECT_SECONDS,
                 finish_timeout=_UPLOAD_SECONDS,
@@ -186,16 +169,15 @@ class WeightsAndBiases:
         )
 
     def _local_folder(self) -> pathlib.Path:
-        """Returns the parent of the folder wandb; W&B's process writes to local disks only."""
+        """Returns the parent of `wandb`: W&B's process writes to local disks only."""
         if str(self._folder).startswith("gs://"):
             return pathlib.Path.cwd()
         return pathlib.Path(self._folder)
 
     def _state(self) -> dict[str, Any]:
-        """Returns the contents of wandb.json, with a new id for a new run."""
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text()) if path.exists() else None
-        # Training that begins at 0 again may have other numbers, and W&B cannot take rows back.
+        # Training restarted at 0 may differ, and W&B cannot take rows back.
         if state is None or (self._first_step == 0 and state["last_step"] is not None):
             state = {"id": secrets.token_hex(4), "last_step": None}
             self._save(state)
@@ -218,12 +200,11 @@ class WeightsAndBiases:
     def _rows_before_restart(
         self, lacking: int, rewinds: Sequence[Mapping[str, Any]]
     ) -> Iterator[dict[str, Any]]:
-        """Yields rows of earlier attempts that W&B lacks."""
         if lacking >= self._first_step:
             return
         for row in stream_rows(self._folder / EVENTS_FILE):
             if row.get("event") in _ROWS and lacking <= row["step"] < self._first_step:
-                # The file is cut back meanwhile, so that places in it tell nothing.
+                # The file is truncated meanwhile, so its row order says nothing.
                 stands = (
                     row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds
                 )
@@ -232,13 +213,11 @@ class WeightsAndBiases:
 
 
 def _history(step: int, facts: Mapping[str, Any], time: float) -> dict[str, Any]:
-    """Returns a row of W&B's history: metrics under MaxText's tags, and their time."""
     tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
     return {**tags, _AXIS: step, "_timestamp": time}
 
 
 def _scalars(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what fits into a column of W&B."""
     plain = {
         name: value.item() if hasattr(value, "item") else value for name, value in facts.items()
     }
