@@ -312,7 +312,7 @@ class Run:
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:
-        from MaxText.training.step import make_eval_step
+        from MaxText.evaluation.validation import make_eval_step
 
         return self.trained.layout.jit(make_eval_step(self.trained.model))
 
