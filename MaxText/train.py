@@ -59,17 +59,16 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
     details = start_up.choose_platform(config.run.hardware)  # before jax is imported
-    from MaxText.checkpointing import run_lock
-    from MaxText.checkpointing.manager import Checkpoints
-    from MaxText.checkpointing.run_folder import prepare_run_folder
+    from MaxText.checkpointing.manager import CheckpointManager
+    from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
     from MaxText.config.saved import flat
     from MaxText.input_pipeline.data_sources import prepare_sources
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
         print(*(f"Config param {name}: {x}" for name, x in sorted(flat(config).items())), sep="\n")
-    run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
-    checkpoints = Checkpoints(
+    run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
+    checkpoints = CheckpointManager(
         run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
     )
     prepare_sources(config)
@@ -86,7 +85,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     devices = start_up.find_devices(run.hardware)
     if jax.process_index() == 0:
-        run_lock.hold(run_folder)
+        lock_run_folder(run_folder)
     index, count = jax.process_index(), jax.process_count()
     watchdog = Watchdog(run_folder, guard.heartbeat_timeout, index, count).start()
     checkpoints.preload()
@@ -141,9 +140,8 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
-    from MaxText.run.run_files import write_run_files
-    from MaxText.run.starting_data import begin_data, complete
-    from MaxText.run.starting_point import restore_or_initialize
+    from MaxText.run.records import write_run_files
+    from MaxText.run.restore import complete, restore_data_position, restore_or_initialize
 
     start = restore_or_initialize(
         checkpoints,
@@ -155,7 +153,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
         config_flat,
         settled=settled,
     )
-    last_step = begin_data(start, train_batches, run.steps)
+    last_step = restore_data_position(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
         print(complete(start, run.steps, last_step, config.data.num_epoch))
         return 0
@@ -166,7 +164,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     from MaxText.run import loop
     from MaxText.run.finish import leave_results
     from MaxText.run.records import open_records
-    from MaxText.run.recovery import Recovery
+    from MaxText.run.rollback import RollbackController
 
     records = open_records(
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
@@ -174,13 +172,15 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     )  # fmt: skip
     checkpoints.show = records.terminal.line
     events = records.events
-    recovery = Recovery(guard, checkpoints, events.emit, train_batches, abstract_state, start)
-    log = records.step_log(config, last_step, recovery.observe)
+    rollback = RollbackController(
+        guard, checkpoints, events.emit, train_batches, abstract_state, start
+    )
+    log = records.step_log(config, last_step, rollback.observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
         config, layout, plan, eval_rows, train_batches, eval_batches, train_step, eval_step,
-        checkpoints, metadata, records, recovery, watchdog, stop, log,
+        checkpoints, metadata, records, rollback, watchdog, stop, log,
         start.state, start.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as closing:
@@ -195,10 +195,10 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
         with events.timed("compile", step=training.step) as facts:
             facts |= dataclasses.asdict(compiling.result())
         reason = training.run(bool(start.metadata.get("evaluation_is_due")))
-        is_sound = recovery.is_healthy and not records.trend.diverged
+        is_sound = rollback.is_healthy and not records.trend.diverged
         if is_sound and log.newest_step is not None and reason != loop.PREEMPTED:
             # No later step can show that it was healthy.
-            checkpoints.mark_good(log.newest_step)
+            checkpoints.promote(log.newest_step)
         checkpoints.close()
         if reason == loop.PREEMPTED:
             print(stop.summary(checkpoints.latest_step(), run.run_name))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.checkpointing.matching import Leaf, path_name
+from MaxText.checkpointing.matching import ArraySpec, path_name
 
 # (shift, multiplier) pairs and a final shift.
 _FIRST = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
@@ -58,7 +58,7 @@ def host_checksum(array: np.ndarray) -> str:
     return _described(array, sums.astype(np.uint32))
 
 
-def first_difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+def first_mismatch(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
     """Describes the first array of `found` that differs from `wanted`, or returns None."""
     for path, checksum in found.items():
         if wanted.get(path) != checksum:
@@ -69,7 +69,7 @@ def first_difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str
     return None
 
 
-def other_leaf(found: Mapping[str, Leaf], wanted: Mapping[str, str]) -> str | None:
+def first_spec_mismatch(found: Mapping[str, ArraySpec], wanted: Mapping[str, str]) -> str | None:
     """Describes an array whose stored shape or dtype contradicts its checksum entry, if any."""
     described = {path: str(leaf) for path, leaf in found.items()}
     saved = {path: checksum.rpartition(" ")[0] for path, checksum in wanted.items()}
@@ -80,7 +80,8 @@ def other_leaf(found: Mapping[str, Leaf], wanted: Mapping[str, str]) -> str | No
 
 
 def _described(array: Any, sums: np.ndarray) -> str:
-    return f"{Leaf(tuple(array.shape), np.dtype(array.dtype))} {int(sums[0]):08x}{int(sums[1]):08x}"
+    spec = ArraySpec(tuple(array.shape), np.dtype(array.dtype))
+    return f"{spec} {int(sums[0]):08x}{int(sums[1]):08x}"
 
 
 def _is_small(array: Any) -> bool:

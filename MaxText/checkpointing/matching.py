@@ -25,14 +25,14 @@ path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigHint(NamedTuple):
-    """Configurations that explain a mismatch; `is_own` if the run itself saved the checkpoint."""
+    """Configurations that explain a mismatch; `is_same_run` if this run saved the checkpoint."""
 
     stored: Mapping[str, Any] | None
     current: Mapping[str, Any]
-    is_own: bool = False
+    is_same_run: bool = False
 
 
-class Leaf(NamedTuple):
+class ArraySpec(NamedTuple):
     """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Leaf(NamedTuple):
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
-class Cast(NamedTuple):
+class DtypeCast(NamedTuple):
     """An array that is cast on load."""
 
     path: str
@@ -50,17 +50,19 @@ class Cast(NamedTuple):
     wanted: np.dtype
 
 
-def leaves_by_path(tree: Any) -> dict[str, Leaf]:
+def array_specs(tree: Any) -> dict[str, ArraySpec]:
     """Returns the arrays of a tree by path, e.g. "opt_state/1/0/mu/decoder/wi"."""
     return {
-        path_name(path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
+        path_name(path): ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
 
 
-def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint) -> list[Cast]:
+def check_compatible(
+    stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint
+) -> list[DtypeCast]:
     """Returns the float arrays to cast on load; UserError if names, shapes or kinds differ."""
-    stored, wanted = leaves_by_path(stored_tree), leaves_by_path(abstract_tree)
+    stored, wanted = array_specs(stored_tree), array_specs(abstract_tree)
     problems = [
         f"missing     {path}: the checkpoint has none, wanted {leaf}"
         for path, leaf in wanted.items()
@@ -80,7 +82,7 @@ def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint)
             if jax.numpy.issubdtype(found.dtype, jax.numpy.floating) and jax.numpy.issubdtype(
                 leaf.dtype, jax.numpy.floating
             ):
-                casts.append(Cast(path, found.dtype, leaf.dtype))
+                casts.append(DtypeCast(path, found.dtype, leaf.dtype))
             else:
                 problems.append(f"other kind  {path}: stored {found}, wanted {leaf}")
     if problems:
@@ -88,7 +90,7 @@ def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint)
     return casts
 
 
-def describe_casts(casts: Sequence[Cast]) -> list[str]:
+def describe_casts(casts: Sequence[DtypeCast]) -> list[str]:
     """Returns log lines about dtype casts on load."""
     counts: dict[tuple[str, str, str], int] = {}
     for cast in casts:
@@ -120,7 +122,7 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
         lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
         lines += changed
         # If a key names the weights, a new run_name would load the same ones.
-        other = "start another run_name" if hint.is_own else "load other weights"
+        other = "start another run_name" if hint.is_same_run else "load other weights"
         lines.append(f"Set them back, or {other}.")
     else:
         lines.append("  No key of the model or the optimizer differs: the program itself changed.")
@@ -129,7 +131,7 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
 
 def parameter_hash(params: Any) -> str:
     """Returns 16 hex digits that identify the names, shapes and dtypes of parameters."""
-    table = sorted(f"{path} {leaf}" for path, leaf in leaves_by_path(params).items())
+    table = sorted(f"{path} {leaf}" for path, leaf in array_specs(params).items())
     return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import leaves_by_path, path_name
+from MaxText.checkpointing.matching import array_specs, path_name
 from MaxText.config.catalogue import flat
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
@@ -458,7 +458,7 @@ def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
     values, arrays = flat(subject.config), _named(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
-    source = Source("SMALL", None, metadata, leaves_by_path(arrays), read, {}, read, None)
+    source = Source("SMALL", None, metadata, array_specs(arrays), read, {}, read, None)
     own = (item for section in subject.config.model.parts.sections for item in section)
     sizes = [name for name, value in own if type(value) is int]
     for name in ("base_num_decoder_layers", "slot_num", *sizes):

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import Leaf
+from MaxText.checkpointing.matching import ArraySpec
 from MaxText.layers.pattention import slots_by_place
 from MaxText.parallelism.constraints import ParameterInfo
 
@@ -37,8 +37,8 @@ class LeafPlan(NamedTuple):
     """The change of one parameter."""
 
     name: str
-    old: Leaf
-    new: Leaf
+    old: ArraySpec
+    new: ArraySpec
     slots: AxisSizes | None  # None without the axis
     layers: AxisSizes | None
     role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
@@ -113,7 +113,7 @@ class Misfits(Exception):
         self.problems = problems
 
 
-def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
+def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
     """Compares stored parameters with those of a model.
 
     Raises:
@@ -144,7 +144,9 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
     return GrowthPlan(leaves)
 
 
-def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
+def _fixed_depth(
+    stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]
+) -> str | None:
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
@@ -179,15 +181,15 @@ def _has_connections(names: Iterable[str]) -> bool:
     return any(name.startswith("connections/") for name in names)
 
 
-def _leaf(info: ParameterInfo) -> Leaf:
-    return Leaf(tuple(info.shape), np.dtype(info.dtype))
+def _leaf(info: ParameterInfo) -> ArraySpec:
+    return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
 
 
-def _is_floating(leaf: Leaf) -> bool:
+def _is_floating(leaf: ArraySpec) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
+def _other_change(old: ArraySpec, info: ParameterInfo) -> str | None:
     """Describes size changes that are not allowed ("" for another rank); None without any."""
     if len(old.shape) != len(info.shape):
         return ""
@@ -199,7 +201,7 @@ def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
     return f" ({', '.join(changed)})" if changed else None
 
 
-def _sizes(name: str, old: Leaf, info: ParameterInfo) -> AxisSizes | None:
+def _sizes(name: str, old: ArraySpec, info: ParameterInfo) -> AxisSizes | None:
     if name not in info.logical_axes:
         return None
     axis = info.logical_axes.index(name)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.checkpointing.matching import Leaf, path_name
+from MaxText.checkpointing.matching import ArraySpec, path_name
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Index, LeafPlan, new_part
 from MaxText.growth.settling import Growth
@@ -71,7 +71,7 @@ def _moment_plans(
     for name, leaf in wanted.items():
         if name.split("/")[0] != str(DIRECTION):
             continue  # the schedule's step
-        new = Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
+        new = ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         old = growth.source.others.get(_OPT_STATE + name)
         parameter = _parameter_of(name, growth.plan.leaves)
         if parameter and parameter.new.shape == new.shape:
@@ -113,7 +113,7 @@ def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
     means = stored.mean(axis, dtype=np.float32, keepdims=True)
     one_slot = tuple(1 if i == axis else size for i, size in enumerate(leaf.new.shape))
     same = leaf._replace(
-        old=Leaf(means.shape, means.dtype), new=leaf.new._replace(shape=one_slot), slots=None
+        old=ArraySpec(means.shape, means.dtype), new=leaf.new._replace(shape=one_slot), slots=None
     )
     return np.broadcast_to(new_part(same, means), leaf.new.shape)
 

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import metadata_if_any
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config.catalogue import build, flat
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
@@ -48,7 +47,7 @@ class Settled:
         return self.record["old_slots_learning_rate"] if self.record else 1.0
 
 
-def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
+def settle(config: Config, own: Sequence[checkpoint_files.StoredCheckpoint]) -> Settled:
     """Resolves the growth of a run from its starting point; reads no arrays.
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
@@ -60,7 +59,9 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
     if own:
         return _as_recorded(config, own, is_resumed=True)
     if section.load_full_state_path:
-        stored = layout.find(section.load_full_state_path, "load_full_state_path")
+        stored = checkpoint_files.resolve_checkpoint(
+            section.load_full_state_path, "load_full_state_path"
+        )
         return _as_recorded(config, [stored], is_resumed=False)
     if not section.load_parameters_path:
         if _asked_rate(config):
@@ -73,15 +74,18 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
 
 
 def _as_recorded(
-    config: Config, checkpoints: Sequence[layout.Stored], *, is_resumed: bool
+    config: Config, checkpoints: Sequence[checkpoint_files.StoredCheckpoint], *, is_resumed: bool
 ) -> Settled:
     """Resolves a run that restores a full state, its own or another run's."""
-    metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
+    newest_first = (stored.try_metadata() for stored in reversed(checkpoints))
+    metadata = next(filter(None, newest_first), {})
     record = latest(metadata)
     # The zoom that the run was trained with, whoever fixed it. One that the user sets stays, and
     # restoring reports the difference.
     keys = zoom.inherited(zoom.stored_config(metadata), config)
-    if not metadata.get(layout.PARAMETERS_ONLY):  # else no run to resume, which restoring reports
+    if not metadata.get(
+        checkpoint_files.PARAMETERS_ONLY
+    ):  # else no run to resume, which restoring reports
         record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
         keys |= rate
     lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
@@ -89,7 +93,10 @@ def _as_recorded(
 
 
 def _recorded_rate(
-    config: Config, record: Record | None, stored: layout.Stored, is_resumed: bool
+    config: Config,
+    record: Record | None,
+    stored: checkpoint_files.StoredCheckpoint,
+    is_resumed: bool,
 ) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth_old_slots_learning_rate
     if record is None or not old_slots(record):
@@ -160,7 +167,7 @@ def _settled_without_change(
                 "nothing grows. load_full_state_path takes optimizer state and data position, too."
             )
     # A model that convert.py grew is trained for the first time here.
-    grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
+    grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
     record = latest(source.metadata) if grown_by_itself else None
     asked = _asked_rate(config)
     if record:

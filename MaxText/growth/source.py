@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import metadata_if_any, read_position
-from MaxText.checkpointing.matching import ConfigHint, Leaf, explain
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.matching import ArraySpec, ConfigHint, explain
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan, Misfits, plan
 from MaxText.parallelism.constraints import ParameterInfo
@@ -22,11 +21,15 @@ class Source(NamedTuple):
     folder: str
     step: int | None  # step at which they were saved, if known
     metadata: Mapping[str, Any]  # as of matching.checkpoint_metadata; empty if there is none
-    parameters: Mapping[str, Leaf]  # name -> shape and dtype
+    parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
     read: Callable[[str], np.ndarray]  # returns a parameter by name
-    others: Mapping[str, Leaf]  # path -> shape and dtype of the rest of a train state (moments)
+    others: Mapping[
+        str, ArraySpec
+    ]  # path -> shape and dtype of the rest of a train state (moments)
     read_other: Callable[[str], np.ndarray]  # returns an array of the rest by path
-    stored: layout.Stored | None  # the checkpoint; None for a Hugging Face checkpoint
+    stored: (
+        checkpoint_files.StoredCheckpoint | None
+    )  # the checkpoint; None for a Hugging Face checkpoint
 
     def plan(
         self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
@@ -48,8 +51,8 @@ class Source(NamedTuple):
     def position(self) -> dict[str, Any]:
         """Returns the data position; raises UserError if it is not stored."""
         position = None
-        if self.stored and (self.stored.folder / layout.POSITION).exists():
-            position = read_position(self.stored)
+        if self.stored and (self.stored.folder / checkpoint_files.POSITION).exists():
+            position = self.stored.position()
         if not position:
             raise UserError(
                 f"growth_data=continue: {self.folder} does not say where its data stood. Name a "
@@ -75,12 +78,12 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
 def _run(path: str) -> Source:
     from MaxText.conversion.stored_arrays import StoredArrays
 
-    stored = layout.find(path, KEY)
+    stored = checkpoint_files.resolve_checkpoint(path, KEY)
     arrays = StoredArrays(stored.items)
     return Source(
         folder=str(stored),
         step=stored.step,
-        metadata=metadata_if_any(stored),
+        metadata=stored.try_metadata(),
         parameters={
             name.removeprefix(_PARAMS): leaf
             for name, leaf in arrays.leaves.items()
@@ -106,7 +109,7 @@ def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
         step=None,
         metadata={"config": theirs},
         parameters={
-            name: Leaf(tuple(info.shape), weights.formats[name])
+            name: ArraySpec(tuple(info.shape), weights.formats[name])
             for name, info in weights.model.parameters.items()
         },
         read=weights.read,

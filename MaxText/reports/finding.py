@@ -11,7 +11,7 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run, real_folder
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 COMPARISON_FILE = "comparison.json"
 
@@ -49,7 +49,7 @@ def find_runs(places: Sequence[str]) -> Found:
 
 
 def _add(place: str, found: Found) -> None:
-    folder = path_of(str(place), "RUN")
+    folder = parse_path(str(place), "RUN")
     if not folder.exists():
         raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
     if not folder.is_dir():

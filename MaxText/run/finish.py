@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import layout as checkpoint_layout
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
@@ -73,8 +73,8 @@ def _next_steps(
     """Returns the checkpoint's path and likely next commands, as log lines."""
     folder = shlex.quote(str(run_folder))
     report = f"Report:      {command_line.program('report')} {folder}"
-    folder_of_steps = run_folder / checkpoint_layout.CHECKPOINTS
-    if not (steps := checkpoint_layout.complete_steps(folder_of_steps)):
+    folder_of_steps = run_folder / checkpoint_files.CHECKPOINTS
+    if not (steps := checkpoint_files.finalized_steps(folder_of_steps)):
         return [report]
     lines = [f"Checkpoint:  {folder_of_steps / str(steps[-1])}"]
     if can_generate:

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import metadata_if_any
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 from MaxText.conversion import imported_run, tokenizer_copy
@@ -26,7 +25,7 @@ from MaxText.growth.settling import Growth, Settled, settle_source
 from MaxText.growth.source import KEY, Source, open_source
 from MaxText.inference import own_configuration
 from MaxText.run.lineage import line_of
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
 
 Show = Callable[[str], None]
 
@@ -64,8 +63,8 @@ def grow(request: Request, show: Show) -> None:
     if request.source_kind == "hf":
         find_folder(request.source, "from")
     else:
-        stored = layout.find(request.source, "from")
-        if not metadata_if_any(stored).get("config") and not request.config_file:
+        stored = checkpoint_files.resolve_checkpoint(request.source, "from")
+        if not stored.try_metadata().get("config") and not request.config_file:
             raise UserError(
                 f"{stored} does not say which configuration it was made with. Name it first: "
                 "convert.py grow CONFIG.yml from=..."
@@ -99,7 +98,7 @@ def _metadata(settled: Settled) -> dict[str, Any]:
     """Returns the lineage of the new parameters, which themselves have cost nothing."""
     assert settled.growth is not None
     source = settled.growth.source
-    start = Start(
+    start = RestoreResult(
         state=None,
         first_step=0,
         position=None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from MaxText.growth.record import Record
 from MaxText.run.quantities import Quantities
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
 
 
 class Spent(NamedTuple):
@@ -51,7 +51,7 @@ class Lineage:
     spent: Spent = _NOTHING
 
     @classmethod
-    def of(cls, start: Start, quantities: Quantities) -> "Lineage":
+    def of(cls, start: RestoreResult, quantities: Quantities) -> "Lineage":
         if start.how == "scratch":
             return cls(quantities)
         if start.how == "resume":
@@ -77,11 +77,11 @@ class Lineage:
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
 
 
-def _ancestors(start: Start) -> tuple[Ancestor, ...]:
+def _ancestors(start: RestoreResult) -> tuple[Ancestor, ...]:
     return tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
 
 
-def line_of(start: Start) -> tuple[Ancestor, ...]:
+def line_of(start: RestoreResult) -> tuple[Ancestor, ...]:
     """Returns the ancestors of a new run, the checkpoint it starts from last."""
     ancestors, stored = _ancestors(start), start.metadata.get("spent")
     before = ancestors[-1] if ancestors else None

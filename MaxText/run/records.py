@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from etils import epath
 
-from MaxText.config.saved import flat
+from MaxText.config.saved import flat, resolved_yaml
 from MaxText.config.schema import Config
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
@@ -20,8 +21,8 @@ from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
 from MaxText.run.quantities import Quantities
+from MaxText.run.restore import RestoreResult
 from MaxText.run.run_facts import emit_start, start_facts
-from MaxText.run.starting_point import Start
 from MaxText.run.step_log import StepLog
 from MaxText.training.assembly import Assembled
 from MaxText.training.objective import is_in_nats
@@ -73,7 +74,7 @@ class Records:
 def open_records(
     config: Config,
     run_folder: epath.Path,
-    start: Start,
+    start: RestoreResult,
     built: Assembled,
     plan: BatchPlan,
     batches: BatchIterator,
@@ -120,3 +121,14 @@ def open_records(
     baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))
     return Records(events, terminal, profiler, quantities, lineage, trend)
+
+
+def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
+    """Writes config.yml and the tokenizer on process 0, so that the run needs no dataset."""
+    from MaxText.conversion.tokenizer_copy import keep_tokenizer
+
+    if jax.process_index() != 0:
+        return
+    (run_folder / "config.yml").write_text(resolved_yaml(config))
+    if tokenizer is not None:
+        keep_tokenizer(tokenizer, run_folder)

@@ -12,7 +12,7 @@ from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.metrics.event_stream import EventStream
 from MaxText.run.lineage import Lineage
 from MaxText.run.quantities import Quantities
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
 from MaxText.runtime import start_up
 from MaxText.training.objective import is_in_nats
 
@@ -47,7 +47,7 @@ def start_facts(
     }
 
 
-def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> None:
+def emit_start(events: EventStream, start: RestoreResult, facts: Mapping[str, Any]) -> None:
     """Emits "resume" (from the run's own checkpoint) or "start".
 
     A changed configuration and a growth are events of their own.
@@ -67,7 +67,7 @@ def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> N
         events.emit("growth", step=start.first_step, **grown)
 
 
-def _growth_facts(start: Start) -> dict[str, Any]:
+def _growth_facts(start: RestoreResult) -> dict[str, Any]:
     """Returns the facts of a growth event; empty if none preceded this start."""
     if start.how == "growth":
         assert start.growth is not None

@@ -6,7 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from MaxText import exit_codes
 from MaxText.errors import UserError
@@ -19,6 +19,8 @@ _PEER_LOST = re.compile(
 )
 # Messages of the same layers without a name; storage errors contain them, too.
 _PEER_SILENT = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
+
+Result = TypeVar("Result")
 
 _count = 1
 _leaves_threads = False
@@ -126,3 +128,27 @@ def _code_of(error: BaseException) -> int:
             return exit_codes.DONE
         return error.code if isinstance(error.code, int) else 1
     return 1
+
+
+def all_processes_agree(done: bool) -> bool:
+    """Returns whether `done` holds on every process. Collective."""
+    import jax
+    import numpy as np
+
+    if jax.process_count() == 1:
+        return done
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.array(done))))
+
+
+def all_succeed(what: str, work: Callable[[], Result]) -> Result:
+    """Runs `work` (not collective) on every process; OSError if it fails on another one."""
+    try:
+        result = work()
+    except Exception:
+        all_processes_agree(False)
+        raise
+    if not all_processes_agree(True):
+        raise OSError(f"{what} failed on another process; see its log for the reason")
+    return result

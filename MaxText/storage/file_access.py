@@ -18,8 +18,8 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
-from MaxText.storage.paths import prepare_clients
-from MaxText.storage.unreadable import UnreadableFile
+from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.paths import register_filesystems
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
@@ -65,7 +65,7 @@ def file_system(path: str) -> tuple[Any, str]:
         return LocalFileSystem(), local_path(path)
     protocol = path.split("://")[0]
     if protocol in ("gs", "gcs"):
-        prepare_clients(path)
+        register_filesystems(path)
     try:
         return fsspec.core.url_to_fs(path)
     except ImportError as error:
@@ -267,7 +267,7 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Returns whether an error is a UserError but not a storage error (BucketFailure is both)."""
+    """Returns whether an error is a UserError but not an ObjectStoreError, which is both."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
 

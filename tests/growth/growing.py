@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 from MaxText.growth.settling import Settled, settle
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.run.starting_point import Start, restore_or_initialize
+from MaxText.run.restore import RestoreResult, restore_or_initialize
 from MaxText.training.optimizer import make_optimizer, slow_old_slots
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
@@ -102,7 +102,7 @@ def _program(section, optimizer_section, schedule_section, old_slots, factor) ->
 
 def save(folder: Path, config: Config, state: TrainState, extra: dict | None = None) -> Path:
     """Saves a state as a run's checkpoint; returns the run."""
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
     metadata = checkpoint_metadata(flat(config), state.params) | (extra or {})
     step = int(state.step) - 1
     checkpoints.save(step, state, {"step": step + 1, "samples": 4 * (step + 1)}, metadata)
@@ -120,7 +120,7 @@ class Grown(NamedTuple):
 
     settled: Settled
     program: Program
-    start: Start
+    start: RestoreResult
     lines: list[str]
 
     @property
@@ -141,7 +141,7 @@ def grow_from_random(folder: Path, source: Path, **keys: Any) -> Grown:
 
 def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Grown:
     """The same for any configuration; `fresh` is the state that initializing gives."""
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
     settled = settle(config, [checkpoints.stored(step) for step in checkpoints.steps()])
     made = program(settled.config, settled)
     lines: list[str] = list(settled.lines)
@@ -181,6 +181,6 @@ def logits(config: Config, params: Any, seed: int = 9) -> np.ndarray:
     return logits_of(Model(config.model), params, random_batch(config, 4, seed=seed))
 
 
-def stored_in(run: Path) -> layout.Stored:
+def stored_in(run: Path) -> checkpoint_files.StoredCheckpoint:
     """The newest checkpoint of a run."""
-    return layout.find(str(run), "test")
+    return checkpoint_files.resolve_checkpoint(str(run), "test")

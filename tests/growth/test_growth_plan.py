@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.matching import Leaf
+from MaxText.checkpointing.matching import ArraySpec
 from MaxText.growth.growth_plan import new_part, plan
 from MaxText.parallelism.constraints import ParameterInfo
 
@@ -31,7 +31,7 @@ def ramp(shape, first=1):
 def test_stored_slots_lead_and_layers_repeat(slots, layers):
     """Layer j is layer floor(j * old / new); the whole is made of the parts of devices."""
     halves = np.dtype(jnp.bfloat16)
-    stored = {name: Leaf(shape, halves) for name, shape in shapes().items()}
+    stored = {name: ArraySpec(shape, halves) for name, shape in shapes().items()}
     wanted = {
         name: ParameterInfo(shape, jnp.float32, *AXES[name])
         for name, shape in shapes(slots=slots, layers=layers).items()

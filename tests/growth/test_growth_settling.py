@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from etils import epath
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.matching import Leaf
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.matching import ArraySpec
 from MaxText.config.saved import flat
 from MaxText.conversion.weight_source import model_of, nested
 from MaxText.errors import UserError
 from MaxText.growth.settling import settle, settle_source
 from MaxText.growth.source import Source
+from MaxText.run.restore import RestoreResult
 from MaxText.run.run_facts import emit_start
-from MaxText.run.starting_point import Start
 from MaxText.training.state import TrainState
 from tests.growth.growing import SMALL, config_of, save, stored_in
 from tests.small_models import tiny_config
@@ -28,10 +28,10 @@ def source_of(config, is_known=True):
     """The parameters of a configuration, which say so or not, as a source to grow from."""
     parameters = model_of(config).parameters
     leaves = {
-        name: Leaf(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
+        name: ArraySpec(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
     }
     metadata = {"config": json.loads(json.dumps(flat(config)))} if is_known else {}
-    stored = layout.Stored(epath.Path(PARENT) / "items", 0)
+    stored = checkpoint_files.StoredCheckpoint(epath.Path(PARENT) / "items", 0)
     return Source(str(stored), 0, metadata, leaves, pytest.fail, {}, pytest.fail, stored)
 
 
@@ -62,7 +62,7 @@ def test_without_a_smaller_model():
 def growth_events(record, how, metadata=None):
     """Facts of the events of growth at a start."""
     rows = []
-    start = Start(None, 0, None, "", how, metadata or {}, folder="runs/a", growth=record)
+    start = RestoreResult(None, 0, None, "", how, metadata or {}, folder="runs/a", growth=record)
     emit = lambda kind, **facts: rows.append((kind, facts))  # noqa: E731
     emit_start(SimpleNamespace(lost=0, emit=emit), start, {})
     return [facts for kind, facts in rows if kind == "growth"]

@@ -158,7 +158,7 @@ def bucket(tmp_path, monkeypatch):
         return write_bytes(path, content)
 
     monkeypatch.setattr(path_type, "write_bytes", write)
-    monkeypatch.setattr(json_lines, "is_bucket", lambda path: True)
+    monkeypatch.setattr(json_lines, "is_object_store_path", lambda path: True)
     return bucket
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing import description
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.saved import flat
@@ -61,7 +60,7 @@ def test_the_run_that_is_written(small, tmp_path):
     assert (target / "tokenizer" / "tokenizer.json").read_text() == "{}"
 
     weights = RunWeights(str(target))
-    assert description.describe(weights.stored).checksums.keys() == {
+    assert weights.stored.metadata.checksums.keys() == {
         f"params/{name}" for name in weights.formats
     }
     assert weights.config.model.pattention.zoom_dim == 6

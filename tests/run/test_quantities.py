@@ -9,7 +9,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
 from MaxText.run.quantities import Quantities
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
 from tests.small_models import tiny_config
 
 WINDOW = 16
@@ -97,7 +97,9 @@ def spending():
 
 
 def begun(how, first_step, metadata, stored_step=9):
-    return Start(None, first_step, None, "", how, metadata, f"/runs/old/{stored_step}", stored_step)
+    return RestoreResult(
+        None, first_step, None, "", how, metadata, f"/runs/old/{stored_step}", stored_step
+    )
 
 
 def saved(lineage, step, run_name):
