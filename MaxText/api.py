@@ -1,4 +1,4 @@
-"""The Python interface: `import MaxText as mt`. docs/python.md shows it on one page."""
+"""Python API, `import MaxText as mt` (see docs/how-to/use_from_python.md)."""
 
 import dataclasses
 import fnmatch
@@ -312,7 +312,7 @@ class Run:
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:
-        from MaxText.training.step import make_eval_step
+        from MaxText.evaluation.validation import make_eval_step
 
         return self.trained.layout.jit(make_eval_step(self.trained.model))
 

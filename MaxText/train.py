@@ -101,7 +101,6 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     from MaxText.cost.known_memory import check_known_memory
     from MaxText.growth.settling import settle
     from MaxText.metrics.tables import parameter_table
-    from MaxText.training import step as steps
     from MaxText.training.assembly import assemble
 
     settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
@@ -126,6 +125,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
     from MaxText.cost.saved_step import open_saved
+    from MaxText.evaluation.validation import make_eval_step
     from MaxText.runtime.compiled_steps import CompiledSteps
 
     train_step = CompiledSteps(
@@ -136,7 +136,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     stage = plan.at(0 if newest is None else newest + 1)
     shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
     compiling = start_up.in_background(lambda: train_step.prepare(layout.abstract_batch(shapes)))
-    eval_step = layout.jit(steps.make_eval_step(model, count_correct=config.masking.mlm_training))
+    eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata

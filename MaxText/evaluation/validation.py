@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from MaxText.layers.batch import Batch
+from MaxText.layers.model import Model
 from MaxText.metrics.step_line import EvaluationReport
-from MaxText.training.objective import IN_NATS
+from MaxText.training.objective import IN_NATS, loss_sums
 
 
 def evaluate(
@@ -23,7 +26,7 @@ def evaluate(
     Sums are fetched one batch late, to keep the device busy, and added in double precision.
 
     Args:
-      eval_step: (params, batch) -> sums over the batch (training.step.make_eval_step).
+      eval_step: (params, batch) -> sums over the batch (make_eval_step).
       batches: On device.
       step: Last completed training step, for the report.
     """
@@ -52,3 +55,19 @@ def evaluate(
         correct=correct,
         has_perplexity=IN_NATS in totals,
     )
+
+
+def make_eval_step(
+    model: Model, *, count_correct: bool = False
+) -> Callable[[dict, Batch], dict[str, jax.Array]]:
+    """Returns a step that sums loss and weight over a batch, and optionally correct argmaxes."""
+
+    def eval_step(params, batch: Batch) -> dict[str, jax.Array]:
+        module, objective = model.merge(params), model.section.objective
+        sums = loss_sums(module, batch, objective, count_correct=count_correct)
+        counts = {"total_weights": jnp.sum(batch.weights_BT)}
+        if sums.correct is not None:
+            counts["correct"] = sums.correct
+        return sums.over_targets | counts
+
+    return eval_step

@@ -106,7 +106,7 @@ class GrowthPlan(NamedTuple):
 
 
 class Misfits(Exception):
-    """Raised if stored parameters cannot become those of a model; lists all problems."""
+    """Raised if stored parameters cannot become a model's; lists problems."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
@@ -114,11 +114,7 @@ class Misfits(Exception):
 
 
 def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
-    """Compares stored parameters with those of a model.
-
-    Raises:
-      Misfits: Parameters are missing or extra, or differ in another axis than slots and layers.
-    """
+    """Compares stored and wanted parameters; raises Misfits with all problems."""
     if reason := _fixed_depth(stored, wanted):
         raise Misfits([reason])
     problems = [f"missing     {name}: wanted {_leaf(wanted[name])}" for name in wanted
@@ -190,7 +186,7 @@ def _is_floating(leaf: ArraySpec) -> bool:
 
 
 def _other_change(old: ArraySpec, info: ParameterInfo) -> str | None:
-    """Describes size changes that are not allowed ("" for another rank); None without any."""
+    """Describes forbidden size changes ("" for another rank), or None."""
     if len(old.shape) != len(info.shape):
         return ""
     changed = [
@@ -224,17 +220,12 @@ Index = tuple[slice, ...]
 def new_part(
     leaf: LeafPlan,
     stored: np.ndarray,
-    index: Index | None = None,
-    fresh: np.ndarray | float = 0.0,
+    index: Index | None = None,  # a slice per axis of the new array; None for all of it
+    fresh: np.ndarray | float = 0.0,  # like the part, or a scalar
 ) -> np.ndarray:
     """Returns a part of a new array: stored values in the leading slots, then `fresh` ones.
 
-    Layer j of the new model is layer floor(j * old / new) of the old one, so that layers are
-    repeated or omitted evenly.
-
-    Args:
-      index: Part of the new array, one slice per axis; None for all of it.
-      fresh: Values of the new slots: an array like the part, or a scalar.
+    Layer j of the new model copies layer floor(j * old / new): layers repeat or are omitted evenly.
     """
     shape = leaf.new.shape
     index = (slice(None),) * len(shape) if index is None else index

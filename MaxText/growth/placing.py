@@ -44,10 +44,8 @@ def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any)
     First moments of new slots are zero. Their second moments are zero with growth_moments=reused;
     with warmed each is the mean over the old slots of its array, so that a new slot's first updates
     are as large as an old one's. Counts are kept, or Adam would correct a bias that is not there.
-    The schedule restarts. `fresh_opt_state` is deleted array by array.
-
-    Raises:
-      UserError: The source has no such state.
+    The schedule restarts. `fresh_opt_state` is deleted array by array. Raises UserError if the
+    source has no such state.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(abstract_opt_state)
     names = [path_name(path) for path, _ in paths]
@@ -106,7 +104,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
-    """Returns the mean over the stored slots for every new slot; None without new slots."""
+    """Returns the mean over stored slots for every new slot, if any."""
     if leaf.slots is None or leaf.slots.new <= leaf.slots.old:
         return None
     axis = leaf.slots.axis
@@ -124,7 +122,7 @@ def _placed(
     wanted: jax.ShapeDtypeStruct,
     drawn: jax.Array | np.ndarray | None,
 ) -> jax.Array:
-    """Returns one grown array once it is complete, so that its inputs may be deleted."""
+    """Returns one grown array when complete: its inputs may be deleted."""
     sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shards: dict[tuple[tuple[int, int], ...], Any] = {}
     if isinstance(drawn, jax.Array):

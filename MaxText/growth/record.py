@@ -33,7 +33,7 @@ def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, floa
 
 
 def latest(metadata: Mapping[str, Any]) -> Record | None:
-    """Returns the record in a checkpoint's metadata; None if its run began without growth."""
+    """Returns the growth record in a checkpoint's metadata, or None."""
     lineage = metadata.get("lineage") or [{}]
     return lineage[-1].get("growth")
 
@@ -60,10 +60,7 @@ def sizes(record: Record) -> dict[str, str]:
 
 
 def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
-    """Returns the facts of a `growth` event, short enough for one line.
-
-    `grown` is the larger model that convert.py made of `folder`; empty if the run itself grew.
-    """
+    """Returns the facts of a `growth` event; `grown` is convert.py's result."""
     others = {
         name: value
         for name, value in record.items()

@@ -1,4 +1,4 @@
-"""Resolves growth before a model is built: which parameters grow, and the zoom."""
+"""Resolves growth before a model is built: what grows, and the zoom."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -48,12 +48,9 @@ class Settled:
 
 
 def settle(config: Config, own: Sequence[checkpoint_files.StoredCheckpoint]) -> Settled:
-    """Resolves the growth of a run from its starting point; reads no arrays.
+    """Resolves a run's growth without reading arrays; raises UserError if parameters do not fit.
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
-
-    Raises:
-      UserError: The stored parameters do not fit, or cannot become the model in this way.
     """
     section = config.checkpoint
     if own:

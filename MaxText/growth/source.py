@@ -34,10 +34,7 @@ class Source(NamedTuple):
     def plan(
         self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
     ) -> GrowthPlan:
-        """Returns the plan for a wanted model; raises UserError with all misfits.
-
-        `config_flat` is its configuration by key, to name what differs.
-        """
+        """Returns the plan for a model; raises UserError with all misfits."""
         try:
             return plan(self.parameters, parameters)
         except Misfits as error:
@@ -62,13 +59,9 @@ class Source(NamedTuple):
 
 
 def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
-    """Opens the parameters that load_parameters_path names, without reading arrays.
+    """Opens what load_parameters_path names, without reading arrays; raises UserError if it cannot.
 
-    Args:
-      path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
-
-    Raises:
-      UserError: Nothing is there, or it cannot be read.
+    `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
     """
     from MaxText.conversion.hugging_face_folder import is_folder
 

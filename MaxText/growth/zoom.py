@@ -31,7 +31,7 @@ def places(config: Config) -> list[SlotPlace]:
 
 
 def fixed(config: Config, place: SlotPlace) -> float:
-    """Returns the configured zoom of a place; 0 if it follows the number of slots."""
+    """Returns a place's configured zoom; 0 if it follows the slots."""
     section = config.model.pattention
     own: float = getattr(section, f"{place}_zoom_dim")
     if own == -1:
@@ -74,7 +74,7 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
 def trained_with(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
-    """Returns place -> the zoom that slots were trained with; raises UserError if unknown."""
+    """Returns place -> zoom in training; raises UserError if unknown."""
     if stored is not None:
         return _zooms(stored, config)
     zooms = {}
@@ -96,7 +96,7 @@ def trained_with(
 
 
 def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
-    """Returns the keys that fix the zoom of each place; empty if they are set already."""
+    """Returns keys that fix the zoom of each place; empty if already set."""
     if all(fixed(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention

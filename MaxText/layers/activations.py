@@ -82,7 +82,7 @@ _RRELU_SLOPES = (1 / 8, 1 / 3)  # range; evaluation uses the mean (Xu et al. 201
 
 
 def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Leaky ReLU with a random slope per element; the mean slope if `key` is None.
+    """Leaky ReLU with a random slope per element, or the mean without `key`.
 
     GPT-Neo draws a single slope when it builds the graph, and another one for evaluation.
     """
@@ -118,7 +118,7 @@ def _proottanh(x, *, power, offset, root):
     return powered ** (1 / (3 + jax.nn.softplus(root))) * jnp.tanh(x)
 
 
-LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # with initial values
+LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # initial scalars
     "aria": (
         _aria,
         {"lower": 0.0, "upper": 1.0, "offset": 0.0, "factor": 1.0, "rate": -1.0, "root": 0.0},

@@ -94,7 +94,7 @@ def with_static_sgu(block: type[Block]) -> type[Block]:
 
 @functools.cache
 def with_separate_norms(block: type[Block]) -> type[Block]:
-    """Returns a block with separate inputs and norms for queries, keys and values."""
+    """Returns a block with separate inputs and norms for q, k and v."""
 
     class WithSeparateNorms(block):  # type: ignore[misc, valid-type]
         def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:

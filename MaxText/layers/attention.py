@@ -1,7 +1,4 @@
-"""The attention mixer: projections, position encoding, attention, output projection.
-
-Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim.
-"""
+"""The attention mixer: projections, positions, attention, output."""
 
 import functools
 from typing import Any, ClassVar
@@ -83,7 +80,7 @@ class Attention(Mixer):
 
     @classmethod
     def window_of(cls, section: AttentionSection) -> int | None:
-        """Returns the window in tokens, a query's own included; None without a window."""
+        """Returns the window, a query's own token included, or None."""
         return None
 
     @classmethod
@@ -240,5 +237,5 @@ class LocalAttention(Attention):
 
 
 def named(o_BTNH: jax.Array) -> jax.Array:
-    """Tags the output for remat policies; kernels tag what they save themselves."""
+    """Tags the output for remat policies, as kernels do for theirs."""
     return tag(o_BTNH, "context")

@@ -53,25 +53,19 @@ def softmax_attention(
     v_BSKH: jax.Array,
     scoring: Scoring,
     *,
-    segments_BT: jax.Array | None = None,
-    memory: Memory | None = None,
-    block_size: int | None = None,
+    segments_BT: jax.Array | None = None,  # attention stays within a segment; None is one
+    memory: Memory | None = None,  # additional keys and values that every query sees
+    block_size: int | None = None,  # one block if None, or not causal without parts
     parts: int = 1,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(scores) v, [B, T, N, H] in the dtype of `q_BTNH`; computes in float32.
 
-    Query head n reads key/value head n // G.
-
-    Args:
-      segments_BT: Attention stays within a segment; None is one segment.
-      memory: Additional keys and values that every query sees.
-      block_size: Query rows per block. A causal block skips keys after its last row, about half of
-        the products. None, or non-causal attention, is one block. With a window, blocks are about
-        as long as the window: 2 W products per token (3 W if not causal).
-      parts: Number of devices over which T is split while keys and values are unsharded. A block
-        then has rows of each part, and multiplies all keys.
+    Query head n reads key/value head n // G. Rows are computed in blocks of `block_size`, if causal
+    with keys up to the last row, which skips about half of the products. With a window, blocks have
+    about W rows: 2 W products per token (3 W if not causal). If T is split into `parts` on several
+    devices, while keys and values are unsharded, a block has rows of each and multiplies all keys.
     """
     length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
     run = functools.partial(attend, scoring=scoring, memory=memory, dropout_rate=dropout_rate)
@@ -119,7 +113,7 @@ def softmax_attention(
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
-    """Returns the query rows per block of windowed attention; None for one block."""
+    """Returns query rows per block of windowed attention; None for one block."""
     rows = max(window, _SMALLEST_WINDOW_BLOCK)
     return rows if length > (2 if causal else 3) * rows else None
 
@@ -183,7 +177,7 @@ def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
 def copies_of_heads(
     q_BTNH: jax.Array, k_BSKH: jax.Array, of_queries: NamedSharding, of_keys: NamedSharding
 ) -> int:
-    """Returns how often to repeat key/value heads so that the mesh splits them like query heads."""
+    """Returns the repeats of key/value heads to shard like query heads."""
     axes, num_kv_heads = split_axes(of_queries, 2), k_BSKH.shape[2]
     if split_axes(of_keys, 2) == axes:
         return 1
@@ -196,8 +190,8 @@ def attend(
     q_BTNH: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    mask_BTS: jax.Array,
-    distance_BTS: jax.Array,
+    mask_BTS: jax.Array,  # visible keys; B may be 1
+    distance_BTS: jax.Array,  # query position minus key position; B may be 1
     scoring: Scoring,
     *,
     memory: Memory | None = None,
@@ -206,10 +200,7 @@ def attend(
 ) -> jax.Array:
     """Returns masked attention, [B, T, N, H] in the dtype of `q_BTNH`. Inside, R = G * T.
 
-    Args:
-      keys, values: [B, K, S, H], or [K, S, H] for a batch of one (KeyValueCache).
-      mask_BTS: True for visible keys; B may be 1.
-      distance_BTS: Query position minus key position; B may be 1.
+    `keys` and `values` are [B, K, S, H], or [K, S, H] for a batch of one (KeyValueCache).
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = keys.shape[-3]

@@ -1,4 +1,4 @@
-"""Average number of keys per query, by the MFU rule and as executed by each backend."""
+"""Average number of keys per query, by MFU rule and as executed."""
 
 from MaxText.config.layer_sections import Attention as AttentionSection
 from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
@@ -7,13 +7,13 @@ from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multipl
 
 
 def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Returns the average number of visible keys per query, as the MFU counts them."""
+    """Returns the average number of visible keys per query, for the MFU."""
     visible = min(window or length, length)
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
 def keys_multiplied(section: AttentionSection, length: int, window: int | None = None) -> float:
-    """Returns the average number of keys multiplied per query, masked ones included."""
+    """Returns the average keys multiplied per query, masked ones included."""
     if section.attention == "flash" and length % TILE == 0:
         return flash_keys_multiplied(length, causal=section.causal, window=window)
     if window is not None:
@@ -27,7 +27,7 @@ def keys_multiplied(section: AttentionSection, length: int, window: int | None =
 
 
 def query_block(section: AttentionSection, length: int) -> int:
-    """Returns the query rows per block, as in attention_core.softmax_attention."""
+    """Returns the query rows per block of softmax_attention."""
     if section.attention == "dot_product" or not section.causal:
         return length
     return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)

@@ -1,7 +1,6 @@
-"""Captures intermediate values by module path, for `Run.forward(capture=...)`.
+"""Captures intermediate values by path, for `Run.forward(capture=...)`.
 
-A path ends in the value's name: layers/3/self_attention/probabilities. Outside `capturing` nothing
-is computed or recorded.
+A path ends in the value's name: layers/3/self_attention/probabilities. Off outside `capturing`.
 """
 
 import contextlib

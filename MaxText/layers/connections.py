@@ -1,4 +1,4 @@
-"""Dense depth connections: layers read weighted sums of all earlier hidden states.
+"""Dense depth connections: layers read sums of all earlier hidden states.
 
 Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources, K hidden width.
 """
@@ -34,7 +34,7 @@ from MaxText.parallelism.constraints import HIDDEN, constrain
 
 
 class Source(NamedTuple):
-    """A hidden state, the embedding or a layer's output, that later layers read."""
+    """A hidden state that later layers read: embedding or layer output."""
 
     x_BTD: jax.Array
     # float32 1 / sqrt(mean(x^2) + eps), set by the first aggregation that normalizes the state;
@@ -88,7 +88,7 @@ class DenseConnections(Connection):
             for depth in range(1, num_layers + 1)
             if section.stands_after(depth)
         }
-        # No backward pass reads the result of the last aggregation.
+        # The backward pass of the last aggregation does not read its result.
         kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
         if section.dense_kept_sums:
             kept = math.nan
@@ -100,10 +100,7 @@ class DenseConnections(Connection):
     def read(
         self, index: int, carried: Sources, norms: Mapping[str, nnx.Module]
     ) -> tuple[Inputs, Sources]:
-        """Returns the inputs of layer `index` from X_0 to X_index; after the last, only `r` counts.
-
-        `norms` are fused with the aggregations if that costs less.
-        """
+        """Returns layer `index`'s inputs, fusing `norms` if that pays off."""
         sources, x_BTD = carried, carried[-1].x_BTD
         if str(index) not in self.after:
             return Inputs.all(x_BTD), sources
@@ -189,12 +186,12 @@ class DepthSum(nnx.Module):
         return identity
 
     def fixed(self) -> jax.Array:
-        """Returns the static weights, float32 [C, S]; the identity if they are not learned."""
+        """Returns the static weights, float32 [C, S], by default the identity."""
         fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
         return jnp.asarray(fixed)
 
     def weights(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns float32 [B, T, C, S] from the last output; B and T are 1 for static weights."""
+        """Returns the weights, float32 [B, T, C, S]; static ones [1, 1, C, S]."""
         weights_BTCS = self.fixed()[None, None]
         if self.wi is None or self.wo is None or self.norm is None:
             return weights_BTCS
@@ -211,7 +208,7 @@ class DepthSum(nnx.Module):
     def __call__(
         self, sources: Sources, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
     ) -> tuple[dict[str, Any], Sources]:
-        """Returns y_BTD (or Normalized) by stream, and the sources to carry on, from X_0 to X_i."""
+        """Returns y_BTD or Normalized by stream, and the sources to carry on."""
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
         chosen = [sources[place] for place in self.sources]
@@ -260,7 +257,7 @@ class DepthSum(nnx.Module):
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
-        """Returns the layer's norms to fuse with the aggregations, and their factors [M, D]."""
+        """Returns the layer's norms to fuse, and their factors [M, D]."""
         of_ways = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
         chosen = [(place, norm) for place, norm in of_ways if isinstance(norm, RMSNorm)]
         if not chosen or self.section.adds or not normalizes(self.section.dense_mixing, x_BTD):
@@ -286,8 +283,7 @@ def product_of_normalized(
 ) -> jax.Array:
     """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps), in the dtype of x.
 
-    For K much smaller than D: of the size of x, only its gradient is written, in one pass.
-    Normalizing first would write the gradient of r x and read it again.
+    Of the size of x it writes only its gradient; normalizing first would write that of r x, too.
     """
     return product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 

@@ -1,4 +1,4 @@
-"""Facts about a batch that parts read besides their input, built once per forward pass."""
+"""Facts about a batch that parts read besides their input."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class Context:
         return self.capacity is not None or self.positions_BT is not None
 
     def in_parts(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
-        """Returns index -> context of that part of the batch (`split_rows`), with its own RNG."""
+        """Returns index -> context of that part of the batch (`split_rows`)."""
         assert not self.generates, "states of mixers belong to whole batches"
 
         def cut(x: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
         training: bool = False,
         drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns final hidden states h_BTD, and auxiliary losses summed over layers and tokens."""
+        """Returns final hidden states h_BTD, and auxiliary losses as sums."""
         memory = self.section.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
@@ -153,12 +153,7 @@ class Decoder(nnx.Module):
     def read_prompt(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
-        """Prefills decode states from right-padded prompts; returns final hidden states and states.
-
-        Args:
-          lengths_B: Tokens of each prompt, at least 1.
-          capacity: Number of tokens the states have room for, at least T.
-        """
+        """Prefills states of `capacity` >= T tokens from right-padded prompts, `lengths_B` >= 1."""
         positions_BT = _places(tokens_BT)
         context = Context(
             capacity=capacity,
@@ -237,15 +232,10 @@ class Decoder(nnx.Module):
     def logits(
         self,
         h_BTD: jax.Array,
-        head_state: Any = None,
-        places_BT: jax.Array | None = None,
+        head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
+        places_BT: jax.Array | None = None,  # positions in the sequence; None is 0..T-1
     ) -> jax.Array:
-        """Returns float32 logits [B, T, V]; T may be any part of the sequence.
-
-        Args:
-          head_state: `head_state` of the whole sequence, or the latest decode state.
-          places_BT: Positions of the hidden states in the sequence; None is 0..T-1.
-        """
+        """Returns float32 logits [B, T, V]; T may be any part of the sequence."""
         if places_BT is None:
             places_BT = _places(h_BTD)
         logits_BTV = self.head(h_BTD, self.token_embedder, head_state, places_BT)

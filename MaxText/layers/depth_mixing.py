@@ -1,11 +1,10 @@
-"""Depth-wise aggregation of dense connections, and its hand-written gradients.
+"""Depth-wise aggregation of dense connections, with its gradients.
 
 The cost is the memory traffic of the sources. Each aggregation passes its sources on, so that their
 gradients come back through the same chain: those of an aggregation are added to those of later
 ones, one read and one write for all streams.
 
-Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources; N = B * T, K = C * S, M
-streams with a norm.
+Legend: C streams (ways), S sources, N = B * T tokens, K = C * S weights, M streams with a norm.
 """
 
 import functools
@@ -61,7 +60,7 @@ NO_NORMS = Norms()
 
 
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
-    """Returns whether `mix` can fuse norms, which spares XLA several passes over its result."""
+    """Returns whether `mix` can fuse norms, which saves XLA several passes."""
     sharding = sharding_in_force(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     whole = dims == state_BTD.shape[2]
@@ -77,22 +76,15 @@ class Mixed(NamedTuple):
 
 
 def mix(
-    weights_BTCS: jax.Array,
-    sources: Sequence[jax.Array],
-    form: str,
+    weights_BTCS: jax.Array,  # float32; B and T are 1 for static weights
+    sources: Sequence[jax.Array],  # x_BTD each; scales get gradients through `to_be_scaled`
+    form: str,  # "sum" (or "auto"), or "kernel" (Pallas, interpreted on CPU); same result
     *,
     scales_SD: jax.Array | None = None,
-    norms: Norms = NO_NORMS,
+    norms: Norms = NO_NORMS,  # to fuse with the sums, if `normalizes` allows it
     factors_MD: jax.Array | None = None,
 ) -> Mixed:
-    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c, in float32.
-
-    Args:
-      weights_BTCS: float32; B and T are 1 for static weights.
-      sources: x_BTD each; with scales, from `to_be_scaled`, through which the scales get gradients.
-      form: "sum" (or "auto"), or "kernel", a Pallas kernel, interpreted on CPU; the same result.
-      norms: Norms to fuse, with `factors_MD` in float32, if `normalizes` allows it.
-    """
+    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c."""
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
     if form != "kernel" or batch * length < KERNEL_TOKENS:
@@ -197,7 +189,7 @@ def _sum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
 
 
 def _product_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
-    """Computes `_sum_gradients` by a small matmul per source, in 0.6 of the time on CPU."""
+    """Computes `_sum_gradients` by matmuls, in 0.6 of the time on CPU."""
     of_sums_BTCD = jnp.stack(_floats(of_sums), axis=2)
     of_weights, new = [], []
     for s, x_BTD in enumerate(_floats(sources, scales_SD)):

@@ -1,11 +1,11 @@
-"""Dropout (Srivastava et al. 2014) and drop path, both scaled at training time."""
+"""Dropout (Srivastava et al. 2014) and drop path, scaled in training."""
 
 import jax
 import jax.numpy as jnp
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes elements with probability `rate` and scales the rest; no-op if `key` is None."""
+    """Zeroes elements with probability `rate`; no-op without `key`."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

@@ -40,7 +40,7 @@ class Embedding(nnx.Module):
     def attend(
         self, x_BTD: jax.Array, dtype: jnp.dtype, rounded: jnp.dtype | None = None
     ) -> jax.Array:
-        """Returns logits [B, T, V], computed in `dtype` after rounding the table to `rounded`."""
+        """Returns logits [B, T, V] in `dtype`; rounds the table first."""
         table = self.embedding[...]
         if rounded is not None:
             table = table.astype(rounded)

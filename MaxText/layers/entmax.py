@@ -1,4 +1,4 @@
-"""Alpha-entmax, probabilities that are mostly 0, and its loss (Peters et al. 2019)."""
+"""Alpha-entmax, sparse probabilities, and its loss (Peters et al. 2019)."""
 
 import functools
 
@@ -18,9 +18,8 @@ def entmax_loss(logits_V: jax.Array, targets: jax.Array, alpha: float) -> jax.Ar
     """Returns the Fenchel-Young loss of alpha-entmax, float32 [...], for 1 < alpha <= 2.
 
     (p - onehot(target)) . logits + H(p), H the Tsallis entropy sum_j (p_j - p_j^alpha) / (alpha
-    (alpha - 1)) (Peters et al. 2019, equation 9). Convex, nonnegative, 0 only if p is 1 at the
-    target, and finite even if p is 0 there, as is the gradient p - onehot(target). It approaches
-    cross entropy as alpha approaches 1.
+    (alpha - 1)) (Peters et al. 2019, equation 9). Convex, nonnegative, finite even if p is 0 at the
+    target; the gradient is p - onehot(target). Approaches cross entropy as alpha approaches 1.
     """
     return _loss_forward(logits_V, targets, alpha)[0]
 
@@ -69,11 +68,10 @@ def _probabilities(logits_V: jax.Array, shift_1: jax.Array, alpha: float) -> jax
 
 
 def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """Returns the shift [..., 1] with which p sums to 1, by Newton's method.
+    """Returns the shift [..., 1] with which p sums to 1, by Newton's method in about 5 steps.
 
     p = max(0, (alpha - 1) (z - max z) + 1 - shift) ** q, q = 1 / (alpha - 1). The q-norm of these
-    brackets is convex and decreases with the shift, so steps from 0 never overshoot. Logits of a
-    language model take about five.
+    brackets is convex and decreases with the shift, so steps from 0 never overshoot.
     """
     q = 1 / (alpha - 1)
     scaled_V = _scaled(logits_V, alpha)

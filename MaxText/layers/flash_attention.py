@@ -32,7 +32,7 @@ _KEPT = "context"  # name of the kernel's residuals in remat policies
 def kernel_refused(
     section: ModelSection, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
-    """Returns why no kernel serves a model on "gpu" or "tpu"; None if one does."""
+    """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
     attention, d = section.attention, section.shape.dimensions
     precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
     windows, in_parts = softmax_windows(section), num_length_parts > 1
@@ -73,7 +73,7 @@ def kernel_refused(
 
 
 def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
-    """Returns why cuDNN fails to compile a layer that `kernel_refused` accepts, or None."""
+    """Returns why cuDNN cannot compile the attention of a model, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
@@ -102,7 +102,7 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
 
 
 def serves(q_BTNH: jax.Array, of_queries: NamedSharding | None) -> bool:
-    """Returns whether a kernel takes queries of this shape and sharding (None on one device)."""
+    """Returns whether a kernel takes queries of this shape and sharding."""
     length = q_BTNH.shape[1]
     own = length if of_queries is None else of_queries.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
@@ -115,19 +115,14 @@ def flash_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     scoring: Scoring,
-    of_queries: NamedSharding | None,
-    of_keys: NamedSharding | None,
+    of_queries: NamedSharding | None,  # T over any axes that `serves` accepts; None on one device
+    of_keys: NamedSharding | None,  # S is unsharded
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention_core.softmax_attention without ALiBi, memories and dropout.
 
     The output, and on TPU the log-sum-exp, are tagged "context" for remat policies.
-
-    Args:
-      of_queries: Sharding of `q_BTNH`, T over any axes that `serves` accepts; None on one device.
-      of_keys: Sharding of `k_BSKH` and `v_BSKH`; S is unsharded.
-      segments_BT: Attention stays within a segment; None is one segment.
     """
     assert scoring.slopes_N is None, scoring
     assert scoring.precision in (None, "default"), scoring
@@ -158,18 +153,18 @@ def flash_attention(
 
 
 def block_of(length: int) -> int:
-    """Returns the size of a splash attention block; `length` is a multiple of TILE."""
+    """Returns the splash attention block size for a multiple of TILE."""
     return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
-    """Returns the FLOPs of a splash attention call, which declares none; `queries` is a shape."""
+    """Returns the FLOPs of a splash attention call, which declares none."""
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 
 
 def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Returns the average keys multiplied per query by splash attention, masked ones included."""
+    """Returns the average keys multiplied per query by splash attention."""
     block = block_of(length)
     blocks = np.arange(length // block)
     behind = blocks[:, None] - blocks
@@ -204,10 +199,7 @@ def _splash_kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """Returns the kernel for all rows of the mask, with its arrays on the host.
-
-    Cached, so that all layers share one: it is a key of jit's cache and slow to build.
-    """
+    """Returns the kernel of a whole mask. Cached: slow to build, and a key of jit's cache."""
     # Pallas takes a second to import.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -236,7 +228,7 @@ def _splash_kernel(
 
 
 def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
-    """Runs splash attention on one device; `kernel` has this device's rows of the mask."""
+    """Runs splash attention on one device, with its rows of the mask."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     _, length, num_heads, head_dim = q_BTNH.shape
@@ -251,7 +243,7 @@ def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scorin
 
 
 def _cudnn(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
-    """Runs cuDNN's attention on one device; the mask of segments takes [T, S] memory."""
+    """Runs cuDNN's attention on one device; segment masks take [T, S]."""
     del kernel
     mask_B1TS = None
     if of_queries_BT is not None:

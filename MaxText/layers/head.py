@@ -20,7 +20,7 @@ def head_of(section: Model) -> tuple[type[Head], Layer]:
 
 @register("head", "linear")
 class LinearHead(Head):
-    """An output matrix, or the token table (a tied head), optionally scaled and soft-capped."""
+    """An output matrix or the tied token table, with scaling and soft cap."""
 
     def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
         self.section = head = keys.head

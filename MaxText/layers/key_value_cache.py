@@ -1,7 +1,4 @@
-"""KV caches of attention.
-
-Legend: B sequences, T new tokens, S slots, K key/value heads, H head_dim.
-"""
+"""KV caches of attention; S slots, K key/value heads, W window."""
 
 import dataclasses
 from typing import Any
@@ -21,8 +18,8 @@ class KeyValueCache:
     """A cache whose slot s holds the token at position s of its sequence.
 
     Slots beyond a sequence's length hold anything: a query sees only slots up to its own position.
-    Memories, which every query sees, precede the slots. A batch of one has no dimension B, with
-    which XLA copies all slots twice per step on CPU, a third of the time to read a small model.
+    Memories, which every query sees, precede the slots. A batch of one has no dimension B: with it,
+    XLA on CPU copies all slots twice per step, a third of the time of reading a small model.
     """
 
     keys: jax.Array  # [B, K, M + S, H] or [K, M + S, H], after norms and rotary
@@ -97,7 +94,7 @@ class KeyValueCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowCache:
-    """The newest W tokens of each sequence in a ring buffer: position p is in slot p mod W."""
+    """The newest W tokens in a ring buffer: position p is in slot p mod W."""
 
     keys_BKWH: jax.Array
     values_BKWH: jax.Array
@@ -122,7 +119,7 @@ class WindowCache:
         positions_BT: jax.Array,
         scoring: Scoring,
     ) -> tuple[jax.Array, "WindowCache"]:
-        """Attends from T new tokens, themselves included, and returns the cache with them."""
+        """Attends from T new tokens, and returns the cache with them."""
         window, length = self.keys_BKWH.shape[2], positions_BT.shape[1]
         old_BW = _places_in_ring(positions_BT[:, 0], window)
         places_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
@@ -145,7 +142,7 @@ class WindowCache:
 
 
 def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
-    """Returns the position in each slot after `lengths_B` tokens, [B, W]; negative if empty."""
+    """Returns each slot's position [B, W], negative if the slot is empty."""
     newest_B1 = lengths_B[:, None] - 1
     return newest_B1 - (newest_B1 - jnp.arange(window)[None]) % window
 
@@ -155,7 +152,7 @@ def _constrained(slots: jax.Array) -> jax.Array:
 
 
 def capacity_of(states: Any) -> int | None:
-    """Returns the smallest `capacity` in a decode state; None if no node has `with_capacity`."""
+    """Returns the smallest `capacity` in a decode state; None if it has none."""
     nodes = jax.tree.leaves(states, is_leaf=_can_grow)
     return min((node.capacity for node in nodes if _can_grow(node)), default=None)
 

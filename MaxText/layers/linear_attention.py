@@ -7,8 +7,7 @@ GPT-Neo). Scores are unscaled; everything is float32 inside. exp(k) overflows be
 and eps are divided by exp(m), m the running maximum of k in the head: every factor between two
 tokens is then at most 1.
 
-Legend: B sequences, T tokens, C chunk, K key/value heads, G query heads per key/value head, N = K G
-query heads, H head_dim.
+Legend: C tokens of a chunk, K key/value heads, G query heads for each, N = K G, H head_dim.
 """
 
 import dataclasses
@@ -44,21 +43,14 @@ def causal_linear_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     *,
-    chunk: int,
+    chunk: int,  # C, tokens that are multiplied with each other
     epsilon: float,
-    state: LinearState | None = None,
-    segments_BT: jax.Array | None = None,
-    lengths_B: jax.Array | None = None,
+    state: LinearState | None = None,  # before the first token
+    segments_BT: jax.Array | None = None,  # contiguous; tokens see only their own segment
+    lengths_B: jax.Array | None = None,  # later tokens (padding) do not enter the state
     precision: str | None = None,
 ) -> tuple[jax.Array, LinearState]:
-    """Returns causal linear attention [B, T, N, H] in O(T), and the state after the last token.
-
-    Args:
-      chunk: C, tokens that are multiplied with each other.
-      state: The state before the first token, if any.
-      segments_BT: Tokens see only their own segment; segments are contiguous.
-      lengths_B: Tokens of each sequence; later ones do not enter the state.
-    """
+    """Returns causal linear attention [B, T, N, H] in O(T), and the state after the last token."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
     chunk = min(chunk, length)
@@ -172,7 +164,7 @@ def bidirectional_linear_attention(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """Returns softmax_H(q) (softmax_T(k)^T v), in O(T) without segments and O(T^2) with them."""
+    """Returns softmax_H(q) (softmax_T(k)^T v); O(T^2) with segments."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
     phi = jax.nn.softmax(q_BTNH.astype(jnp.float32), axis=-1)

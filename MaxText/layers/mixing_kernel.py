@@ -96,12 +96,10 @@ def _call(
     flops_per_number: int,
     target: Target,
 ) -> dict[str, Any]:
-    """Runs a kernel over tiles of tokens.
+    """Runs a kernel over tiles of tokens; all tiles share "scales" and "factors".
 
-    Args:
-      body: (chunk, target, input refs, result refs, scratch) -> None.
-      given: Operands; all tiles share "scales" and "factors". "accumulated" donates its memory to
-        "of_sources", for which both must come first by name.
+    `body` takes (chunk, target, input refs, result refs, scratch). "accumulated" donates its memory
+    to "of_sources", for which both must come first by name.
     """
     num_tokens, emb_dim = given["sources"][0].shape
 
@@ -201,7 +199,7 @@ class Tile(NamedTuple):
         _for_each(self.shape[1] // self.chunk, lambda d: do(pl.ds(d * self.chunk, self.chunk)))
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
-        """Returns `number` float32 [tokens] sums over all dimensions of terms(columns)."""
+        """Returns `number` float32 [tokens] sums of terms(columns)."""
         width = min(self.chunk, 128) if self.target == "tpu" else self.chunk
 
         def folded(x):

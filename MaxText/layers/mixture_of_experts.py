@@ -31,7 +31,7 @@ def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:
 
 
 class Experts(nnx.Module):
-    """E MLPs without biases, plain or gated, stacked along the first dimension."""
+    """E MLPs without biases, plain or gated, stacked along an expert axis."""
 
     def __init__(
         self,
@@ -73,9 +73,8 @@ class Experts(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """y = sum over a token's experts of gate * expert(x).
 
-    Gates are the largest of p = softmax(x Wg), float32. With one expert per token the gate is p
-    itself (Fedus et al. 2021); with more they are divided by their sum (Lepikhin et al. 2020, Jiang
-    et al. 2024).
+    Gates are the largest of p = softmax(x Wg), float32: p itself for one expert per token (Fedus et
+    al. 2021), else divided by their sum (Lepikhin et al. 2020, Jiang et al. 2024).
 
     With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
     earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
@@ -139,7 +138,7 @@ class MixtureOfExperts(nnx.Module):
         return factor if found is not None and found[1][0] else -1.0
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
-        """Returns a mask of choices to follow, [G, S, k]: the first, and by policy the second."""
+        """Returns a mask of choices to follow, [G, S, k]."""
         section = self.section
         followed = jnp.ones(gates.shape, bool)
         if section.num_experts_per_tok != 2:

@@ -49,13 +49,7 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
 
 
 class Model:
-    """The decoder of a configuration.
-
-    Attributes:
-      parameters: Name ("layers/mlp/wo/kernel") -> ParameterInfo, in the order of the tree.
-      abstract: Nested dict like the parameters, of jax.ShapeDtypeStruct.
-      blueprint: How its layers are built and stored.
-    """
+    """The decoder of a configuration."""
 
     def __init__(self, section: ModelSection):
         self.section = section
@@ -74,14 +68,14 @@ class Model:
             self.parameters[name] = ParameterInfo(*(metadata[f] for f in ParameterInfo._fields))
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
-        """Returns (array name, row) of a layer's parameter such as "mlp/wo/kernel", as stored."""
+        """Returns (array name, row) of a layer's parameter, "mlp/wo/kernel"."""
         if self.blueprint.is_stacked:
             return f"layers/{name}", layer
         path, row = self.blueprint.plan.path(layer)
         return f"layers/{path}/{name}", row
 
     def placed(self, name: str) -> tuple[str, Sequence[int] | None]:
-        """Returns a parameter's name within its layer, and the layers of its rows (or None)."""
+        """Returns a parameter's name within its layer, and its rows' layers."""
         folder, _, within = name.partition("/")
         plan = self.blueprint.plan
         if folder != "layers":
@@ -95,7 +89,7 @@ class Model:
         return within, plan.layers_of(int(run))
 
     def layer_of(self, name: str) -> Layer | None:
-        """Returns the first layer that a parameter belongs to; None outside of layers."""
+        """Returns the first layer that a parameter belongs to, or None."""
         layers = self.placed(name)[1]
         return None if layers is None else self.section.layers[layers[0]]
 

@@ -68,7 +68,7 @@ class ScaleNorm(RMSNorm):
 
 
 def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + epsilon) * factors in the dtype of x; None is a factor of 1."""
+    """Returns x / sqrt(mean(x^2) + epsilon) * factors, in the dtype of x."""
     x_float = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
     y = x_float * jax.lax.rsqrt(mean_square + epsilon)
@@ -89,7 +89,7 @@ def normalization(
     parametric: bool = True,
     kind: str | None = None,
 ) -> nnx.Module:
-    """Builds the configured norm of the residual stream; `kind` overrides normalization_type."""
+    """Builds the residual stream's norm; `kind` overrides its type."""
     make = lookup("norm", kind or section.normalization_type)
     return make(section, building, rngs, parametric=parametric)
 

@@ -1,6 +1,6 @@
 """The protocol of model parts, built-in and user-defined.
 
-A part is a class registered under a kind and a name (config/registry.py):
+A part is a class registered under a kind and a name (config/registry.py)::
 
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
@@ -35,7 +35,7 @@ Scalars = dict[str, jax.Array]  # to sum over layers
 
 
 class Flops(NamedTuple):
-    """Forward FLOPs per token in one layer, besides those of weights (2 per weight)."""
+    """Forward FLOPs per token in one layer, besides 2 per weight."""
 
     by_rule: float  # as the MFU counts: products of tokens with tokens or with a state
     executed: float | None = None  # by the backend, masked products included; None is `by_rule`
@@ -76,25 +76,25 @@ class Part(nnx.Module):
 
     @classmethod
     def keys_of(cls, layer: Layer) -> Any:
-        """Returns the part's own keys in a layer, or the model's keys if it has none."""
+        """Returns the part's own keys in a layer, or else the model's."""
         keys = layer.section.parts.of(cls)
         return layer.section if keys is None else keys
 
     @classmethod
     def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
-        """Returns why these keys or sizes are invalid; a second line says what to set."""
+        """Returns why keys or sizes are invalid, and on line 2 what to set."""
         return None
 
     @classmethod
     def flops(cls, keys: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Returns row of the FLOPs table -> FLOPs, for sequences of `length` tokens."""
+        """Returns FLOPs table row -> FLOPs, for sequences of `length` tokens."""
         return {}
 
     @classmethod
     def state_bytes(
         cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        """Returns a sequence's decode state bytes, (per token, fixed), for at most `length`."""
+        """Returns bytes of decode state per sequence: (per token, fixed)."""
         return 0, 0
 
 
@@ -120,12 +120,12 @@ class Mixer(Part):
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
-        """Returns the output of tokens at `context.positions_BT`, and the state after them."""
+        """Returns the output at `context.positions_BT`, and the new state."""
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
     def notes(cls, keys: Any, length: int) -> tuple[str, str]:
-        """Returns FLOPs table footnotes about `by_rule` and `executed`; "" for none."""
+        """Returns FLOPs table footnotes about `by_rule` and `executed`, or ""."""
         return "", ""
 
     @classmethod
@@ -175,7 +175,7 @@ class Normalized(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs x_BTD of a layer's queries, keys, values and residual stream; often the same."""
+    """Inputs x_BTD of queries, keys, values and residual stream of a layer."""
 
     q: jax.Array | Normalized
     k: jax.Array | Normalized
@@ -209,7 +209,7 @@ class Connection(Part):
         raise NotImplementedError
 
     def shared(self, carried: Any) -> dict[str, jax.Array]:
-        """Returns the arrays that mixers read, and may replace, in `context.shared`."""
+        """Returns what mixers read, and may replace, in `context.shared`."""
         return {}
 
     def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
@@ -221,7 +221,7 @@ class Connection(Part):
         raise NotImplementedError
 
     def checked(self, before: Any, after: Any) -> Any:
-        """Returns `after`; raises UserError if it should have the shapes of `before`."""
+        """Returns `after`; raises UserError if its shapes changed but may not."""
         if self.keeps_shapes and _shapes(before) != _shapes(after):
             raise UserError(
                 f"{described(self)}: write returned {_shapes(after)}, and has to keep what "
@@ -232,7 +232,7 @@ class Connection(Part):
 
 @register("connection", "residual")
 class ResidualStream(Connection):
-    """The residual stream: a layer reads the output of the one before it (He et al. 2016)."""
+    """Residual stream: a layer reads the previous output (He et al. 2016)."""
 
     def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
         return Inputs.all(carried), carried
@@ -285,7 +285,7 @@ class Head(Part):
 
 
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
-    """Returns `found`; raises UserError unless it is a pair whose first has the shape of x_BTD."""
+    """Returns `found`; raises UserError unless it is (like x_BTD, anything)."""
     if isinstance(found, tuple) and len(found) == 2 and _words(found[0]) == _words(x_BTD):
         return found
     given = f"({', '.join(map(_words, found))})" if isinstance(found, tuple) else _words(found)

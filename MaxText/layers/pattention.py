@@ -42,7 +42,7 @@ def slot_place(name: str) -> SlotPlace | None:
 
 
 def slots_by_place(numbers: Mapping[str, str]) -> str:
-    """Formats numbers by place: "24 -> 40 (attention), 96 -> 160 (feed-forward)"."""
+    """Formats values by place: "24 -> 40 (attention), 96 (feed-forward)"."""
     order = [None, *_PLACES]
     pairs: set[tuple[SlotPlace | None, str]] = {
         (slot_place(name), words) for name, words in numbers.items()
@@ -69,7 +69,7 @@ class Theta:
     emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
-        """Returns slot weights from scores [..., n], in their dtype; computes in float32."""
+        """Returns slot weights from scores [..., n]; computes in float32."""
         kind = self.section.normalize_type
         y = scores.astype(jnp.float32)
         if kind in ("l2_norm_gelu", "l2_norm"):

@@ -28,24 +28,18 @@ from MaxText.parallelism.constraints import HIDDEN, constrain, joined_rows, spli
 
 
 def pipelined(
-    layers: Any,
+    layers: Any,  # from `stack`, all of them repeats of one cycle
     blueprint: Blueprint,
-    carried: Any,
+    carried: Any,  # input of the first layer, a tree of arrays [B, T, ...]
     context: Context,
     apply: Callable[[Any, Any, Context, jax.Array], tuple[Any, dict[str, jax.Array]]],
     *,
-    schedule: PipelineSchedule,
+    schedule: PipelineSchedule,  # with as many stages as the current mesh
     policy: RematPolicy,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Applies all layers on the stages of a mesh; returns the output and summed scalars.
 
-    Same as `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
-
-    Args:
-      layers: From `stack`, all of them repeats of one cycle.
-      carried: Input of the first layer, a tree of arrays [B, T, ...].
-      apply: (layer, carried, context of these rows, index) -> (input of the next layer, scalars).
-      schedule: With as many stages as the current mesh.
+    Equals `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
@@ -144,7 +138,7 @@ def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
 
 
 def staged(x: jax.Array, *, waits: bool = False) -> jax.Array:
-    """Shards arrays [S, b, T, ...], or waiting ones [S, M, b, T, ...], over stages."""
+    """Shards [S, b, T, ...], or waiting [S, M, b, T, ...], over stages."""
     outer = ("activation_stage", None) if waits else ("activation_stage",)
     return constrain(x, *outer, *_axes(x.ndim - len(outer)))
 

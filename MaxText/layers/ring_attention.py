@@ -36,22 +36,15 @@ def ring_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     scoring: Scoring,
-    of_queries: NamedSharding,
-    of_keys: NamedSharding,
+    of_queries: NamedSharding,  # T over the axes of the ring, which divide it
+    of_keys: NamedSharding,  # T over the same axes
     *,
     segments_BT: jax.Array | None = None,
     memory: Memory | None = None,
-    block_size: int | None = None,
-    balanced: bool = True,
+    block_size: int | None = None,  # query rows whose scores are in memory at once; None is all
+    balanced: bool = True,  # whether causal work without a window is divided evenly
 ) -> jax.Array:
-    """Computes softmax_attention without dropout, [B, T, N, H] in the dtype of `q_BTNH`.
-
-    Args:
-      of_queries: Sharding of `q_BTNH`, T over the axes of the ring, which divide it.
-      of_keys: Sharding of `k_BTKH` and `v_BTKH`, T over the same axes.
-      block_size: Query rows whose scores are in memory at once; None is all of a device.
-      balanced: Whether causal work without a window is divided evenly.
-    """
+    """Computes softmax_attention without dropout, [B, T, N, H] in the dtype of `q_BTNH`."""
     mesh = of_queries.mesh
     batch, ring, heads = (split_axes(of_queries, dim) for dim in range(3))
     assert ring == split_axes(of_keys, 1), (of_queries, of_keys)
@@ -246,7 +239,7 @@ class _Ring:
     def _around(
         self, of_block: _OfBlock, rows: _Rows, keys: Any, of_rows: Any, of_keys: Any
     ) -> tuple[Any, Any, int]:
-        """Folds all shards that queries see; returns both states, and the shift of the keys'."""
+        """Folds all visible shards; returns both states and the keys' shift."""
         steps = self.steps
         own = jax.lax.axis_index(self.axes)
 

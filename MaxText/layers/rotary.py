@@ -88,7 +88,7 @@ def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarr
 
 
 def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the first R dimensions of each head; R is twice the table's last size."""
+    """Rotates the first R dimensions of each head (R/2 is the table's size)."""
     if platform() == "tpu":
         return rotate_whole(x_BTNH, *table)
     sin, cos = table

@@ -140,7 +140,7 @@ def stack(
     *,
     shared: bool = False,
 ) -> tuple[Any, Blueprint]:
-    """Builds all layers as one module: a stacked layer, or an nnx.Dict if their shapes differ."""
+    """Builds all layers as one: stacked, or an nnx.Dict if shapes differ."""
     shapes_only = isinstance(rngs, ShapesOnly)
     first_of = [
         plan.first_of(place[0]) if (place := plan.cycled(i)) else i for i in range(plan.num_layers)
@@ -240,10 +240,7 @@ def apply_scanned(
     apply: Callable[[Any, Any, jax.Array | int], tuple[Any, Scalars]],
     policy: RematPolicy,
 ) -> tuple[Any, Scalars]:
-    """Applies all layers: repeats of the cycle in a scan, others unrolled.
-
-    `apply` maps (layer, carried, index) to (input of the next layer, scalars to sum over layers).
-    """
+    """Applies all layers: repeats of the cycle in a scan, others unrolled."""
     weights, plan = weights_of(layers), blueprint.plan
     totals: Scalars = {}
 
@@ -273,22 +270,16 @@ def apply_scanned(
 
 def scan_cycle(
     blueprint: Blueprint,
-    weights: Any,
+    weights: Any,  # of these layers (Blueprint.cycle_weights)
     carried: Any,
     apply: Callable[[Any, Any, Any], tuple[Any, Scalars]],
     policy: RematPolicy,
     *,
     num_repeats: int,
-    first: jax.Array | int = 0,
-    select: Callable[[Any], Any] | None = None,
+    first: jax.Array | int = 0,  # index of the first layer
+    select: Callable[[Any], Any] | None = None,  # from stored weights to a layer's, inside remat
 ) -> tuple[Any, Scalars]:
-    """Applies repeats of the cycle in a scan.
-
-    Args:
-      weights: Weights of these layers (Blueprint.cycle_weights).
-      first: Index of the first layer.
-      select: Stored weights of a layer -> its weights. Only policy "none" saves the result.
-    """
+    """Applies repeats of the cycle in a scan."""
     plan, is_shared = blueprint.plan, blueprint.is_shared
     # Whether a layer slices its weights out of a whole cycle's, which an inner loop cannot do.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
@@ -349,7 +340,7 @@ def scan_cycle(
 
 
 def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
-    """Splits weights by run, [repeats, layers, ...]; a loop would save the slices."""
+    """Splits weights by run, outside of the loop that would save slices."""
     plan = blueprint.plan
     if not blueprint.is_stacked:
         return [weights[str(run)] for run in range(len(plan.runs))]
@@ -384,22 +375,18 @@ def apply_unrolled(
     apply: Callable[[Any, Any, int, Any], tuple[Any, Scalars, Any]],
     *,
     policy: RematPolicy = "none",
-    states: Sequence[Any] | None = None,
+    states: Sequence[Any] | None = None,  # decode state of each layer
     in_turn: bool = False,
 ) -> LayersOutput:
-    """Applies all layers, unrolled.
+    """Applies all layers, unrolled. Every policy saves their outputs.
 
     Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
     ones for every token, which takes as long as the matmuls.
 
-    Args:
-      apply: (layer, carried, index, state or None) -> (input of the next layer, scalars, state).
-      policy: Remat policy. Outputs of layers are always saved.
-      states: Decode state of each layer; None before there are any.
-      in_turn: On TPU a layer's backward pass waits for the weight gradients of the layer after it.
-        With dense connections XLA otherwise postpones all weight gradients to the end and keeps
-        their operands until then; without them waiting costs memory (docs/mudd_cost.md). No effect
-        on the result.
+    With `in_turn`, on TPU, a layer's backward pass waits for the weight gradients of the layer
+    after it. With dense connections XLA otherwise postpones all of them to the end and keeps their
+    operands until then; without them waiting costs memory
+    (docs/explanation/dense_connections.md). Same result.
     """
     in_turn = in_turn and platform() == "tpu"
     totals, new_states = {}, []
@@ -440,10 +427,7 @@ def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
 
 
 def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any, Any]:
-    """Returns a layer's weights, what to take the next layer's from, and the layer's input.
-
-    `held` is one tree of stacked weights, a list of one tree per layer, or of one shared tree.
-    """
+    """Takes a layer's weights from a stacked tree or list; returns the rest."""
     if not in_turn:
         return held[index % len(held)], held, carried
     if not isinstance(held, list):

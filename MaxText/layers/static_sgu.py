@@ -1,12 +1,9 @@
 """Static SGU: a sum over earlier tokens with fixed weights, in place of attention.
 
-fattorib/transformer's form of the spatial gating unit (Liu et al. 2021):
-
     y_t = sum_d x_(t-d) / (d+2), for distances d from 0 to `kernel`
 
-It has no parameters, and no gradient flows through its input.
-
-Legend: B sequences, T tokens, E channels, P positions before the tokens.
+fattorib/transformer's form of the spatial gating unit (Liu et al. 2021). It has no parameters, and
+no gradient flows through its input. Legend: E channels, P positions before the tokens.
 """
 
 import dataclasses
@@ -29,7 +26,7 @@ from MaxText.layers.part import Flops, Init, Mixer, Scalars
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewestInputs:
-    """The newest `kernel` inputs x_BPE in order, with zeros for missing tokens."""
+    """The newest `kernel` inputs x_BPE in order, zero for missing tokens."""
 
     x_BPE: jax.Array
 
@@ -59,7 +56,7 @@ class SplitState:
 
 @functools.cache
 def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
-    """Returns a mixer with static SGU on the first half of the channels, itself on the second."""
+    """Returns a mixer with static SGU on the first half of the channels."""
 
     class BesideStaticSGU(mixer):  # type: ignore[misc, valid-type]
         sgu_kernel: int
@@ -130,7 +127,7 @@ def static_sgu(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """Returns sum_d x_(t-d) / (d + 2) within segments, d = 0..kernel, in O(T kernel): [B, T, E]."""
+    """Returns sums [B, T, E] within segments, in O(T kernel)."""
     batch, length, channels = x_BTE.shape
     rows, num_blocks = sgu_blocks(kernel, length)
     spare = num_blocks * rows - length
@@ -163,7 +160,7 @@ def _product(weights: jax.Array, x: jax.Array, precision: str | None) -> jax.Arr
 
 
 def _band(rows: int, kernel: int) -> np.ndarray:
-    """Returns float32 [rows, kernel + rows]: row t sums columns t to t + kernel."""
+    """Returns float32 [rows, kernel + rows]; row t sums t to t + kernel."""
     distance = np.arange(rows)[:, None] + kernel - np.arange(kernel + rows)[None]
     inside = (distance >= 0) & (distance <= kernel)
     return np.where(inside, 1.0 / (np.maximum(distance, 0) + 2.0), 0.0).astype(np.float32)

@@ -93,7 +93,7 @@ def _truncated_fan_in(key, shape, num_in_dims, dtype):
 
 
 def orthogonal(scale: float) -> Initializer:
-    """Returns an initializer of orthonormal rows or columns, times `scale` (Saxe et al. 2014)."""
+    """Draws orthonormal rows or columns, times `scale` (Saxe et al. 2014)."""
 
     def initialize(key, shape, num_in_dims, dtype):
         matrix = jax.nn.initializers.orthogonal(scale)(key, _fans(shape, num_in_dims), jnp.float32)
@@ -187,7 +187,7 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """Sizes, initializers and dtypes that a part is built with, besides its own keys."""
+    """Sizes, initializers and dtypes to build a part with."""
 
     dimensions: Dimensions
     initializers: Initializers

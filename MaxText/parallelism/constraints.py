@@ -89,7 +89,7 @@ def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
 
 
 def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """Returns the current mesh, and the axes that split each logical name; None on one device."""
+    """Returns the current mesh, and the axes that split each name, or None."""
     in_force = _in_force.get()
     if in_force is None or in_force[0].size == 1:
         return None
@@ -109,10 +109,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def token_by_token(tree: Any) -> Any:
-    """Constrains arrays to a token-major layout on TPU.
+    """Constrains arrays to a token-major layout on TPU; otherwise XLA inserts transposes.
 
-    Without it XLA alternates layouts between layers and inserts transposes. No effect without a
-    mesh, as exported programs are for other machines, too.
+    No effect without a mesh, as exported programs are for other machines, too.
     """
     if _in_force.get() is None or platform() != "tpu":
         return tree
@@ -122,7 +121,7 @@ def token_by_token(tree: Any) -> Any:
 
 
 def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
-    """Returns the current sharding of an array with these dimensions; None on one device."""
+    """Returns the current sharding for these axes; None on one device."""
     in_force = _in_force.get()
     if in_force is None or in_force[0].size == 1:
         return None
@@ -156,7 +155,7 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """Returns the name of its devices, such as "TPU v4"."""
+    """Returns the name of the devices compiled for, such as "TPU v4"."""
     return _device().device_kind
 
 

@@ -1,8 +1,7 @@
 """Arrangement of devices: mesh sizes inside a slice (ICI) and across slices (DCN).
 
-A slice is connected by a fast network: a TPU slice, or the GPUs of a server (`slice_index` in jax).
-If jax knows a single slice and `dcn_*` sizes ask for several, devices are divided into equal parts
-in the order of their processes.
+A slice has a fast network: a TPU slice, or the GPUs of a server (`slice_index` in jax). If jax
+knows one slice and `dcn_*` sizes ask for several, devices are split evenly in process order.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ class MeshSizes(NamedTuple):
 
 
 def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
-    """Returns the configured sizes with -1 resolved; raises UserError if they do not fit."""
+    """Returns the sizes with -1 resolved; raises UserError if they misfit."""
     num_slices = len(_slices(section, devices))
     across = _filled(section, "dcn", num_slices)
     if across is None:
@@ -64,11 +63,10 @@ def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
 
 
 def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
-    """Returns the devices of a slice as a mesh; raises UserError if `allow_split` is needed.
+    """Returns the devices of a slice as a mesh; raises UserError if that needs `allow_split`.
 
-    Each mesh axis takes whole axes of the physical network if possible, else physical axes are
-    split. If jax knows no such arrangement either, devices are used in their order: collectives are
-    slower, but every mesh whose sizes multiply can be built.
+    Mesh axes take whole axes of the physical network if possible, else split ones. If jax knows no
+    such arrangement, devices are in their order: slower collectives, but every mesh can be built.
     """
     named = zip(MESH_AXES, sizes, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in named if size > 1)
@@ -114,7 +112,7 @@ def _sizes(section: MeshSection, network: str) -> list[int]:
 
 
 def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
-    """Returns the sizes with -1 resolved; None if they do not multiply to `number`."""
+    """Returns the sizes with -1 resolved; None if they do not multiply."""
     sizes = _sizes(section, network)
     fixed = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and number % fixed == 0:

@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        """Required divisor of the batch size, by data parallelism, stages and microbatches."""
+        """Divisor of the batch size, from shards, stages and microbatches."""
         num_stages = self.mesh.shape["stage"]
         return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
@@ -125,7 +125,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(of, abstract_state)
 
     def _split_besides(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-        """Splits the longest divisible dimension, best an unsplit one, over the extra axis."""
+        """Splits the longest divisible dimension over the axis, unsplit first."""
         axis = self.optimizer_state_axis
         spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         axes = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
@@ -141,15 +141,14 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
-        """Returns the sharding of a batch: sequences are split, tokens (small ids) are not."""
+        """Returns the sharding of a batch: sequences are split, tokens are not."""
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
     def share_of_batch(self, process: int | None = None) -> tuple[int, int]:
         """Returns (part, parts): a process reads part `part` of the sequences of each batch.
 
-        Processes whose devices hold the same sequences, as with tensor parallelism across machines,
-        read the same part.
+        Processes that hold the same sequences (tensor parallelism across machines) read the same.
         """
         process = jax.process_index() if process is None else process
         batch_dims = [self.mesh.axis_names.index(axis) for axis in self.batch_axes]
@@ -211,7 +210,7 @@ class Layout:
     def compile_step(
         self, train_step: Callable, abstract_state: Any, abstract_batch: Any
     ) -> tuple[Callable, float]:
-        """Returns the compiled train step, which donates its state, and the seconds it took."""
+        """Returns the compiled step, which donates its state, and its seconds."""
         began = time.perf_counter()
         compiled = self.lower_step(train_step, abstract_state, abstract_batch).compile()
         return compiled, time.perf_counter() - began
@@ -225,14 +224,11 @@ class Layout:
 
 
 def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
-    """Returns (part, parts) of the sequences of a batch that a process reads.
+    """Returns (part, parts) of a batch's sequences that a process reads, by first sequence.
 
-    Must make the same choice as jax.make_array_from_process_local_data. Parts are counted by their
-    first sequences. If processes hold overlapping sets, returns (0, 1): each reads all sequences
-    and places what it holds.
-
-    Args:
-      held: Process -> coordinates, along the axes that split a batch, of the sequences it holds.
+    Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
+    returns (0, 1): each reads all sequences and places what it holds. `held` maps processes to
+    coordinates of their sequences along the axes that split a batch.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
     sizes = {len(parts) for parts in distinct}
@@ -245,7 +241,7 @@ def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tup
 def make_layout(
     section: MeshSection, devices: Sequence[Any], pipeline: Pipeline | None = None
 ) -> Layout:
-    """Returns the configured layout; raises UserError if the devices do not support it."""
+    """Returns the layout; raises UserError if the devices do not support it."""
     offloads = section.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
@@ -273,18 +269,14 @@ def _check_host_memory(device: Any) -> None:
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
-    """Returns the sequences of an update; `per_device` is per device and microbatch."""
+    """Returns sequences per update; `per_device` is per microbatch."""
     key = "per_device_batch_size"
     rows = _rows(layout, per_device, key)
     return rows * section.gradient_accumulation_steps
 
 
 def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
-    """Returns the sequences of one microbatch over all devices.
-
-    Raises UserError if not an integer, or not divisible by the devices that split the batch. For
-    evaluation, `per_device` replaces per_device_batch_size.
-    """
+    """Returns sequences per microbatch; raises UserError if not divisible."""
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
     return _rows(layout, per_device or section.per_device_batch_size, key)
 
@@ -307,7 +299,7 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
 
 
 def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
-    """Raises UserError if the mesh does not divide the sequences, which would replicate them."""
+    """Raises UserError if the mesh does not divide the sequence lengths."""
     lengths = {f"max_target_length={longest}": longest}
     for _, length in section.sequence_length_stages:
         lengths[f"a stage of {length} in sequence_length_stages"] = length
@@ -325,7 +317,7 @@ def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
 def check_sharding(
     parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
 ) -> float:
-    """Returns the share of replicated parameters; raises UserError above `tolerance`."""
+    """Returns the replicated share; raises UserError above `tolerance`."""
     if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
     whole = {

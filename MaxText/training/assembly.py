@@ -37,19 +37,10 @@ class Assembled(NamedTuple):
 def assemble(
     config: Config,
     layout: Layout,
-    old_slots: Mapping[str, int] | None = None,
-    old_slots_learning_rate: float = 1.0,
+    old_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
+    old_slots_learning_rate: float = 1.0,  # factor of their updates
 ) -> Assembled:
-    """Assembles a train step.
-
-    Args:
-      old_slots: Parameter name -> leading slots that were trained before the run grew.
-      old_slots_learning_rate: Factor of their updates.
-
-    Raises:
-      UserError: The mesh splits too few of the parameters, or the sequences unevenly; or a part
-        returns a wrong shape.
-    """
+    """Assembles a train step; raises UserError if the mesh does not fit."""
     platform = layout.mesh.devices.flat[0].platform
     section, choices = backend_defaults.resolve(config.model, platform, layout)
     model = Model(section)
@@ -62,7 +53,16 @@ def assemble(
     check_lengths(section.shape.max_target_length, config.batch, layout)
     whole = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     state = layout.abstract_state(initialize, model.parameters)
-    step = steps.train_step_of(config, model, optimizer, schedule)
+    step = steps.make_train_step(
+        model,
+        optimizer,
+        schedule,
+        num_microbatches=config.batch.gradient_accumulation_steps,
+        dropout_seed=section.initialization.init_weights_seed,
+        guard=config.guard,
+        repeat_update=config.optimizer.opt_type != "muon",
+        fetches_moments=config.mesh.optimizer_memory_host_offload,
+    )
     return Assembled(model, optimizer, initialize, state, step, whole, choices)
 
 

@@ -1,4 +1,4 @@
-"""Resolves `auto` for the current devices. Every choice is printed and can be overridden."""
+"""Resolves `auto` for the current devices; every choice is printed."""
 
 import jax.numpy as jnp
 
@@ -14,10 +14,7 @@ CPU_UNROLLED_WIDTH = 512
 
 
 def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple[Model, list[str]]:
-    """Returns the section without `auto`, and one line for each choice.
-
-    A `layout` of None means one device, on which no kernel can be tried.
-    """
+    """Returns the section without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
     lines = []
 
@@ -96,7 +93,7 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
 
 
 def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
-    """Returns the form of depth-wise aggregation, and why (figures in docs/mudd_cost.md)."""
+    """Returns the form of depth-wise aggregation, and the reason."""
     dense = section.dense_connections
     asked, on_cpu = dense.dense_mixing, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):

@@ -60,7 +60,7 @@ class LossSums(NamedTuple):
 
     @property
     def in_nats(self) -> jax.Array:
-        """Sum of weighted negative log-probabilities; the total of an objective without them."""
+        """Sum of weighted negative log-probabilities, or else the total."""
         return self.over_targets.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
@@ -99,8 +99,7 @@ def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) 
 
     An objective is a function of its keys (or the section, without keys of its own), float32 logits
     [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
-    minimized, and log(Z) [B, T] or None. A loss named lm_loss is in nats per target, so that it has
-    a perplexity.
+    minimized, and log(Z) [B, T] or None. A loss named lm_loss is in nats, so it has a perplexity.
 
     Raises:
       UserError: The objective returned something else.
@@ -118,7 +117,7 @@ def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) 
 
 
 def is_in_nats(section: Objective) -> bool:
-    """Returns whether a loss is a negative log-probability, which has a perplexity."""
+    """Returns whether a loss is in nats, so that it has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     losses, _ = jax.eval_shape(functools.partial(losses_of, section=section), *shapes)
     return IN_NATS in losses

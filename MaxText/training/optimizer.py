@@ -24,10 +24,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Chains clipping, the rule's direction, decoupled decay, and the learning rate.
 
-    Regular expressions match anywhere in a parameter's name ("layers/mlp/wo/kernel").
-
-    Raises:
-      UserError: trainable_parameters_mask matches no parameter.
+    Patterns match anywhere in a parameter's name. Raises UserError if nothing is trainable.
     """
     patterns = section.trainable_parameters_mask
     trained = {
@@ -56,7 +53,7 @@ def make_optimizer(
 def _restricted(
     optimizer: optax.GradientTransformation, trained: Names
 ) -> optax.GradientTransformation:
-    """Restricts `optimizer` to the trained parameters; the others get update 0 and no state."""
+    """Restricts `optimizer` to some parameters; others have no state."""
 
     def pick(tree: Any) -> dict:
         return per_parameter(trained, lambda name: _folder(tree, name)[name.rpartition("/")[2]])
@@ -80,8 +77,7 @@ def slow_old_slots(
 ) -> optax.GradientTransformation:
     """Multiplies updates of old slots, weight decay included, by `factor`; 0 freezes them.
 
-    `old_slots` maps parameter names to leading slots that are old. The state is that of
-    `optimizer`, so a checkpoint does not depend on the factor.
+    The state is that of `optimizer`, so a checkpoint does not depend on the factor.
     """
     if factor == 1 or not old_slots:
         return optimizer
@@ -109,7 +105,7 @@ def _folder(tree: Any, name: str) -> dict:
 
 
 def per_parameter(parameters: Names, value_of: Callable[[str], Any]) -> dict:
-    """Returns a nested dict like the parameters, with `value_of(name)` at each leaf."""
+    """Returns a dict like the parameters, with `value_of(name)` as leaves."""
     tree: dict = {}
     for name in parameters:
         *folders, leaf = name.split("/")
@@ -207,10 +203,7 @@ def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
 
 
 def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransformation:
-    """Returns m / (sqrt(v + eps_root) + eps) as in BERT and GPT-Neo.
-
-    The state is that of optax.scale_by_adam, so that a run may switch rules.
-    """
+    """Adam as in BERT and GPT-Neo, with the state of scale_by_adam."""
     adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -251,8 +244,7 @@ def _muon_dimensions(info: ParameterInfo) -> Any:
     """Returns the dimensions that form the matrix; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
-    dense connections, whose outputs have individual meanings as the head's do: in a 4-layer
-    MUDDFormer, Muon there ended at a higher validation loss.
+    dense connections: in a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
     """
     of_coefficients = not any(info.logical_axes)
     if not info.num_in_dims or "vocab" in info.logical_axes or of_coefficients:

@@ -7,11 +7,10 @@ from MaxText.config.training_sections import Schedule
 
 
 def learning_rate_schedule(section: Schedule) -> optax.Schedule:
-    """Returns warm-up from 0, the body, then 0 or the last value.
+    """Returns warm-up from 0, the body, then 0 or the last value; a constant body never ends.
 
-    With a warm-up the first update has learning rate 0, as in MaxText. A constant body never ends.
-    The body follows the warm-up, or with `warmup_multiplies_schedule` starts at step 0 and is
-    multiplied by it, as in GPT-Neo.
+    With a warm-up the first update has learning rate 0, as in MaxText. The body follows it, or with
+    `warmup_multiplies_schedule` starts at step 0 and is multiplied by it, as in GPT-Neo.
     """
     peak = section.learning_rate
     total, warmup = section.learning_rate_schedule_steps, section.num_warmup_steps

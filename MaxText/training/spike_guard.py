@@ -22,7 +22,7 @@ _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which chang
 _LEAST_DEVIATION_Q = (0.03, 0.5, 0.5)
 _SMALL_LOSS = 1.0  # nats below which relative changes mean little, as in memorized text
 # Nats (or the median itself, if more) that an early loss may be above the median so far. Early
-# losses vary widely, and a wrong skip leads to others: only an exploding run may exceed this.
+# losses vary widely, and a wrong skip leads to others: only a diverging run may exceed this.
 _EARLY_LOSS_RISE = 4.0
 _SIGMA = 1.4826  # standard deviation / median absolute deviation of normal noise
 
@@ -30,7 +30,7 @@ _SIGMA = 1.4826  # standard deviation / median absolute deviation of normal nois
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardState:
-    """State of the guard, part of the train state so that a resumed run decides the same."""
+    """State of the guard, stored so that a resumed run decides the same."""
 
     values_QW: Any  # float32, of the last accepted updates; a ring buffer
     num_sound: Any  # int32, accepted updates so far
@@ -41,7 +41,7 @@ class GuardState:
     calm_step: Any  # int32, the last update at which the median was not far above that
 
     def fresh(self) -> "GuardState":
-        """Returns an empty state with this one's shapes and shardings; this one may be abstract."""
+        """Returns an empty state with the shardings of this (abstract) one."""
         nothing = _nothing_seen(self.skipped_W.shape[0])
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), nothing, self)
 
@@ -86,7 +86,7 @@ def judge(
     update_norm: jax.Array,  # of what would be added to the parameters
     learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
 ) -> Verdict:
-    """Decides whether to accept an update (counted from 0), before it is applied."""
+    """Decides whether to accept update `step`, before it is applied."""
     window = section.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
     values_Q = jnp.stack([loss, grad_norm, update_norm / rate]).astype(jnp.float32)

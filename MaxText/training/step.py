@@ -1,4 +1,4 @@
-"""The pure functions to compile: initialization, train step, evaluation step."""
+"""The pure functions to compile: initialization and train step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.config.schema import Config
 from MaxText.config.training_sections import Guard
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -43,26 +42,20 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
-    num_microbatches: int,
+    num_microbatches: int,  # parts of a batch whose gradients are accumulated one by one
     dropout_seed: int,
-    guard: Guard = _NO_GUARD,
+    guard: Guard = _NO_GUARD,  # that of the state
     repeat_update: bool = True,
-    fetches_moments: bool = False,
+    fetches_moments: bool = False,  # from host memory; Layout.compile_step decides where they go
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
 
     Losses are means over the targets of the whole global batch, so microbatches change only memory,
     rounding and dropout.
 
-    Args:
-      num_microbatches: Parts of the batch whose gradients are accumulated one after another.
-      guard: Must be the guard that the state was made with.
-      repeat_update: With a guard, whether TPUs compute updates again once they are accepted. That
-        spares the memory and traffic of new values next to the old ones (docs/plan.md), for the
-        FLOPs of the rule, few except for muon. CPUs copy what passes a barrier, so that nothing
-        is spared there. No effect on the result.
-      fetches_moments: Whether the optimizer state is in host memory. The step returns it on the
-        device; Layout.compile_step decides where it goes.
+    With a guard, `repeat_update` makes TPUs compute updates again once they are accepted. That
+    spares the memory and traffic of new values next to the old ones, for the FLOPs of the rule, few
+    except for muon. CPUs copy what passes a barrier, so nothing is spared there.
     """
     objective = model.section.objective
 
@@ -139,24 +132,8 @@ def make_train_step(
     return train_step
 
 
-def train_step_of(
-    config: Config, model: Model, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Returns the configured train step; `model` has backend defaults resolved."""
-    return make_train_step(
-        model,
-        optimizer,
-        schedule,
-        num_microbatches=config.batch.gradient_accumulation_steps,
-        dropout_seed=model.section.initialization.init_weights_seed,
-        guard=config.guard,
-        repeat_update=config.optimizer.opt_type != "muon",
-        fetches_moments=config.mesh.optimizer_memory_host_offload,
-    )
-
-
 def _choose(take_new: jax.Array, new: Any, old: Any) -> Any:
-    """Selects a tree, except for schedules: they count steps, like the data, and always advance."""
+    """Selects a tree; schedules always advance, as they count steps."""
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
@@ -165,19 +142,3 @@ def _choose(take_new: jax.Array, new: Any, old: Any) -> Any:
         return new if is_schedule(new) else jnp.where(take_new, new, old)
 
     return jax.tree.map(choose, new, old, is_leaf=is_schedule)
-
-
-def make_eval_step(
-    model: Model, *, count_correct: bool = False
-) -> Callable[[dict, Batch], Metrics]:
-    """Returns a step that sums loss and weight over a batch, and optionally correct argmaxes."""
-
-    def eval_step(params, batch: Batch) -> Metrics:
-        module, objective = model.merge(params), model.section.objective
-        sums = loss_sums(module, batch, objective, count_correct=count_correct)
-        counts = {"total_weights": jnp.sum(batch.weights_BT)}
-        if sums.correct is not None:
-            counts["correct"] = sums.correct
-        return sums.over_targets | counts
-
-    return eval_step

@@ -13,13 +13,12 @@ from MaxText.errors import UserError
 from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.data_set_score import SourceScore, table, total
 from MaxText.evaluation.text_bytes import TextBytes
-from MaxText.evaluation.validation import evaluate
+from MaxText.evaluation.validation import evaluate, make_eval_step
 from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
-from MaxText.training.step import make_eval_step
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 from tests.small_models import some_quick
 

@@ -8,6 +8,7 @@ from MaxText.config import import_modules, registry
 from MaxText.config.problems import ConfigurationError
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
+from MaxText.evaluation.validation import make_eval_step
 from MaxText.experiments import conformance
 from MaxText.experiments.conformance import LENGTH, SIZES, Subject
 from MaxText.inference.engine import Engine
@@ -16,7 +17,6 @@ from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
 from MaxText.training.assembly import assemble
 from MaxText.training.objective import is_in_nats
-from MaxText.training.step import make_eval_step
 from tests.small_models import random_batch, tiny_config, trainer
 
 MINE = """

@@ -9,13 +9,13 @@ import pytest
 
 from MaxText.cost import known_memory
 from MaxText.errors import UserError
+from MaxText.evaluation.validation import make_eval_step
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.assembly import assemble
 from MaxText.training.objective import loss_sums
-from MaxText.training.step import make_eval_step
 from tests.small_models import random_batch, tiny_config, trainer
 
 ONE_LAYER = {"base_num_decoder_layers": 1, "adam_weight_decay": 0.0}
