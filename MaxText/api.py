@@ -77,12 +77,12 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
     """
     from MaxText import exit_codes
     from MaxText.checkpointing.run_folder import unlock_run_folder
-    from MaxText.runtime.preemption import StopSignal
+    from MaxText.runtime.preemption import PreemptionHandler
     from MaxText.storage.paths import parse_path
     from MaxText.train import train as run
 
     try:
-        code = run(config, StopSignal(), callbacks)
+        code = run(config, PreemptionHandler(), callbacks)
     finally:
         unlock_run_folder()
     folder = parse_path(

@@ -21,7 +21,7 @@ from MaxText.config import command_line
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.runtime import processes, start_up
-from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 USAGE = """Trains a language model.
@@ -34,8 +34,8 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> int:
     """Trains; exit_codes.py says what the number that it returns means."""
-    start_up.restart_with_allocator_setting()
-    stop = StopSignal.install()
+    start_up.reexec_with_malloc_tuning()
+    stop = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, own_configuration.for_training)
     try:
         return train(loaded.config, stop)
@@ -50,7 +50,7 @@ def main() -> int:
         raise
 
 
-def train(config, stop: StopSignal, callbacks=()) -> int:
+def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
@@ -74,7 +74,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     prepare_sources(config)
 
     # --- Devices --------------------------------------------------------------------------------
-    for line in start_up.connect(run.hardware, guard.heartbeat_timeout):
+    for line in start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout):
         print(line)
 
     import jax
@@ -89,9 +89,9 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     index, count = jax.process_index(), jax.process_count()
     watchdog = Watchdog(run_folder, guard.heartbeat_timeout, index, count).start()
     checkpoints.preload()
-    print(compilation_cache.use(run, devices[0].platform))
+    print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
-    start_up.check_alike(flat(config))
+    start_up.assert_same_config(flat(config))
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
@@ -99,17 +99,19 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.cost.known_memory import check_known_memory
-    from MaxText.growth.settling import settle
+    from MaxText.growth.resolve import resolve_growth
     from MaxText.metrics.tables import parameter_table
-    from MaxText.training.assembly import assemble
+    from MaxText.training.assembly import setup_train
 
-    settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
-    config, config_flat = settled.config, flat(settled.config)
-    built = assemble(config, layout, settled.old_slots, settled.old_slots_learning_rate)
+    resolved = resolve_growth(
+        config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
+    )
+    config, config_flat = resolved.config, flat(resolved.config)
+    built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.whole:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *settled.lines]))
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *resolved.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.run_batches import open_batches
@@ -135,7 +137,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
     shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
-    compiling = start_up.in_background(lambda: train_step.prepare(layout.abstract_batch(shapes)))
+    compiling = start_up.submit_to_thread(lambda: train_step.prepare(layout.abstract_batch(shapes)))
     eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
             built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,
-        settled=settled,
+        resolved=resolved,
     )
     last_step = restore_data_position(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
@@ -162,7 +164,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
-    from MaxText.run.finish import leave_results
+    from MaxText.run.finish import write_final_artifacts
     from MaxText.run.records import open_records
     from MaxText.run.rollback import RollbackController
 
@@ -188,7 +190,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
         # whole or nothing.
         for resource in (watchdog, train_batches, records):
             closing.callback(resource.close)
-        closing.callback(processes.leave)
+        closing.callback(processes.shutdown)
         closing.callback(checkpoints.close)
         end = closing.enter_context(loop.recorded_end(records, log, watchdog))
         watchdog.enter("compile", training.step)
@@ -205,7 +207,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
             end.reason, end.exit_code = reason, stop.exit_code
         else:
             watchdog.enter("finish")
-            leave_results(
+            write_final_artifacts(
                 run_folder, config, records, train_batches, built, training.state, layout,
                 training.eval_loss,
             )  # fmt: skip

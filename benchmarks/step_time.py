@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-first-step", action="store_true")
     options = parser.parse_args()
-    start_up.restart_with_allocator_setting()
+    start_up.reexec_with_malloc_tuning()
     for line in start_up.choose_platform("auto"):
         print(line)
     if not options.no_first_step:

@@ -39,7 +39,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: str | epath.Path,
+        directory: epath.PathLike,
         section: Checkpoint,
         guard_healthy_steps: int = 0,
         show: Callable[[str], None] = print,

@@ -28,7 +28,7 @@ _leases: list[Lease] = []
 _descriptors: list[int] = []  # of locked files; closing one releases its lock
 
 
-def create_run_folder(path: str | epath.Path) -> epath.Path:
+def create_run_folder(path: epath.PathLike) -> epath.Path:
     """Creates the run folder, proves that it is writable, and returns its absolute path.
 
     Runs before anything expensive and before jax.distributed: each process writes its own probe

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.matching import ArraySpec, ConfigHint, explain
+from MaxText.checkpointing.matching import ArraySpec, ConfigHint, format_mismatches
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import GrowthPlan, Misfits, plan
+from MaxText.growth.growth_plan import GrowthPlan, IncompatibleShapesError, plan
 from MaxText.parallelism.constraints import ParameterInfo
 
 KEY = "load_parameters_path"
 _PARAMS = "params/"
 
 
-class Source(NamedTuple):
+class SourceCheckpoint(NamedTuple):
     """Stored parameters, not yet read."""
 
     folder: str
@@ -37,9 +37,9 @@ class Source(NamedTuple):
         """Returns the plan for a model; raises UserError with all misfits."""
         try:
             return plan(self.parameters, parameters)
-        except Misfits as error:
+        except IncompatibleShapesError as error:
             hint = ConfigHint(self.metadata.get("config"), config_flat)
-            lines = [f"{self.folder}: {explain(error.problems, hint)}"]
+            lines = [f"{self.folder}: {format_mismatches(error.problems, hint)}"]
             if self.stored is None:
                 command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
                 lines.append(f"  {command} writes a config.yml with these keys.")
@@ -58,7 +58,7 @@ class Source(NamedTuple):
         return position
 
 
-def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
+def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     """Opens what load_parameters_path names, without reading arrays; raises UserError if it cannot.
 
     `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
@@ -68,12 +68,12 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
     return _folder(path, config_flat) if is_folder(path) else _run(path)
 
 
-def _run(path: str) -> Source:
+def _run(path: str) -> SourceCheckpoint:
     from MaxText.conversion.stored_arrays import StoredArrays
 
     stored = checkpoint_files.resolve_checkpoint(path, KEY)
     arrays = StoredArrays(stored.items)
-    return Source(
+    return SourceCheckpoint(
         folder=str(stored),
         step=stored.step,
         metadata=stored.try_metadata(),
@@ -89,7 +89,7 @@ def _run(path: str) -> Source:
     )
 
 
-def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
+def _folder(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     from MaxText.conversion.importing import open_weights
 
     weights, theirs = open_weights(path, KEY, config_flat)
@@ -97,7 +97,7 @@ def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
     def no_others(path: str) -> np.ndarray:
         raise KeyError(path)
 
-    return Source(
+    return SourceCheckpoint(
         folder=str(weights.folder),
         step=None,
         metadata={"config": theirs},

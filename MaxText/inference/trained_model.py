@@ -42,7 +42,7 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
-    show(compilation_cache.use(run, devices[0].platform, may_make=False))
+    show(compilation_cache.enable(run, devices[0].platform, may_make=False))
     layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)

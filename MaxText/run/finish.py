@@ -16,16 +16,16 @@ from MaxText.errors import Diverged
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.parallelism.mesh import Layout
 from MaxText.run.records import Records
-from MaxText.training.assembly import Assembled
+from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
 
-def leave_results(
+def write_final_artifacts(
     run_folder: epath.Path,
     config: Config,
     records: Records,
     batches: BatchIterator,
-    built: Assembled,
+    built: TrainSetup,
     state: Any,
     layout: Layout,
     eval_loss: float | None,

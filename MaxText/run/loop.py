@@ -16,10 +16,10 @@ from MaxText.parallelism.mesh import Layout
 from MaxText.run.records import Records
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
-from MaxText.run.step_log import StepLog
+from MaxText.run.step_log import MetricLogger
 from MaxText.runtime import processes
 from MaxText.runtime.compiled_steps import CompiledSteps
-from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
@@ -68,8 +68,8 @@ class Loop:
     records: Records
     rollback: RollbackController
     watchdog: Watchdog
-    stop: StopSignal
-    log: StepLog
+    stop: PreemptionHandler
+    log: MetricLogger
     state: Any
     step: int
     last_step: int
@@ -123,7 +123,7 @@ class Loop:
         with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
             rows = self.plan.rows(self.plan.at(self.step))
             batch = self.layout.place(next(self.batches), rows)
-        self.records.tell_of_data(self.batches, self.step)
+        self.records.log_data_events(self.batches, self.step)
         return batch
 
     def update(self, batch: Any) -> None:
@@ -151,7 +151,7 @@ class Loop:
     def evaluate(self, step: int) -> bool:
         """Evaluates the state after a step; returns False if a stop was requested meanwhile."""
         self.eval_loss = None
-        watched = self.watchdog.each(self.eval_batches or (), "evaluation", step)
+        watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (
             contextlib.suppress(StopWaiting),
             self.log.paused(),
@@ -161,7 +161,7 @@ class Loop:
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)
-            self.records.tell_of_data(self.eval_batches, step)
+            self.records.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
         return self.eval_loss is not None
 
@@ -190,7 +190,7 @@ class End:
 
 
 @contextlib.contextmanager
-def recorded_end(records: Records, log: StepLog, watchdog: Watchdog) -> Iterator[End]:
+def recorded_end(records: Records, log: MetricLogger, watchdog: Watchdog) -> Iterator[End]:
     """Records how the block ended the run.
 
     A diverged run ends normally, with its exit code. After any other failure, one process of

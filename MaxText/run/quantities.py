@@ -12,7 +12,7 @@ from MaxText.metrics.tables import byte_count, derived_quantities
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantities:
+class TrainingStats:
     """Sizes of a run; `peak` is that of one device."""
 
     model: Model

@@ -20,11 +20,11 @@ from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
+from MaxText.run.quantities import TrainingStats
 from MaxText.run.restore import RestoreResult
-from MaxText.run.run_facts import emit_start, start_facts
-from MaxText.run.step_log import StepLog
-from MaxText.training.assembly import Assembled
+from MaxText.run.run_facts import emit_start, run_metadata
+from MaxText.run.step_log import MetricLogger
+from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
 # Parameters, FLOPs and memory as tables with formulas, of the newest start.
@@ -38,14 +38,14 @@ class Records:
     events: EventStream
     terminal: Terminal
     profiler: StepProfiler
-    quantities: Quantities
+    quantities: TrainingStats
     lineage: Lineage
     trend: LossTrend
 
     def step_log(
         self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
-    ) -> StepLog:
-        return StepLog(
+    ) -> MetricLogger:
+        return MetricLogger(
             self.events,
             config.guard,
             period=config.monitoring.step_log_period,
@@ -60,7 +60,7 @@ class Records:
         self.events.close()
         self.profiler.close()
 
-    def tell_of_data(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
+    def log_data_events(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
         """Records retried reads and skipped records."""
         if batches is None:
             return
@@ -75,7 +75,7 @@ def open_records(
     config: Config,
     run_folder: epath.Path,
     start: RestoreResult,
-    built: Assembled,
+    built: TrainSetup,
     plan: BatchPlan,
     batches: BatchIterator,
     devices: Sequence[Any],
@@ -92,7 +92,7 @@ def open_records(
     """
     run, monitoring, model = config.run, config.monitoring, built.model
     num_steps = last_step + 1
-    quantities = Quantities(model, config.batch, plan, len(devices), num_steps, peak)
+    quantities = TrainingStats(model, config.batch, plan, len(devices), num_steps, peak)
     lineage = Lineage.of(start, quantities)
     length = model.section.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=built.state.opt_state)
@@ -116,7 +116,7 @@ def open_records(
         terminal=terminal,
         callbacks=callbacks,
     )
-    emit_start(events, start, start_facts(run.run_name, quantities, cost, lineage, batches))
+    emit_start(events, start, run_metadata(run.run_name, quantities, cost, lineage, batches))
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))

@@ -17,9 +17,9 @@ from MaxText.conversion.given_parameters import (
     open_parameters,
 )
 from MaxText.errors import UserError
-from MaxText.growth.placing import grown_moments, grown_parameters
+from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.record import Record
-from MaxText.growth.settling import Growth, Settled
+from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.runtime.processes import all_processes_agree
 
@@ -62,14 +62,14 @@ def restore_or_initialize(
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
     show: Show = print,
-    settled: Settled | None = None,
+    resolved: ResolvedGrowth | None = None,
 ) -> RestoreResult:
     """Restores own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
 
     Args:
       abstract_state: A train state of jax.ShapeDtypeStruct with target shardings, on any mesh.
       initialize: Creates a fresh state, called unless a whole state is restored.
-      settled: Result of growth.settling.settle; None if nothing can grow.
+      resolved: Result of growth.resolve.resolve_growth; None if nothing can grow.
 
     Raises:
       UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
@@ -87,8 +87,8 @@ def restore_or_initialize(
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
         start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
-    elif settled and settled.growth:
-        start = _grow(settled.growth, abstract_state, initialize)
+    elif resolved and resolved.growth:
+        start = _grow(resolved.growth, abstract_state, initialize)
     elif section.load_parameters_path:
         start = _load_parameters(
             section.load_parameters_path, abstract_state, initialize, config_flat, show
@@ -107,7 +107,7 @@ def restore_or_initialize(
             show(f"  {name}: {old} -> {new}")
     return start._replace(
         changes=changes,
-        growth=settled.record if settled else None,
+        growth=resolved.record if resolved else None,
         rollbacks=checkpoints.rollbacks(),
     )
 
@@ -218,12 +218,14 @@ def _load_parameters(
     )
 
 
-def _grow(growth: Growth, abstract_state: Any, initialize: Callable[[], Any]) -> RestoreResult:
+def _grow(
+    growth: PendingGrowth, abstract_state: Any, initialize: Callable[[], Any]
+) -> RestoreResult:
     state, source = initialize(), growth.source
     moments = state.opt_state
     if growth.moments != "zeroed":
-        moments = grown_moments(growth, abstract_state.opt_state, moments)
-    params = grown_parameters(growth, abstract_state.params, state.params)
+        moments = grow_opt_state(growth, abstract_state.opt_state, moments)
+    params = grow_params(growth, abstract_state.params, state.params)
     state = dataclasses.replace(state, params=params, opt_state=moments)
     words = f"parameters grown from {source.folder}"
     return RestoreResult(

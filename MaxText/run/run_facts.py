@@ -7,19 +7,19 @@ from typing import Any
 import jax
 
 from MaxText.cost.cost_table import ModelCost
-from MaxText.growth.record import event_facts, sizes, smaller_model
+from MaxText.growth.record import event_facts, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.metrics.event_stream import EventStream
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
+from MaxText.run.quantities import TrainingStats
 from MaxText.run.restore import RestoreResult
 from MaxText.runtime import start_up
 from MaxText.training.objective import is_in_nats
 
 
-def start_facts(
+def run_metadata(
     run_name: str,
-    quantities: Quantities,
+    quantities: TrainingStats,
     cost: ModelCost,
     lineage: Lineage,
     batches: BatchIterator,
@@ -55,7 +55,7 @@ def emit_start(events: EventStream, start: RestoreResult, facts: Mapping[str, An
     events.emit(
         "resume" if start.how == "resume" else "start",
         step=start.first_step,
-        seconds=time.time() - start_up.launched(),
+        seconds=time.time() - start_up.launch_time(),
         source=start.source,
         lost=events.lost,
         **facts,
@@ -75,5 +75,5 @@ def _growth_facts(start: RestoreResult) -> dict[str, Any]:
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # is no growth.
     if start.how == "parameters" and start.growth and sizes(start.growth):
-        return event_facts(start.growth, smaller_model(start.metadata), start.folder)
+        return event_facts(start.growth, parent_folder(start.metadata), start.folder)
     return {}

@@ -20,11 +20,11 @@ from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.mean_loss import MeanLoss
 from MaxText.metrics.step_line import StepReport
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
+from MaxText.run.quantities import TrainingStats
 from MaxText.runtime import start_up
 
 
-class StepLog:
+class MetricLogger:
     """Converts the scalars of train steps to events."""
 
     def __init__(
@@ -34,7 +34,7 @@ class StepLog:
         *,
         period: int,
         last_step: int,
-        quantities: Quantities,
+        quantities: TrainingStats,
         lineage: Lineage,
         trend: LossTrend,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
@@ -118,7 +118,7 @@ class StepLog:
         facts: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
-            facts["seconds_since_launch"] = round(time.time() - start_up.launched(), 3)
+            facts["seconds_since_launch"] = round(time.time() - start_up.launch_time(), 3)
         self._events.emit(
             "step",
             step=step,

@@ -15,10 +15,10 @@ from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the shell's exit code of a process killed by SIGTERM
 
 
-class StopSignal:
+class PreemptionHandler:
     """Decides after each step, identically in every process, whether to save and stop.
 
-        stop = StopSignal.install()             # in main(), before anything slow
+        stop = PreemptionHandler.install()             # in main(), before anything slow
         for step in range(first_step, last_step + 1):
             ...                                 # the step, and its checkpoint if one is due
             if stop.requested(step):
@@ -41,7 +41,7 @@ class StopSignal:
         self._several: bool | None = None  # whether JAX's service is in charge; None if unknown
 
     @classmethod
-    def install(cls) -> "StopSignal":
+    def install(cls) -> "PreemptionHandler":
         """Handles SIGTERM and Ctrl-C unless the parent ignores them. Call it before `connect`."""
         stop = cls()
         handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}

@@ -26,14 +26,14 @@ _count = 1
 _leaves_threads = False
 
 
-def begin(num_processes: int) -> None:
+def mark_initialized(num_processes: int) -> None:
     """Records the number of connected processes."""
     global _count
     _count = num_processes
 
 
 def count() -> int:
-    """Returns the number of processes, 1 before they are connected and after `leave`."""
+    """Returns the number of processes, 1 before they are connected and after `shutdown`."""
     return _count
 
 
@@ -45,7 +45,7 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_behind() -> None:
+def mark_thread_hung() -> None:
     """Records that a thread would block a normal exit."""
     global _leaves_threads
     _leaves_threads = True
@@ -72,7 +72,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     """
     if _count == 1:
         return
-    lost = is_peer_lost(error)
+    lost = is_peer_failure(error)
     code = exit_codes.STUCK if lost else _code_of(error)
     if watchdog is not None and not isinstance(error, SystemExit):
         watchdog.fail(None if lost else error)
@@ -91,7 +91,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     exit_now(code)
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Waits for all processes, after which they are independent: call it after collective work."""
     global _count
     if _count > 1:
@@ -101,7 +101,7 @@ def leave() -> None:
         _count = 1
 
 
-def is_peer_lost(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Returns whether an error or its cause says that another process is gone."""
     seen: set[int] = set()
     current: BaseException | None = error

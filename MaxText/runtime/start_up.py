@@ -39,15 +39,15 @@ _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 _KEYS_OF_A_MACHINE = ("dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count")
 
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
-_launched = float(os.environ.pop(_LAUNCHED, time.time()))
+_launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
-def launched() -> float:
+def launch_time() -> float:
     """Returns the Unix time of the program start, or of this module's import."""
-    return _launched
+    return _launch_time
 
 
-def restart_with_allocator_setting() -> None:
+def reexec_with_malloc_tuning() -> None:
     """Restarts this process with malloc settings that glibc reads only at startup, if unset."""
     present = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in present:
@@ -59,7 +59,7 @@ def restart_with_allocator_setting() -> None:
     chosen = _TUNABLES | (_LARGE_BLOCKS_BEFORE_235 if is_old else _LARGE_BLOCKS)
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in chosen.items()]
-    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launch_time)}
     early_signals.hold_back()
     try:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
@@ -75,13 +75,13 @@ def choose_platform(hardware: str) -> list[str]:
     return [f"environment: {name}={os.environ[name]}" for name in names if os.environ.get(name)]
 
 
-def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
+def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
     """Connects the processes that the environment describes (see cluster.py); returns log lines.
 
-    Call it in every process, after `preemption.StopSignal.install` and before anything asks JAX for
+    Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
     devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
-    because data preparation varies. From here on JAX swallows SIGTERM, which StopSignal.requested
-    reports.
+    because data preparation varies. From here on JAX swallows SIGTERM, which
+    `PreemptionHandler.requested` reports.
     """
     found = cluster.find(os.environ, hardware)
     if found is None:
@@ -137,7 +137,7 @@ def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
             f"other for {limits['initialization_timeout']} s (6 x heartbeat_timeout)."
         ) from error
     num_processes = found.num_processes or jax.process_count()
-    processes.begin(num_processes)
+    processes.mark_initialized(num_processes)
     where = "" if found.address is None else f", coordinator {found.address}"
     return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
 
@@ -182,7 +182,7 @@ def _check_number(devices: list[Any], num_processes: int) -> None:
         )
 
 
-def check_alike(config_flat: Mapping[str, Any]) -> None:
+def assert_same_config(config_flat: Mapping[str, Any]) -> None:
     """Raises UserError if configurations differ between processes, which would hang. Collective."""
     if processes.count() == 1:
         return
@@ -212,7 +212,7 @@ def check_alike(config_flat: Mapping[str, Any]) -> None:
         )
 
 
-def in_background(function: Callable[[], Result]) -> Future[Result]:
+def submit_to_thread(function: Callable[[], Result]) -> Future[Result]:
     """Starts `function` on a thread."""
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function)

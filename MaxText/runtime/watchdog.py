@@ -48,7 +48,7 @@ class Watchdog:
                 watchdog.enter("data", step)
                 watchdog.enter("step", step)
                 watchdog.enter("checkpoint", step)  # before save
-                for batch in watchdog.each(batches, "evaluation", step): ...
+                for batch in watchdog.watch_iterator(batches, "evaluation", step): ...
             watchdog.enter("finish")
 
     With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
@@ -115,7 +115,9 @@ class Watchdog:
         self._phase = (phase, step, since)
         self._progress = time.monotonic()
 
-    def each(self, items: Iterable[Item], phase: str, step: int | None = None) -> Iterator[Item]:
+    def watch_iterator(
+        self, items: Iterable[Item], phase: str, step: int | None = None
+    ) -> Iterator[Item]:
         self.enter(phase, step)
         for item in items:
             yield item
@@ -189,7 +191,7 @@ class Watchdog:
                 continue
             # A collective takes as long as its last participant.
             waits = phase in _COLLECTIVE and silent <= self._timeout * longest
-            if not (waits and another_takes_long(self._rows(), self._index, self._silent_seconds)):
+            if not (waits and peer_in_long_phase(self._rows(), self._index, self._silent_seconds)):
                 self._end(phase, step, silent)
 
     def _end(self, phase: str, step: int | None, silent: float) -> None:
@@ -300,7 +302,7 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
     return "\n".join(lines)
 
 
-def another_takes_long(
+def peer_in_long_phase(
     rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
 ) -> bool:
     """Returns whether another live process is in a phase that may take longer than a step."""

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
 from MaxText.storage.errors import UnreadableFile
-from MaxText.storage.paths import register_filesystems
+from MaxText.storage.paths import natural_key, register_filesystems
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
@@ -51,12 +51,6 @@ def local_path(path: str) -> str:
 def absolute(path: str) -> str:
     """Returns a path that is independent of the working directory."""
     return path if is_url(path) else os.path.abspath(local_path(path))
-
-
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Returns a sort key that orders numbers by value: shard-2 before shard-10."""
-    parts = re.split(r"(\d+)", name)
-    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
 
 
 def file_system(path: str) -> tuple[Any, str]:

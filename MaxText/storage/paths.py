@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 from etils import epath
 
@@ -16,6 +17,12 @@ _PROTOCOLS = ("gs", "gcs")
 def is_object_store_path(path: object) -> bool:
     """Returns whether a path is in an object store: no folders or renames, atomic objects."""
     return "://" in str(path)
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Returns a sort key that orders numbers by value: shard-2 before shard-10."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
 
 
 def parse_path(text: str, key: str) -> epath.Path:

@@ -49,24 +49,24 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 class LossSums(NamedTuple):
     """Sums over a batch, or over a part of one."""
 
-    over_targets: dict[str, jax.Array]  # weighted; to divide by the sum of the weights
-    over_tokens: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
+    target_sums: dict[str, jax.Array]  # weighted; to divide by the sum of the weights
+    token_sums: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
     correct: jax.Array | None = None  # weight of targets that are the (first) argmax, if counted
     log_z: jax.Array | None = None  # weighted sum of log(Z), which grows when logits drift
 
     @property
     def total(self) -> jax.Array:
-        return sum(self.over_targets.values())  # type: ignore[return-value]
+        return sum(self.target_sums.values())  # type: ignore[return-value]
 
     @property
     def in_nats(self) -> jax.Array:
         """Sum of weighted negative log-probabilities, or else the total."""
-        return self.over_targets.get(IN_NATS, self.total)
+        return self.target_sums.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         """Returns every loss; their sum is minimized."""
-        return {name: value / weight for name, value in self.over_targets.items()} | {
-            name: value / tokens for name, value in self.over_tokens.items()
+        return {name: value / weight for name, value in self.target_sums.items()} | {
+            name: value / tokens for name, value in self.token_sums.items()
         }
 
 
@@ -94,7 +94,7 @@ def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array)
     return {"entmax_loss": losses_BT}, log_z_BT
 
 
-def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
+def per_token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
     """Returns the losses of the registered objective at each target.
 
     An objective is a function of its keys (or the section, without keys of its own), float32 logits
@@ -119,7 +119,7 @@ def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) 
 def is_in_nats(section: Objective) -> bool:
     """Returns whether a loss is in nats, so that it has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    losses, _ = jax.eval_shape(functools.partial(losses_of, section=section), *shapes)
+    losses, _ = jax.eval_shape(functools.partial(per_token_losses, section=section), *shapes)
     return IN_NATS in losses
 
 
@@ -139,7 +139,7 @@ def loss_sums(
 
     def sums(h_BTD, targets_BT, weights_BT, places_BT):
         logits_BTV = decoder.logits(h_BTD, head_state, places_BT)
-        losses, log_z_BT = losses_of(logits_BTV, targets_BT, section)
+        losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, section)
         summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)
         if not count_correct:

@@ -46,7 +46,7 @@ class GuardState:
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), nothing, self)
 
 
-class Verdict(NamedTuple):
+class SkipDecision(NamedTuple):
     """The decision about an update."""
 
     is_sound: jax.Array  # bool, whether to apply the update
@@ -76,7 +76,7 @@ def _nothing_seen(window: int) -> GuardState:
     )
 
 
-def judge(
+def decide(
     section: Guard,
     state: GuardState,
     step: jax.Array,
@@ -85,7 +85,7 @@ def judge(
     grad_norm: jax.Array,  # before clipping
     update_norm: jax.Array,  # of what would be added to the parameters
     learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
-) -> Verdict:
+) -> SkipDecision:
     """Decides whether to accept update `step`, before it is applied."""
     window = section.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
@@ -134,7 +134,7 @@ def judge(
         # The first step of the window at the last calm step.
         "rise_began": jnp.maximum(calm_step - window, 0),
     }
-    return Verdict(sound, new, metrics)
+    return SkipDecision(sound, new, metrics)
 
 
 def _stretch_of_skips(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:

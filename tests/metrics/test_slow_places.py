@@ -25,7 +25,7 @@ from tests.house.sources import REPOSITORY
 def left_behind(monkeypatch):
     """Calls of what lets the process end without its threads."""
     calls = []
-    monkeypatch.setattr(processes, "leave_behind", lambda: calls.append(None))
+    monkeypatch.setattr(processes, "mark_thread_hung", lambda: calls.append(None))
     return calls
 
 

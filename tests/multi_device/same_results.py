@@ -82,7 +82,7 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
     initialize = make_initialize(model, optimizer)
     step = make_train_step(
         model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0,
-        fetches_moments=config.mesh.optimizer_memory_host_offload,
+        offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )  # fmt: skip
     state = layout.abstract_state(initialize, model.parameters)
     return Planned(config, layout, step, initialize, state)

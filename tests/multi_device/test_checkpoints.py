@@ -11,7 +11,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.saved import flat
 from MaxText.config.training_sections import Checkpoint
-from MaxText.growth.settling import settle
+from MaxText.growth.resolve import resolve_growth
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
 from MaxText.run.restore import restore_or_initialize
@@ -128,8 +128,8 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     # 40 slots in the feed-forward: 8 devices divide these, and not the other.
     keys = {"load_parameters_path": str(run), "slot_num": 10, "growth_mode": "random",
             "growth_moments": "warmed"}  # fmt: skip
-    settled = settle(config_of(**keys, **MIXED), [])
-    config = settled.config
+    resolved = resolve_growth(config_of(**keys, **MIXED), [])
+    config = resolved.config
     layout = make_layout(config.mesh, jax.devices())
     model = Model(config.model)
     optimizer = make_optimizer(
@@ -142,7 +142,7 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
     checkpoints = CheckpointManager(tmp_path / "sharded" / "checkpoints", config.checkpoint)
     start = restore_or_initialize(
-        checkpoints, config.checkpoint, abstract, lambda: drawn, flat(config), [].append, settled
+        checkpoints, config.checkpoint, abstract, lambda: drawn, flat(config), [].append, resolved
     )
     for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding

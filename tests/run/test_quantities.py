@@ -8,7 +8,7 @@ from MaxText.cost.peak_flops import PeakFlops, from_data_sheet, peak_flops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
+from MaxText.run.quantities import TrainingStats
 from MaxText.run.restore import RestoreResult
 from tests.small_models import tiny_config
 
@@ -20,7 +20,7 @@ STAGES = BatchPlan((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), W
 def quantities(plan, num_devices=2, num_updates=8, **keys):
     config = tiny_config(**keys)
     peak = PeakFlops(1.0, "a data sheet")
-    return Quantities(Model(config.model), config.batch, plan, num_devices, num_updates, peak)
+    return TrainingStats(Model(config.model), config.batch, plan, num_devices, num_updates, peak)
 
 
 def test_sums_over_steps():

@@ -17,8 +17,8 @@ from MaxText.metrics.event_stream import EventStream
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.run import step_log
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
-from MaxText.run.step_log import StepLog
+from MaxText.run.quantities import TrainingStats
+from MaxText.run.step_log import MetricLogger
 from tests.small_models import tiny_config
 
 
@@ -80,7 +80,7 @@ def metrics(clock):
 def quantities():
     config = tiny_config()
     plan = BatchPlan.constant(4, config.model.shape.max_target_length)
-    return Quantities(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
+    return TrainingStats(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def start(quantities):
     def start(period, last_step, guard=None):
         events = []
         sink = SimpleNamespace(write=events.append, flush=list, close=list)
-        log = StepLog(
+        log = MetricLogger(
             EventStream([sink]), guard or Guard(), period=period, last_step=last_step,
             quantities=quantities, lineage=Lineage(quantities), trend=LossTrend(),
         )  # fmt: skip

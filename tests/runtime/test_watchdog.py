@@ -11,7 +11,7 @@ from etils import epath
 
 from MaxText import exit_codes
 from MaxText.runtime import watchdog as module
-from MaxText.runtime.watchdog import Watchdog, another_takes_long, describe
+from MaxText.runtime.watchdog import Watchdog, describe, peer_in_long_phase
 from tests.runtime.child_programs import ended, started
 
 STUCK_IN_DATA = """
@@ -154,7 +154,7 @@ def test_a_phase_ends_in_time(phase, longest, clock, exits):
     ids=["compiles", "steps", "itself", "silent", "failed", "no file", "unreadable"],
 )
 def test_another_takes_long(rows, expected):
-    assert another_takes_long(rows, 0, silent_seconds=10.0) is expected
+    assert peer_in_long_phase(rows, 0, silent_seconds=10.0) is expected
 
 
 def test_a_step_waits_for_a_process_that_compiles(tmp_path, clock, exits):

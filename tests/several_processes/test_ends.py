@@ -54,7 +54,7 @@ def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
 AGREEING = """
 import sys
 from MaxText.runtime import start_up
-for line in start_up.connect("cpu", 60.0):
+for line in start_up.initialize_distributed("cpu", 60.0):
     print(line)
 import jax
 from MaxText.runtime.processes import all_succeed

@@ -11,7 +11,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.catalogue import build
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.growth.settling import settle
+from MaxText.growth.resolve import resolve_growth
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError, is_unavailable
 from MaxText.storage.paths import parse_path
@@ -170,10 +170,10 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
 
     checkpoints = opened()
     stored = [checkpoints.stored(step) for step in reversed(checkpoints.steps_to_resume())]
-    settled = settle(build(CONFIG), stored)
+    resolved = resolve_growth(build(CONFIG), stored)
     assert checkpoints.latest_step() == steps[-1]
     start = restore_or_initialize(
-        checkpoints, Checkpoint(), abstract(state), pytest.fail, CONFIG, [].append, settled
+        checkpoints, Checkpoint(), abstract(state), pytest.fail, CONFIG, [].append, resolved
     )
     counts = asked()
     assert counts["LIST run/checkpoints/"] == 1

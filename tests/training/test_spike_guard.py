@@ -24,7 +24,7 @@ NAN, INF = np.nan, np.inf
 def _judged(values_SQ, rates_S):
     def one(state, inputs):
         step, values_Q, rate = inputs
-        verdict = spike_guard.judge(
+        verdict = spike_guard.decide(
             SECTION,
             state,
             step,
