@@ -46,7 +46,7 @@ def write_final_artifacts(
 
             text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
             # Its time is part of the finish, which the stop row records.
-            records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
+            records.events.emit("sample", step=records.stats.num_steps - 1, text=text)
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
         with _optional("loss curve", line):

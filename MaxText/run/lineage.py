@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from MaxText.growth.record import Record
-from MaxText.run.quantities import TrainingStats
 from MaxText.run.restore import RestoreResult
+from MaxText.run.training_stats import TrainingStats
 
 
 class TrainingCost(NamedTuple):
@@ -45,24 +45,24 @@ class Ancestor(NamedTuple):
 class Lineage:
     """Origin of a run; `spent` was used by the run itself before `first_step`."""
 
-    quantities: TrainingStats
+    stats: TrainingStats
     ancestors: tuple[Ancestor, ...] = ()
     first_step: int = 0
     spent: TrainingCost = _NOTHING
 
     @classmethod
-    def of(cls, start: RestoreResult, quantities: TrainingStats) -> "Lineage":
+    def of(cls, start: RestoreResult, stats: TrainingStats) -> "Lineage":
         if start.how == "scratch":
-            return cls(quantities)
+            return cls(stats)
         if start.how == "resume":
             first, stored = start.first_step, start.metadata.get("spent")
-            spent = TrainingCost(**stored) if stored else _by_plan(quantities, 0, first)
-            return cls(quantities, _ancestors(start), first, spent)
-        return cls(quantities, ancestors_of(start), start.first_step)
+            spent = TrainingCost(**stored) if stored else _by_plan(stats, 0, first)
+            return cls(stats, _ancestors(start), first, spent)
+        return cls(stats, ancestors_of(start), start.first_step)
 
     def spent_before(self, step: int) -> TrainingCost:
         """Returns what this run, without its ancestors, used before a step."""
-        since = _by_plan(self.quantities, self.first_step, step)
+        since = _by_plan(self.stats, self.first_step, step)
         return TrainingCost(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
 
     def progress(self, step: int) -> dict[str, float]:
@@ -97,10 +97,10 @@ def ancestors_of(start: RestoreResult) -> tuple[Ancestor, ...]:
     return (*ancestors, parent)
 
 
-def _by_plan(quantities: TrainingStats, first: int, end: int) -> TrainingCost:
+def _by_plan(stats: TrainingStats, first: int, end: int) -> TrainingCost:
     return TrainingCost(
-        quantities.tokens_before(end) - quantities.tokens_before(first),
-        quantities.flops_before(end) - quantities.flops_before(first),
+        stats.tokens_before(end) - stats.tokens_before(first),
+        stats.flops_before(end) - stats.flops_before(first),
     )
 
 

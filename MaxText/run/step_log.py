@@ -20,7 +20,7 @@ from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.mean_loss import MeanLoss
 from MaxText.metrics.step_line import StepReport
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import TrainingStats
+from MaxText.run.training_stats import TrainingStats
 from MaxText.runtime import start_up
 
 
@@ -34,7 +34,7 @@ class MetricLogger:
         *,
         period: int,
         last_step: int,
-        quantities: TrainingStats,
+        stats: TrainingStats,
         lineage: Lineage,
         trend: LossTrend,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
@@ -50,7 +50,7 @@ class MetricLogger:
         self._guard = guard
         self._period = period
         self._last_step = last_step
-        self._quantities = quantities
+        self._stats = stats
         self._lineage = lineage
         self._trend = trend
         self._observe = observe
@@ -108,9 +108,9 @@ class MetricLogger:
             seconds=seconds,
             metrics=shown,
             seconds_left=seconds * (self._last_step - step),
-            tokens_per_device=self._quantities.tokens_per_device(step),
-            tflops_per_device=self._quantities.tflops_per_device(step),
-            peak_tflops=self._quantities.peak.tflops,
+            tokens_per_device=self._stats.tokens_per_device(step),
+            tflops_per_device=self._stats.tflops_per_device(step),
+            peak_tflops=self._stats.peak.tflops,
             updates=updates,
             data_seconds=min(self._data_seconds, elapsed),
         )
