@@ -12,7 +12,7 @@ from MaxText import exit_codes
 from MaxText.errors import UserError
 from MaxText.runtime.watchdog import Watchdog
 
-# Messages of gloo, the coordination service and barriers when another process is gone.
+# Messages of gloo, the coordination service and barriers when another process died.
 _PEER_LOST = re.compile(
     r"gloo|closed by peer|heartbeat|coordination (service|agent)|barrier|another task",
     re.IGNORECASE,
@@ -67,8 +67,8 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     """Exits after an exception in a run of several processes; returns in a run of one.
 
     Call it before anything collective. Prints the message of a UserError, else the traceback, and
-    the state of every process if another one is gone. Exit codes: 2 for a UserError, 76 if another
-    process is gone, 130 for Ctrl-C, that of a SystemExit, else 1.
+    the state of every process if another one died. Exit codes: 2 for a UserError, 76 if another
+    process died, 130 for Ctrl-C, that of a SystemExit, else 1.
     """
     if _count == 1:
         return
@@ -84,8 +84,8 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     if lost:
         table = watchdog.describe_all(wait=True) if watchdog is not None else ""
         sys.stderr.write(
-            f"error: another process of the run is gone, so this one stops.\n{table}\n"
-            "  What to do: look at the end of that one's output; the same command goes on from the "
+            f"error: another process of the run died, exiting.\n{table}\n"
+            "  What to do: check the end of its log, then rerun the command to resume from the "
             "newest checkpoint.\n"
         )
     exit_now(code)
@@ -102,7 +102,7 @@ def shutdown() -> None:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Returns whether an error or its cause says that another process is gone."""
+    """Returns whether an error or its cause says that another process died."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

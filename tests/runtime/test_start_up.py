@@ -142,7 +142,7 @@ def test_a_tpu_without_others_is_one_process(initialize, chips):
     chips.append("/dev/accel0")
     initialize.side_effect = ValueError("coordinator_address should be defined.")
     (line,) = initialize_distributed("tpu", 600)
-    assert line.startswith("one process: ")
+    assert line.startswith("single process: ")
     assert "coordinator_address" not in initialize.call_args.kwargs
     assert processes.count() == 1
 
@@ -219,7 +219,7 @@ FAIL = """
         ("raise KeyError('ours')", 1, "Traceback"),
         ("raise KeyboardInterrupt", 130, ""),
         ("sys.exit(5)", 5, ""),
-        ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  has left no file"),
+        ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  no status file"),
     ],
     ids=["mistake", "bug", "Ctrl-C", "exit", "peer"],
 )

@@ -198,7 +198,7 @@ def test_files_are_read_at_once_and_those_that_hang_left_out(tmp_path, monkeypat
     monkeypatch.setattr(type(epath.Path(folder)), "read_text", slow)
     table = Watchdog(tmp_path, 600.0, 0, 41, read_seconds=0.3).describe_all()
     hangs.set()
-    assert "40  has left no file" in table
+    assert "40  no status file" in table
     assert "slowest: process 40" in table
     assert f"  {5:>7}  " not in table
 
@@ -220,4 +220,4 @@ def test_what_is_not_written_holds_up_nobody(tmp_path):
     (tmp_path / "file").write_text("")
     with Watchdog(tmp_path / "file", 5.0, 0, 2) as watchdog:
         watchdog.enter("step", 1)
-        assert "1  has left no file" in watchdog.describe_all()
+        assert "1  no status file" in watchdog.describe_all()
