@@ -111,7 +111,7 @@ class PreemptionHandler:
         elif by_user and self._several:
             _say("Ctrl-C: exiting without saving; with several processes, send SIGTERM to save")
         else:
-            _say(f"{name}: saving after this step, then exiting; send it again to exit now")
+            _say(f"{name}: saving at the end of this step, then exiting; send it again to exit now")
 
     def _interrupt(self, *_: object) -> None:
         if self._several:
