@@ -109,7 +109,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     config, config_flat = resolved.config, flat(resolved.config)
     built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
-    replicated = f"replicated on every device: {built.whole:.2%} of parameters"
+    replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
     print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *resolved.lines]))
 
@@ -143,7 +143,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
     from MaxText.run.records import write_run_files
-    from MaxText.run.restore import complete, restore_data_position, restore_or_initialize
+    from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
 
     start = restore_or_initialize(
         checkpoints,
@@ -157,7 +157,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     )
     last_step = restore_data_position(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
-        print(complete(start, run.steps, last_step, config.data.num_epoch))
+        print(complete_message(start, run.steps, last_step, config.data.num_epoch))
         return 0
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)

@@ -127,7 +127,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
 
     config = configure(**keys_of(shape, row, options))
     layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve(config.model, devices[0].platform, layout)
+    section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     for choice in choices:
         if choice.startswith(("dense_mixing", "attention")):
             print(f"    {choice}")

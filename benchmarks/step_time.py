@@ -60,7 +60,7 @@ def our_step(size, batch):
 
     config = configure(**keys_of(size))
     layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve(config.model, jax.default_backend(), layout)
+    section, choices = backend_defaults.resolve_auto(config.model, jax.default_backend(), layout)
     for choice in choices:
         print(f"  ours, {choice}")
     model = Model(section)

@@ -44,7 +44,7 @@ def restore_state(
 ) -> Any:
     """Restores a train state onto the shardings of `abstract_state`, else onto the first device.
 
-    Uses `abstract_state.guard.fresh()` if the checkpoint has no `guard` or one of other shapes.
+    Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
     Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
     """
     wanted = as_dict(abstract_state)
@@ -55,7 +55,7 @@ def restore_state(
     elif array_specs(stored_guard) == array_specs(wanted[_GUARD]):
         tree[_GUARD], fresh = stored_guard, {}
     else:
-        fresh = {_GUARD: wanted.pop(_GUARD).fresh()}
+        fresh = {_GUARD: wanted.pop(_GUARD).reset()}
     arrays = _restore_matching(stored, tree, wanted, config_flat, show, is_same_run)
     return dataclasses.replace(abstract_state, **arrays, **fresh)
 

@@ -64,4 +64,4 @@ def abstract_model(section: ModelSection) -> Model:
 
 @functools.lru_cache(maxsize=256)
 def _model_of(section: str) -> Model:
-    return Model(backend_defaults.resolve(ModelSection.model_validate_json(section), "cpu")[0])
+    return Model(backend_defaults.resolve_auto(ModelSection.model_validate_json(section), "cpu")[0])

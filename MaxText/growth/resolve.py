@@ -101,8 +101,8 @@ def _recorded_rate(
     if record is None or not existing_slots(record):
         if _asked_rate(config):
             raise UserError(
-                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so there are no old "
-                "ones. learning_rate_overrides sets rates by name."
+                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so it has no "
+                "pre-existing ones. learning_rate_overrides sets rates by name."
             )
         return record, {}
     recorded = record["old_slots_learning_rate"]
@@ -110,9 +110,8 @@ def _recorded_rate(
         return record, {_RATE: recorded} if recorded != 1 else {}
     if is_resumed and asked != recorded:
         raise UserError(
-            f"{_RATE}={asked:g}: since it grew, this run has trained its old slots with "
-            f"{recorded:g} ({stored}), and it goes on so. Leave the key out. To train on with "
-            "another rate, start another run_name with "
+            f"{_RATE}={asked:g} conflicts with the checkpoint ({recorded:g}, {stored}). Remove the "
+            "key. To change the rate, start another run_name with "
             f"load_full_state_path={stored.folder.parent.parent}."
         )
     return {**record, "old_slots_learning_rate": asked}, {}
@@ -162,8 +161,8 @@ def _settled_without_change(
     ):
         if value != unasked:
             raise UserError(
-                f"{name}={value}: {source.folder} has the slots and layers of this model, so "
-                "nothing grows. load_full_state_path takes optimizer state and data position, too."
+                f"{name}={value} has no effect: {source.folder} already has this model's slots and "
+                "layers. To keep optimizer state and data position, use load_full_state_path."
             )
     # A model that convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
@@ -195,8 +194,8 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint
         return
     if not stored:
         raise UserError(
-            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Leave the "
-            "key out."
+            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Remove "
+            "the key."
         )
     right = _slot_numbers(stored, zoom.stored_config(source.metadata))
     if number in right:
@@ -204,8 +203,8 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint
     found = slots_by_place({name: str(slots) for name, slots in stored.items()})
     raise UserError(
         f"load_parameters_path_slot_number={number}: {source.folder} has slots {found}, which is "
-        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; leave "
-        "the key out."
+        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; "
+        "remove the key."
     )
 
 
@@ -235,9 +234,7 @@ def _check_possible(
             "last slots, or layers evenly, set growth_allow_shrinking=true."
         )
     if (asked := _asked_rate(config)) and not growth.adds_slots:
-        raise UserError(
-            f"{_words(asked)}: no slots are added, so there are none to keep apart from them."
-        )
+        raise UserError(f"{_words(asked)}: no slots are added, so none counts as pre-existing.")
     if mode != "function_preserving":
         return
     if growth.layers:
@@ -251,10 +248,9 @@ def _check_possible(
     normalize_type = config.model.pattention.normalize_type
     if growth.adds_slots and normalize_type not in zoom.PRESERVING:
         raise UserError(
-            f"growth_mode=function_preserving: with normalize_type={normalize_type} every new "
-            "slot takes part in the normalisation of the others, whatever its key is, so the "
-            "function changes.\n  Set growth_mode=random. The function can be kept with "
-            f"{', '.join(zoom.PRESERVING)}."
+            f"growth_mode=function_preserving is impossible with normalize_type={normalize_type}: "
+            "new slots change the normalization of existing ones.\n  Set growth_mode=random. The "
+            f"function can be preserved with {', '.join(zoom.PRESERVING)}."
         )
     if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
         raise UserError(
@@ -278,6 +274,6 @@ def _zoom_keys(
     if wrong := zoom.conflicts(zooms, config):
         raise UserError(
             "growth_mode=function_preserving keeps the zoom that the stored slots were trained "
-            f"with: {'; '.join(wrong)}.\n  Leave zoom_dim out, or set growth_mode=random."
+            f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth_mode=random."
         )
     return zoom.zoom_dim_overrides(zooms, config)

@@ -52,8 +52,8 @@ class SourceCheckpoint(NamedTuple):
             position = self.stored.position()
         if not position:
             raise UserError(
-                f"growth_data=continue: {self.folder} does not say where its data stood. Name a "
-                "checkpoint of a run, or begin the data anew with growth_data=restart."
+                f"growth_data=continue: {self.folder} has no data position. Name a checkpoint of a "
+                "run, or restart the data with growth_data=restart."
             )
         return position
 

@@ -62,8 +62,8 @@ def write_final_artifacts(
         line(text)
     if diverged := records.trend.diverged:
         raise Diverged(
-            f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or look "
-            "at the data."
+            f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
+            "inspect the data."
         )
 
 
@@ -91,4 +91,4 @@ def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line(f"!!! WARNING: the {what} could not be made: {error}")
+        line(f"WARNING: cannot write the {what}: {error}")

@@ -76,8 +76,8 @@ def restore_or_initialize(
     """
     if section.load_full_state_path and section.load_parameters_path:
         raise UserError(
-            "load_full_state_path and load_parameters_path are both set: clear one. The first "
-            "brings parameters, optimizer state and step, the second only parameters."
+            "load_full_state_path and load_parameters_path are both set: set only one. The first "
+            "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
     _show_order(checkpoints, section, steps, show)
@@ -271,10 +271,10 @@ def final_step(batches: BatchIterator, steps: int) -> int:
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 
 
-def complete(start: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
+def complete_message(start: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
     """Returns the message for a run without a step left."""
     limit = "steps" if last_step + 1 == steps else "num_epoch"
     return (
         f"The run is complete: {start.source}, steps={steps}, num_epoch={num_epoch}. "
-        f"Raise {limit} to go on."
+        f"Raise {limit} to continue."
     )

@@ -172,7 +172,7 @@ class MetricLogger:
         kind = "nan" if math.isnan(loss) else "inf" if math.isinf(loss) else ""
         if kind and getattr(self._guard, f"abort_on_{kind}_loss"):
             raise Diverged(
-                f"the loss of step {step} is {loss}: stopped without saving. Restarting with the "
-                f"same command goes on from the last checkpoint; abort_on_{kind}_loss=false "
-                "trains on."
+                f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
+                f"resume from the last checkpoint, or set abort_on_{kind}_loss=false to continue "
+                "training."
             )

@@ -30,7 +30,7 @@ class TrainSetup(NamedTuple):
     initialize: Callable[[Any], TrainState]  # key -> fresh state
     state: TrainState  # shapes and shardings
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
-    whole: float  # share of the parameters that are replicated
+    replicated_fraction: float  # of the parameters
     choices: Sequence[str]  # one line for each `auto`
 
 
@@ -42,7 +42,7 @@ def setup_train(
 ) -> TrainSetup:
     """Assembles a train step; raises UserError if the mesh does not fit."""
     platform = layout.mesh.devices.flat[0].platform
-    section, choices = backend_defaults.resolve(config.model, platform, layout)
+    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
     model = Model(section)
     if not all(part.is_built_in for part in registrations()):
         _trace(model)  # before anything slow
@@ -53,7 +53,7 @@ def setup_train(
     )
     initialize = steps.make_initialize(model, optimizer, config.guard)
     check_lengths(section.shape.max_target_length, config.batch, layout)
-    whole = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
+    replicated = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     state = layout.abstract_state(initialize, model.parameters)
     step = steps.make_train_step(
         model,
@@ -65,7 +65,7 @@ def setup_train(
         repeat_update=config.optimizer.opt_type != "muon",
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )
-    return TrainSetup(model, optimizer, initialize, state, step, whole, choices)
+    return TrainSetup(model, optimizer, initialize, state, step, replicated, choices)
 
 
 def _trace(model: Model) -> None:

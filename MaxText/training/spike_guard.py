@@ -40,7 +40,7 @@ class GuardState:
     lowest_loss: Any  # float32, lowest median loss over W accepted updates
     calm_step: Any  # int32, the last update at which the median was not far above that
 
-    def fresh(self) -> "GuardState":
+    def reset(self) -> "GuardState":
         """Returns an empty state with the shardings of this (abstract) one."""
         nothing = _nothing_seen(self.skipped_W.shape[0])
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), nothing, self)
@@ -49,7 +49,7 @@ class GuardState:
 class SkipDecision(NamedTuple):
     """The decision about an update."""
 
-    is_sound: jax.Array  # bool, whether to apply the update
+    accept: jax.Array  # bool, whether to apply the update
     state: GuardState  # the state after it
     # int32 scalars except loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in GuardState.
     # recent_skips: skips in the last W updates. skips_began: first step of the stretch of skips up
@@ -101,12 +101,12 @@ def decide(
     # Until a quarter of the window is filled, only an exploding loss is caught.
     early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
     explodes = (count > 0) & (values_Q[0] > early_bound)
-    sound = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
+    accepted = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
     place = state.num_sound % window
-    values_QW = jnp.where(sound, state.values_QW.at[:, place].set(values_Q), state.values_QW)
-    num_sound = state.num_sound + sound
-    skipped_W = state.skipped_W.at[step % window].set(~sound)
+    values_QW = jnp.where(accepted, state.values_QW.at[:, place].set(values_Q), state.values_QW)
+    num_sound = state.num_sound + accepted
+    skipped_W = state.skipped_W.at[step % window].set(~accepted)
 
     loss_median = _median(values_QW[:1], jnp.minimum(num_sound, window))[0]
     is_lowest = (num_sound >= window) & (loss_median < state.lowest_loss)
@@ -118,26 +118,26 @@ def decide(
     new = GuardState(
         values_QW=values_QW,
         num_sound=num_sound,
-        num_skipped=state.num_skipped + ~sound,
-        last_skipped=jnp.where(sound, state.last_skipped, step),
+        num_skipped=state.num_skipped + ~accepted,
+        last_skipped=jnp.where(accepted, state.last_skipped, step),
         skipped_W=skipped_W,
         lowest_loss=lowest_loss,
         calm_step=calm_step,
     )
     metrics = {
-        "skipped": (~sound).astype(jnp.int32),
+        "skipped": (~accepted).astype(jnp.int32),
         "num_skipped": new.num_skipped,
         "last_skipped": new.last_skipped,
         "recent_skips": jnp.sum(skipped_W),
-        "skips_began": _stretch_of_skips(skipped_W, step, section.rewind_after_skips),
+        "skips_began": _skip_streak_start(skipped_W, step, section.rewind_after_skips),
         "loss_rise": rise,
         # The first step of the window at the last calm step.
         "rise_began": jnp.maximum(calm_step - window, 0),
     }
-    return SkipDecision(sound, new, metrics)
+    return SkipDecision(accepted, new, metrics)
 
 
-def _stretch_of_skips(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
+def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
     """Returns the first step of the stretch of skips that leads up to `step`; -1 without any.
 
     The stretch is the suffix of the window in which skips exceed the tolerated rate, `limit` per W,

@@ -107,20 +107,20 @@ def make_train_step(
         if state.guard is None:
             params, opt_state = optax.apply_updates(params, updates), new_opt_state
         else:
-            verdict = spike_guard.decide(
+            decision = spike_guard.decide(
                 guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms
             )
-            is_sound = verdict.is_sound
+            accept = decision.accept
             if repeat_update and platform() == "tpu":
                 # Computed after the decision, new values overwrite the old ones in place.
-                gradients, opt_state, params, is_sound = jax.lax.optimization_barrier(
-                    (gradients, opt_state, params, is_sound)
+                gradients, opt_state, params, accept = jax.lax.optimization_barrier(
+                    (gradients, opt_state, params, accept)
                 )
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-            params = _select(is_sound, optax.apply_updates(params, updates), params)
-            opt_state = _select(is_sound, new_opt_state, opt_state)
-            guard_state = verdict.state
-            metrics |= verdict.metrics
+            params = _select(accept, optax.apply_updates(params, updates), params)
+            opt_state = _select(accept, new_opt_state, opt_state)
+            guard_state = decision.state
+            metrics |= decision.metrics
         metrics |= {
             "loss": loss,
             "total_weights": total_weight,

@@ -14,7 +14,7 @@ from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.run.restore import (
     RestoreResult,
-    complete,
+    complete_message,
     restore_data_position,
     restore_or_initialize,
 )
@@ -106,5 +106,5 @@ def test_where_data_begins_and_ends():
         restore_data_position(start, batches(), 10)
     with pytest.raises(UserError, match=r"^(?!growth)"):
         restore_data_position(start._replace(how="resume"), batches(), 10)
-    assert "steps=7, num_epoch=-1. Raise steps " in complete(start, 7, 6, -1)
-    assert "num_epoch=1. Raise num_epoch " in complete(start, 9, 6, 1)
+    assert "steps=7, num_epoch=-1. Raise steps " in complete_message(start, 7, 6, -1)
+    assert "num_epoch=1. Raise num_epoch " in complete_message(start, 9, 6, 1)

@@ -238,7 +238,7 @@ def test_a_run_has_one_rate_of_old_slots(large):
     same = resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=0), own)
     assert (same.old_slots_learning_rate, same.record) == (0, first.record)
     for rate in (1, 0.5):
-        with pytest.raises(UserError, match=f"^growth_old_slots_learning_rate={rate}:") as caught:
+        with pytest.raises(UserError, match=f"^growth_old_slots_learning_rate={rate}") as caught:
             resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=rate), own)
         assert f"load_full_state_path={run}" in str(caught.value)
         # Which is a run with a record of its own.

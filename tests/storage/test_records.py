@@ -43,7 +43,7 @@ def test_a_restart_or_rewind_removes_rows_of_older_segments(file, first):
     write(file, range(60)).close()
     rows = write(file, range(first, first + 9), keep=lambda row: row["step"] < first)
     rows.flush()
-    rows.resolve_growth(time.monotonic() + 60)
+    rows.settle(time.monotonic() + 60)
     assert steps(file) == [*range(first + 9)]
     rows.cut_back(lambda row: row["step"] < first)
     rows.append({"step": first})
