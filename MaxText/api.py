@@ -76,16 +76,16 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
       RuntimeError: the run diverged.
     """
     from MaxText import exit_codes
-    from MaxText.checkpointing import run_lock
-    from MaxText.runtime.preemption import StopSignal
-    from MaxText.storage.paths import path_of
+    from MaxText.checkpointing.run_folder import unlock_run_folder
+    from MaxText.runtime.preemption import PreemptionHandler
+    from MaxText.storage.paths import parse_path
     from MaxText.train import train as run
 
     try:
-        code = run(config, StopSignal(), callbacks)
+        code = run(config, PreemptionHandler(), callbacks)
     finally:
-        run_lock.release()
-    folder = path_of(
+        unlock_run_folder()
+    folder = parse_path(
         f"{config.run.base_output_directory}/{config.run.run_name}", "base_output_directory"
     )
     if code == exit_codes.DIVERGED:
@@ -105,9 +105,9 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     Raises:
       UserError: the folder has no metrics.jsonl.
     """
-    from MaxText.storage.paths import path_of
+    from MaxText.storage.paths import parse_path
 
-    path = path_of(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
+    path = parse_path(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: {path.parent} is not the folder of a run")
     rows = [json.loads(line) for line in path.read_text().splitlines()]

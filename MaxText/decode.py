@@ -30,7 +30,7 @@ docs/how-to/generate_text.md."""
 
 def main() -> int:
     """Exit codes: 0 done, 1 not the expected text, 2 a mistake of the user, 130 Ctrl-C."""
-    start_up.restart_with_allocator_setting()
+    start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
     with command_line.ending_well("\nstopped"):

@@ -26,7 +26,7 @@ def install(importer: str, *, also_sigterm: bool = False) -> None:
         signal.signal(signal.SIGINT, _end)
     if also_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end)
-    release()  # what start_up.restart_with_allocator_setting held back
+    release()  # what start_up.reexec_with_malloc_tuning held back
 
 
 def hold_back() -> None:

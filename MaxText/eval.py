@@ -30,7 +30,7 @@ docs/reference/metrics.md."""
 
 def main() -> int:
     """Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C."""
-    start_up.restart_with_allocator_setting()
+    start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
     with command_line.ending_well("stopped: nothing was written"):

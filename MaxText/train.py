@@ -21,7 +21,7 @@ from MaxText.config import command_line
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.runtime import processes, start_up
-from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 USAGE = """Trains a language model.
@@ -34,8 +34,8 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> int:
     """Trains; exit_codes.py says what the number that it returns means."""
-    start_up.restart_with_allocator_setting()
-    stop = StopSignal.install()
+    start_up.reexec_with_malloc_tuning()
+    stop = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, own_configuration.for_training)
     try:
         return train(loaded.config, stop)
@@ -50,7 +50,7 @@ def main() -> int:
         raise
 
 
-def train(config, stop: StopSignal, callbacks=()) -> int:
+def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
@@ -59,23 +59,22 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
     details = start_up.choose_platform(config.run.hardware)  # before jax is imported
-    from MaxText.checkpointing import run_lock
-    from MaxText.checkpointing.manager import Checkpoints
-    from MaxText.checkpointing.run_folder import prepare_run_folder
+    from MaxText.checkpointing.manager import CheckpointManager
+    from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
     from MaxText.config.saved import flat
     from MaxText.input_pipeline.data_sources import prepare_sources
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
         print(*(f"Config param {name}: {x}" for name, x in sorted(flat(config).items())), sep="\n")
-    run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
-    checkpoints = Checkpoints(
+    run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
+    checkpoints = CheckpointManager(
         run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
     )
     prepare_sources(config)
 
     # --- Devices --------------------------------------------------------------------------------
-    for line in start_up.connect(run.hardware, guard.heartbeat_timeout):
+    for line in start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout):
         print(line)
 
     import jax
@@ -86,13 +85,13 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     devices = start_up.find_devices(run.hardware)
     if jax.process_index() == 0:
-        run_lock.hold(run_folder)
+        lock_run_folder(run_folder)
     index, count = jax.process_index(), jax.process_count()
     watchdog = Watchdog(run_folder, guard.heartbeat_timeout, index, count).start()
     checkpoints.preload()
-    print(compilation_cache.use(run, devices[0].platform))
+    print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
-    start_up.check_alike(flat(config))
+    start_up.assert_same_config(flat(config))
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
@@ -100,17 +99,19 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.cost.known_memory import check_known_memory
-    from MaxText.growth.settling import settle
+    from MaxText.growth.resolve import resolve_growth
     from MaxText.metrics.tables import parameter_table
-    from MaxText.training.assembly import assemble
+    from MaxText.training.assembly import setup_train
 
-    settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
-    config, config_flat = settled.config, flat(settled.config)
-    built = assemble(config, layout, settled.old_slots, settled.old_slots_learning_rate)
+    resolved = resolve_growth(
+        config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
+    )
+    config, config_flat = resolved.config, flat(resolved.config)
+    built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
-    replicated = f"replicated on every device: {built.whole:.2%} of parameters"
+    replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *settled.lines]))
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *resolved.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.run_batches import open_batches
@@ -136,14 +137,13 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
     shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
-    compiling = start_up.in_background(lambda: train_step.prepare(layout.abstract_batch(shapes)))
+    compiling = start_up.submit_to_thread(lambda: train_step.prepare(layout.abstract_batch(shapes)))
     eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
-    from MaxText.run.run_files import write_run_files
-    from MaxText.run.starting_data import begin_data, complete
-    from MaxText.run.starting_point import restore_or_initialize
+    from MaxText.run.records import write_run_files
+    from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
 
     start = restore_or_initialize(
         checkpoints,
@@ -153,20 +153,20 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
             built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,
-        settled=settled,
+        resolved=resolved,
     )
-    last_step = begin_data(start, train_batches, run.steps)
+    last_step = restore_data_position(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
-        print(complete(start, run.steps, last_step, config.data.num_epoch))
+        print(complete_message(start, run.steps, last_step, config.data.num_epoch))
         return 0
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
-    from MaxText.run.finish import leave_results
+    from MaxText.run.finish import write_final_artifacts
     from MaxText.run.records import open_records
-    from MaxText.run.recovery import Recovery
+    from MaxText.run.rollback import RollbackController
 
     records = open_records(
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
@@ -174,13 +174,15 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     )  # fmt: skip
     checkpoints.show = records.terminal.line
     events = records.events
-    recovery = Recovery(guard, checkpoints, events.emit, train_batches, abstract_state, start)
-    log = records.step_log(config, last_step, recovery.observe)
+    rollback = RollbackController(
+        guard, checkpoints, events.emit, train_batches, abstract_state, start
+    )
+    log = records.step_log(config, last_step, rollback.observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
         config, layout, plan, eval_rows, train_batches, eval_batches, train_step, eval_step,
-        checkpoints, metadata, records, recovery, watchdog, stop, log,
+        checkpoints, metadata, records, rollback, watchdog, stop, log,
         start.state, start.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as closing:
@@ -188,24 +190,24 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
         # whole or nothing.
         for resource in (watchdog, train_batches, records):
             closing.callback(resource.close)
-        closing.callback(processes.leave)
+        closing.callback(processes.shutdown)
         closing.callback(checkpoints.close)
         end = closing.enter_context(loop.recorded_end(records, log, watchdog))
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as facts:
             facts |= dataclasses.asdict(compiling.result())
         reason = training.run(bool(start.metadata.get("evaluation_is_due")))
-        is_sound = recovery.is_healthy and not records.trend.diverged
+        is_sound = rollback.is_healthy and not records.trend.diverged
         if is_sound and log.newest_step is not None and reason != loop.PREEMPTED:
             # No later step can show that it was healthy.
-            checkpoints.mark_good(log.newest_step)
+            checkpoints.promote(log.newest_step)
         checkpoints.close()
         if reason == loop.PREEMPTED:
             print(stop.summary(checkpoints.latest_step(), run.run_name))
             end.reason, end.exit_code = reason, stop.exit_code
         else:
             watchdog.enter("finish")
-            leave_results(
+            write_final_artifacts(
                 run_folder, config, records, train_batches, built, training.state, layout,
                 training.eval_loss,
             )  # fmt: skip

@@ -204,6 +204,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--serve" not in sys.argv:
-        start_up.restart_with_allocator_setting()
+        start_up.reexec_with_malloc_tuning()
         start_up.choose_platform("cpu")
     main()

@@ -119,7 +119,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.layers.batch import Batch, batch_shapes
     from MaxText.layers.model import Model
     from MaxText.parallelism.mesh import Layout, make_mesh
-    from MaxText.runtime.compiled_steps import memory_of
+    from MaxText.runtime.compiled_steps import memory_stats
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
     from MaxText.training.schedule import learning_rate_schedule
@@ -127,7 +127,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
 
     config = configure(**keys_of(shape, row, options))
     layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve(config.model, devices[0].platform, layout)
+    section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     for choice in choices:
         if choice.startswith(("dense_mixing", "attention")):
             print(f"    {choice}")
@@ -175,7 +175,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
         seconds,
         costs.get("optimal_seconds", 0.0),
         costs["bytes accessed"],
-        memory_of(program)["temporaries"],
+        memory_stats(program)["temporaries"],
         PASSES * num_reads * state_bytes,
     )
 
@@ -258,7 +258,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.keys = dict(options.keys)
-    start_up.restart_with_allocator_setting()
+    start_up.reexec_with_malloc_tuning()
     if options.topology is None:
         for line in start_up.choose_platform("auto"):
             print(line)

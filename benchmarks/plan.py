@@ -171,7 +171,7 @@ def memory(begin: str) -> None:
     from jax.experimental import topologies
 
     from MaxText.cost.abstract_step import make_program
-    from MaxText.cost.step_memory import memory_of
+    from MaxText.cost.step_memory import memory_stats
     from MaxText.layers.batch import batch_shapes
     from MaxText.parallelism.mesh import make_layout
     from MaxText.runtime import compiled_steps
@@ -188,7 +188,7 @@ def memory(begin: str) -> None:
         )[: shape.chips]
         config = configured(shape.keys)
         program = make_program(config, shape.chips, "tpu", devices[0].device_kind)
-        planned = memory_of(program)
+        planned = memory_stats(program)
         layout, batch = make_layout(config.mesh, devices), program.config.batch
         state = layout.abstract_state(
             make_initialize(program.model, program.optimizer, config.guard),
@@ -205,7 +205,7 @@ def memory(begin: str) -> None:
         rows = program.rows * batch.gradient_accumulation_steps
         shapes = batch_shapes(rows, program.length, with_documents=False)
         compiled: Any = layout.compile_step(step, state, layout.abstract_batch(shapes))[0]
-        found = compiled_steps.memory_of(compiled)
+        found = compiled_steps.memory_stats(compiled)
         given, temporaries = found["arguments"], found["temporaries"]
         print(
             f"| {shape.name} | {shape.chips} | {planned.state / GB:.3f} | {given / GB:.3f} | "

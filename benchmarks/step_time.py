@@ -60,7 +60,7 @@ def our_step(size, batch):
 
     config = configure(**keys_of(size))
     layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve(config.model, jax.default_backend(), layout)
+    section, choices = backend_defaults.resolve_auto(config.model, jax.default_backend(), layout)
     for choice in choices:
         print(f"  ours, {choice}")
     model = Model(section)
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-first-step", action="store_true")
     options = parser.parse_args()
-    start_up.restart_with_allocator_setting()
+    start_up.reexec_with_malloc_tuning()
     for line in start_up.choose_platform("auto"):
         print(line)
     if not options.no_first_step:

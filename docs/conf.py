@@ -48,7 +48,7 @@ def model_presets() -> str:
     from MaxText.config import config_files
     from MaxText.config.loading import configure
     from MaxText.layers.model import Model
-    from MaxText.training.backend_defaults import resolve
+    from MaxText.training.backend_defaults import resolve_auto
 
     lines = [
         "# Model presets",
@@ -59,7 +59,7 @@ def model_presets() -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for name in config_files.preset_names(config_files.MODELS):
-        section, _ = resolve(configure(model_name=name, run_name="r").model, "cpu")
+        section, _ = resolve_auto(configure(model_name=name, run_name="r").model, "cpu")
         shape, sizes = section.shape, section.shape.dimensions
         lines.append(
             f"| `{name}` | {shape.decoder_block} | {Model(section).num_parameters:,} "

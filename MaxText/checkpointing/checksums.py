@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.checkpointing.matching import Leaf, path_name
+from MaxText.checkpointing.matching import ArraySpec, path_name
 
 # (shift, multiplier) pairs and a final shift.
 _FIRST = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
 _SECOND = ((15, 0x2C1B3C6D), (12, 0x297A2D39), 15)
-_PLACE = ((0, 0x9E3779B1), (16, 0x85EBCA6B), 13)
-_OTHER_PLACE = 0xC2B2AE35
+_INDEX = ((0, 0x9E3779B1), (16, 0x85EBCA6B), 13)
+_INDEX_FACTOR = 0xC2B2AE35
 _CHUNK = 1 << 16  # elements per NumPy call, so that temporaries stay in cache
 
 
@@ -40,7 +40,7 @@ def array_checksums(tree: Any) -> dict[str, str]:
     return {
         path_name(path): host_checksum(np.asarray(array))
         if pair is None
-        else _described(array, np.asarray(pair))
+        else _format(array, np.asarray(pair))
         for (path, array), pair in zip(paths, sums, strict=True)
     }
 
@@ -53,12 +53,12 @@ def host_checksum(array: np.ndarray) -> str:
     for start in range(0, words.size, _CHUNK):
         chunk = words[start : start + _CHUNK].astype(np.uint32)
         index = np.arange(start, start + chunk.size, dtype=np.uint64).astype(np.uint32)
-        for which, mixed in enumerate(_mixed(chunk, index)):
+        for which, mixed in enumerate(_hash(chunk, index)):
             sums[which] += mixed.sum(dtype=np.uint64)
-    return _described(array, sums.astype(np.uint32))
+    return _format(array, sums.astype(np.uint32))
 
 
-def first_difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+def first_mismatch(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
     """Describes the first array of `found` that differs from `wanted`, or returns None."""
     for path, checksum in found.items():
         if wanted.get(path) != checksum:
@@ -69,7 +69,7 @@ def first_difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str
     return None
 
 
-def other_leaf(found: Mapping[str, Leaf], wanted: Mapping[str, str]) -> str | None:
+def first_spec_mismatch(found: Mapping[str, ArraySpec], wanted: Mapping[str, str]) -> str | None:
     """Describes an array whose stored shape or dtype contradicts its checksum entry, if any."""
     described = {path: str(leaf) for path, leaf in found.items()}
     saved = {path: checksum.rpartition(" ")[0] for path, checksum in wanted.items()}
@@ -79,8 +79,9 @@ def other_leaf(found: Mapping[str, Leaf], wanted: Mapping[str, str]) -> str | No
     return f"{path} is {described.get(path, 'missing')}, {saved.get(path, 'nothing')} was saved"
 
 
-def _described(array: Any, sums: np.ndarray) -> str:
-    return f"{Leaf(tuple(array.shape), np.dtype(array.dtype))} {int(sums[0]):08x}{int(sums[1]):08x}"
+def _format(array: Any, sums: np.ndarray) -> str:
+    spec = ArraySpec(tuple(array.shape), np.dtype(array.dtype))
+    return f"{spec} {int(sums[0]):08x}{int(sums[1]):08x}"
 
 
 def _is_small(array: Any) -> bool:
@@ -112,7 +113,7 @@ def _program(mesh: Mesh | None, memory_kind: str | None) -> Any:
 
 
 def _sums(array: jax.Array) -> jax.Array:
-    words = _words(array)
+    words = _as_uint32(array)
     # Indices per dimension, because flattening would reshard.
     index = jnp.zeros(words.shape, jnp.uint32)
     for dimension in range(words.ndim):
@@ -122,15 +123,15 @@ def _sums(array: jax.Array) -> jax.Array:
     zero = np.uint32(0)
     # One variadic reduce: two sums would make XLA on CPU materialize their shared input (25x as
     # long).
-    both = jax.lax.reduce(_mixed(words, index), (zero, zero), _added, tuple(range(words.ndim)))
+    both = jax.lax.reduce(_hash(words, index), (zero, zero), _add_pairs, tuple(range(words.ndim)))
     return jnp.stack(both)
 
 
-def _added(x: Any, y: Any) -> Any:
+def _add_pairs(x: Any, y: Any) -> Any:
     return x[0] + y[0], x[1] + y[1]
 
 
-def _words(array: jax.Array) -> jax.Array:
+def _as_uint32(array: jax.Array) -> jax.Array:
     """Returns the elements' bits as uint32; 8-byte elements become two words, low word first."""
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint32)
@@ -138,10 +139,10 @@ def _words(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
 
 
-def _mixed(words: Any, index: Any) -> tuple[Any, Any]:
-    place = _bijection(index, _PLACE)
-    other = place * np.uint32(_OTHER_PLACE)
-    return _bijection(words ^ place, _FIRST), _bijection(words + other, _SECOND)
+def _hash(words: Any, index: Any) -> tuple[Any, Any]:
+    index_hash = _bijection(index, _INDEX)
+    other = index_hash * np.uint32(_INDEX_FACTOR)
+    return _bijection(words ^ index_hash, _FIRST), _bijection(words + other, _SECOND)
 
 
 def _bijection(x: Any, constants: tuple[tuple[int, int], tuple[int, int], int]) -> Any:

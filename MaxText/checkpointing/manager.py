@@ -1,42 +1,45 @@
 """Saves, retains and restores the checkpoints of a run in progress."""
 
 import contextlib
+import importlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from etils import epath
 
-from MaxText.checkpointing import description, layout, quiet_threads, reading
+from MaxText.checkpointing import checkpoint_files, orbax_errors, reading
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.good_steps import GoodSteps
-from MaxText.checkpointing.patience import told_while_waiting
-from MaxText.checkpointing.rewinds import Rewind, read_rewinds, write_rewinds
-from MaxText.checkpointing.run_folder import probe
+from MaxText.checkpointing.healthy import HealthyCheckpoints
+from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from MaxText.checkpointing.run_folder import check_writable
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.runtime.agreement import agreed
-from MaxText.storage.paths import is_bucket
+from MaxText.runtime.processes import all_succeed
+from MaxText.storage.paths import is_object_store_path
 
 _GIVEN_UP = ".given_up"
-_SECONDS_BETWEEN_LOOKS = 2.0  # between checks for completion of an asynchronous save
+_CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
+_WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run: `<directory>/<step>/{items,iter,metadata}`.
 
     Folder <step> holds the state after step <step>, from 0; a run resumes at <step> + 1. A process
     killed at any moment leaves every earlier checkpoint intact. A run resumes from the newest
-    complete checkpoint, healthy or not. It rolls back to the newest healthy one (see GoodSteps),
+    complete checkpoint, healthy or not. It rolls back to the newest healthy one (see
+    HealthyCheckpoints),
     which retention never deletes.
     """
 
     def __init__(
         self,
-        directory: str | epath.Path,
+        directory: epath.PathLike,
         section: Checkpoint,
         guard_healthy_steps: int = 0,
         show: Callable[[str], None] = print,
@@ -46,20 +49,26 @@ class Checkpoints:
         self.guard_healthy_steps = guard_healthy_steps
         self.show = show
         self._section = section
-        self._good = GoodSteps(self.directory, guard_healthy_steps, lambda line: self.show(line))
+        self._healthy = HealthyCheckpoints(
+            self.directory, guard_healthy_steps, lambda line: self.show(line)
+        )
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step being written
         self._failures = 0  # consecutive failed saves
-        self._seen: list[int] = []  # steps on disk when last listed
-        self._unreadable: set[int] = set()
+        # Complete checkpoints on disk, as far as known: storage is not asked about them again.
+        self._finalized: set[int] = set()
+        self._is_listed = False
+        self._stored: dict[int, StoredCheckpoint] = {}  # with the metadata that were read
+        self._corrupted: set[int] = set()
         self._resumed_from: int | None = None
-        self._rewinds: tuple[Rewind, ...] | None = None  # None until the file is read
-        self._looked = -math.inf
+        self._rollbacks: tuple[Rollback, ...] | None = None  # None until the file is read
+        self._checked = -math.inf
 
     def preload(self) -> None:
         """Imports Orbax in the background (0.3 s), hidden behind compilation."""
         if self._section.enable_checkpointing:
-            threading.Thread(target=_import_orbax, daemon=True).start()
+            name = "orbax.checkpoint"
+            threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
     def should_save(self, step: int, last_step: int) -> bool:
         section = self._section
@@ -88,11 +97,11 @@ class Checkpoints:
         if not self._section.enable_checkpointing:
             return False
         assert int(state.step) == step + 1, (int(state.step), step)
-        self._report(self._finish())
+        self._finish()
         import orbax.checkpoint as ocp
 
         items, stored_position = reading.as_dict(state), dict(position or {})
-        sealed = description.sealed(metadata, stored_position, array_checksums(items))
+        metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
         if self._section.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
             # read, so the next step would block until the file is written (0.9 s, against 0.02 s to
@@ -100,19 +109,20 @@ class Checkpoints:
             items = jax.tree.map(lambda x: x.copy(), items)
         self._saving = step
         try:
-            self._clear_the_way()
-            if not agreed("the check for room", lambda: self._has_room(step)):
+            self._apply_pending_removals()
+            if not all_succeed("checking the checkpoint folder", lambda: self._can_write(step)):
                 self._saving = None
                 return False
-            self._good.watch(step)
+            self._healthy.watch(step)
+            self._stored.pop(step, None)
             manager = self._manager()
             saved = manager.save(
                 step,
                 args=ocp.args.Composite(
                     **{
-                        layout.ITEMS: ocp.args.PyTreeSave(items),
-                        layout.POSITION: ocp.args.JsonSave(stored_position),
-                        layout.METADATA: ocp.args.JsonSave(sealed),
+                        checkpoint_files.ITEMS: ocp.args.PyTreeSave(items),
+                        checkpoint_files.POSITION: ocp.args.JsonSave(stored_position),
+                        checkpoint_files.METADATA: ocp.args.JsonSave(metadata),
                     }
                 ),
                 force=True,  # should_save already decided
@@ -122,15 +132,16 @@ class Checkpoints:
             return False
         # By now Orbax has decided which steps it deletes once this save completes.
         left = set(manager.all_steps())
-        self._good.forget(lambda kept: kept not in left)
+        self._finalized &= left
+        self._healthy.forget(lambda healthy: healthy not in left)
         if not self._section.async_checkpointing:
             self._complete()
         return saved
 
     def wait(self) -> None:
         """Blocks until the background save completes; raises UserError if it failed."""
-        if failure := self._finish():
-            raise failure.error()
+        if error := self._wait():
+            raise error
 
     def close(self) -> None:
         """Waits and stops Orbax's threads; UserError if the last save failed. Idempotent."""
@@ -139,140 +150,170 @@ class Checkpoints:
         finally:
             self._close_manager()
 
-    def _finish(self) -> "_Failure | None":
+    def _finish(self) -> None:
+        """Waits for the save in progress; see `save` for what a failure does."""
+        if error := self._wait():
+            self._report(error)
+
+    def _wait(self) -> "_SaveError | None":
         if self._saving is None:
             return None
         try:
-            slow = f"the checkpoint of step {self._saving} is still on its way to {self.directory}"
-            with told_while_waiting(slow, lambda line: self.show(line)):
+            with self._warnings_while_blocked():
                 self._manager().wait_until_finished()
         except Exception as error:
-            if not self._is_whole(self._saving):
+            if not self._is_finalized(self._saving):
                 return self._failed(error)
             if jax.process_count() == 1:
                 self._orbax_manager = None  # recreating it is collective
             self.show(
-                f"!!! WARNING: after step {self._saving} was saved, old checkpoints could not be "
-                f"deleted: {error}. It is tried again after the next save."
+                f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
+                f"{error}. Retrying after the next save."
             )
         self._complete()
         return None
 
+    @contextlib.contextmanager
+    def _warnings_while_blocked(self) -> Iterator[None]:
+        began, done = time.monotonic(), threading.Event()
+
+        def warn() -> None:
+            while not done.wait(_WARNING_SECONDS):
+                self.show(
+                    f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the "
+                    f"checkpoint of step {self._saving} to {self.directory}; retrying. The process "
+                    "exits after heartbeat_timeout; rerun the command to resume from the newest "
+                    "checkpoint."
+                )
+
+        thread = threading.Thread(target=warn, daemon=True, name="slow-storage")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def _complete(self) -> None:
         if self._saving is not None:
-            self._seen = [*self._seen, self._saving]
+            self._finalized.add(self._saving)
         self._saving = None
         self._failures = 0
-        self._write_good()
+        self._write_healthy()
 
-    def _is_whole(self, step: int) -> bool:
-        try:
-            return layout.is_complete(self.directory / str(step))
-        except OSError:
-            return False
+    def _is_finalized(self, step: int) -> bool:
+        with contextlib.suppress(OSError):
+            return self._ask_finalized(step)
+        return False
 
-    def _failed(self, error: Exception) -> "_Failure":
+    def _ask_finalized(self, step: int) -> bool:
+        return step in self._finalized or checkpoint_files.is_finalized(self.directory / str(step))
+
+    def _failed(self, error: Exception) -> "_SaveError":
         step, self._saving = self._saving, None
         self._failures += 1
-        self._good.forget(lambda saved: saved == step)
+        self._healthy.forget(lambda saved: saved == step)
         # Orbax already lists the failed step; a new manager rereads the disk.
         self._orbax_manager = None
         with contextlib.suppress(OSError):  # if storage fails, the last listing counts
             self._remove_partial(f"{step}.")
             self.steps()
-        return _Failure(step, self.directory, max(self._seen, default=None), error)
+        return _SaveError(step, self.directory, max(self._finalized, default=None), error)
 
-    def _report(self, failure: "_Failure | None") -> None:
-        if failure is None:
-            return
-        if self._failures >= 2 or failure.newest is None:
-            raise failure.error()
-        self.show(f"!!! WARNING: {failure}. The run goes on, and the next save tries again.")
+    def _report(self, error: "_SaveError") -> None:
+        if self._failures >= 2 or not self._finalized:
+            raise error
+        self.show(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
 
-    def observe(self, step: int, healthy: bool) -> None:
+    def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call it in order of steps."""
         if not self._section.enable_checkpointing:
             return
-        self._good.observe(step, healthy)
+        self._healthy.update(step, healthy)
         # A checkpoint may be promoted before its save completes; check again later, do not block.
-        if self._good.changed and time.monotonic() > self._looked + _SECONDS_BETWEEN_LOOKS:
-            self._looked = time.monotonic()
-            self._write_good()
+        if self._healthy.changed and time.monotonic() > self._checked + _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            self._write_healthy()
 
-    def mark_good(self, step: int) -> None:
-        """Waits for the save, then promotes its checkpoint. Collective; raises like `save`."""
-        self._report(self._finish())
-        if self._is_whole(step):
-            self._good.promote(step)
-            self._write_good()
+    def promote(self, step: int) -> None:
+        """Waits for the save, then marks its checkpoint healthy. Collective; raises like `save`."""
+        self._finish()
+        if self._is_finalized(step):
+            self._healthy.promote(step)
+            self._write_healthy()
             self._delete_old()
 
-    def latest_good(self, before: int | None = None) -> int | None:
+    def last_healthy(self, before: int | None = None) -> int | None:
         """Waits for the save, then returns the newest healthy step. Raises like `save`."""
-        self._report(self._finish())
-        good = self._good.steps & set(self.steps())
-        return max((step for step in good if before is None or step < before), default=None)
+        self._finish()
+        healthy = self._healthy.steps & set(self.steps())
+        return max((step for step in healthy if before is None or step < before), default=None)
 
-    def go_back_to(self, step: int) -> None:
+    def roll_back_to(self, step: int) -> None:
         """Deletes the checkpoints after `step`. Collective; raises like `save`."""
-        self._report(self._finish())
-        self._set_unreadable_aside()
-        self._give_up(step)
+        self._finish()
+        self._quarantine_corrupted()
+        self._delete_after(step)
         self._resumed_from = None
 
-    def rewinds(self) -> tuple[Rewind, ...]:
+    def rollbacks(self) -> tuple[Rollback, ...]:
         """Returns the rollbacks in order; UserError if the file cannot be read."""
         if not self._section.enable_checkpointing:
             return ()
-        if self._rewinds is None:
-            self._rewinds = read_rewinds(self.directory, self.show)
-        return self._rewinds
+        if self._rollbacks is None:
+            self._rollbacks = read_rollbacks(self.directory, self.show)
+        return self._rollbacks
 
-    def record_rewind(self, rewind: Rewind) -> None:
-        """Records a rollback. Collective; call it after `go_back_to`.
+    def record_rollback(self, rollback: Rollback) -> None:
+        """Records a rollback. Collective; call it after `roll_back_to`.
 
         Otherwise a killed run could resume from the later checkpoints despite the record.
         """
         if not self._section.enable_checkpointing:
             return
-        self._rewinds = (*self.rewinds(), rewind)
+        self._rollbacks = (*self.rollbacks(), rollback)
         if jax.process_index() != 0:
             return
         try:
-            write_rewinds(self.directory, self._rewinds)
+            write_rollbacks(self.directory, self._rollbacks)
         except OSError as error:
             self.show(
-                f"!!! WARNING: what the run leaves out could not be noted: {error}. Killed before "
-                "its next checkpoint, it will meet the same trouble again."
+                f"WARNING: cannot write the record of rollbacks: {error}. If the run is killed "
+                "before its next checkpoint, it will repeat this rollback."
             )
 
-    def _write_good(self) -> None:
-        if jax.process_index() != 0 or not self._good.changed:
+    def _write_healthy(self) -> None:
+        if jax.process_index() != 0 or not self._healthy.changed:
             return
         try:
-            self._good.write(lambda step: layout.is_complete(self.directory / str(step)))
+            self._healthy.write(self._ask_finalized)
         except OSError as error:
             self.show(
-                f"!!! WARNING: the list of good checkpoints could not be written: {error}. "
-                "It is tried again."
+                f"WARNING: cannot write the list of healthy checkpoints: {error}. Retrying later."
             )
 
     def steps(self) -> list[int]:
         """Lists the steps with a complete checkpoint, ascending; none if disabled."""
         if not self._section.enable_checkpointing:
             return []
-        self._seen = layout.complete_steps(self.directory)
-        return self._seen
+        listed = checkpoint_files.finalized_steps(self.directory, self._finalized)
+        self._finalized, self._is_listed = set(listed), True
+        return listed
 
     def steps_to_resume(self) -> list[int]:
-        """Returns the steps on disk in the order in which a resume tries them."""
-        return self.steps()[::-1]
+        """Returns the known steps in the order in which a resume tries them; lists them once."""
+        if not self._is_listed:
+            self.steps()
+        return sorted(self._finalized, reverse=True)
 
     def latest_step(self) -> int | None:
         return next(iter(self.steps_to_resume()), None)
 
-    def stored(self, step: int) -> layout.Stored:
-        return layout.Stored(self.directory / str(step) / layout.ITEMS, step)
+    def stored(self, step: int) -> StoredCheckpoint:
+        if step not in self._stored:
+            items = self.directory / str(step) / checkpoint_files.ITEMS
+            self._stored[step] = StoredCheckpoint(items, step)
+        return self._stored[step]
 
     def restore(
         self,
@@ -284,71 +325,80 @@ class Checkpoints:
         """Restores (state, data position or None, metadata) and verifies checksums.
 
         `config_flat` explains a mismatch. Raises UserError if names or shapes differ, and
-        description.Unreadable if files are damaged.
+        CheckpointCorruptedError if files are damaged.
         """
         stored = self.stored(step)
-        described = description.describe(stored, is_own=True)
-        position = description.read_position(stored, described)
-        state = reading.read_state(stored, abstract_state, config_flat or {}, show, is_own=True)
-        return state, position, described.metadata
+        metadata, checksums, _ = stored.metadata
+        if not metadata and checksums is None:
+            path = stored.json_path(checkpoint_files.METADATA)
+            raise CheckpointCorruptedError(f"{path}: no metadata")
+        position = stored.position()
+        state = reading.restore_state(
+            stored, abstract_state, config_flat or {}, show, is_same_run=True
+        )
+        return state, position, metadata
 
     def resume_from(self, step: int) -> None:
         """Records the resumed step. Later checkpoints stay on disk until the next save."""
         self._resumed_from = step
-        self._good.watch(step)
+        self._healthy.watch(step)
 
-    def mark_unreadable(self, step: int) -> None:
+    def mark_corrupted(self, step: int) -> None:
         """Marks a damaged checkpoint, which the next save renames to `<step>.unreadable`.
 
         Otherwise retention would count it as the newest and delete healthy ones for it.
         """
-        self._unreadable.add(step)
-        self._good.forget(lambda good: good == step)
+        self._corrupted.add(step)
+        self._healthy.forget(lambda healthy: healthy == step)
 
-    def _clear_the_way(self) -> None:
+    def _apply_pending_removals(self) -> None:
         """Applies a resume's pending removals at its first save, which may never come."""
-        self._set_unreadable_aside()
+        self._quarantine_corrupted()
         if self._resumed_from is not None:
-            self._give_up(self._resumed_from)
+            self._delete_after(self._resumed_from)
             self._resumed_from = None
 
-    def _has_room(self, step: int) -> bool:
+    def _can_write(self, step: int) -> bool:
         """Returns whether the step is not on disk yet; raises OSError if it cannot be written."""
         # Checks one step only: listing would cost requests for every checkpoint.
-        if layout.is_complete(self.directory / str(step)):
+        if self._ask_finalized(step):
             return False
         # If Orbax cannot create its folder, its threads block the program for minutes.
-        probe(self.directory)
+        check_writable(self.directory)
         return True
 
-    def _set_unreadable_aside(self) -> None:
-        if not self._unreadable:
+    def _quarantine_corrupted(self) -> None:
+        if not self._corrupted:
             return
-        self._write_good()
+        self._write_healthy()
 
         def rename() -> None:
-            for step in sorted(self._unreadable) if jax.process_index() == 0 else ():
+            for step in sorted(self._corrupted) if jax.process_index() == 0 else ():
                 target = self.directory / f"{step}.unreadable"
                 if target.exists():
                     target = self.directory / f"{step}.unreadable-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
 
-        agreed("setting unreadable checkpoints aside", rename)
-        self._unreadable.clear()
+        all_succeed("renaming corrupted checkpoints", rename)
+        self._finalized -= self._corrupted
+        self._corrupted.clear()
 
-    def _give_up(self, after: int) -> None:
-        known = agreed("the search for newer checkpoints", self.steps)
-        newer = [step for step in known if step > after]
-        self._good.forget(lambda step: step > after)
+    def _delete_after(self, last: int) -> None:
+        listed = all_succeed("listing newer checkpoints", self.steps)
+        newer = [step for step in listed if step > last]
+        self._healthy.forget(lambda step: step > last)
         # Before the deletion: a process killed in between must not resume from one of these.
-        self._write_good()
+        self._write_healthy()
 
         def remove() -> None:
             self._remove_partial("")
             for step in newer if jax.process_index() == 0 else ():
-                layout.withdraw(self.directory / str(step), f"{step}{_GIVEN_UP}").rmtree()
+                checkpoint_files.unfinalize(
+                    self.directory / str(step), f"{step}{_GIVEN_UP}"
+                ).rmtree()
 
-        agreed("the removal of newer checkpoints", remove)
+        all_succeed("deleting newer checkpoints", remove)
+        self._finalized -= set(newer)
         if newer:
             self._close_manager()  # Orbax would keep listing them
 
@@ -356,11 +406,15 @@ class Checkpoints:
         """Deletes leftovers of killed or failed saves whose folder name starts with `name`."""
         if jax.process_index() != 0:
             return
-        for folder in layout.children(self.directory):
+        for folder in checkpoint_files.list_dir(self.directory):
             is_partial = (
                 ".orbax-checkpoint-tmp" in folder.name
                 or folder.name.endswith(_GIVEN_UP)
-                or (is_bucket(folder) and folder.name.isdigit() and not layout.is_complete(folder))
+                or (
+                    is_object_store_path(folder)
+                    and folder.name.isdigit()
+                    and not self._ask_finalized(int(folder.name))
+                )
             )
             if is_partial and f"{folder.name}.".startswith(name):
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
@@ -370,14 +424,15 @@ class Checkpoints:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
-            quiet_threads.install()
-            if is_bucket(self.directory):  # on local disks Orbax does this
+            orbax_errors.silence_threads()
+            if is_object_store_path(self.directory):  # on local disks Orbax does this
                 self._remove_partial("")
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=_Preservation(self._kept),
+                    preservation_policy=_PreservationPolicy(self._kept),
                     enable_async_checkpointing=self._section.async_checkpointing,
+                    lightweight_initialize=True,  # else reads metadata of every step
                 ),
             )
         return self._orbax_manager
@@ -386,7 +441,7 @@ class Checkpoints:
         section = self._section
         if section.max_to_keep is None:
             return set(steps)
-        kept = {*steps[-section.max_to_keep :], *self._good.to_keep()}
+        kept = {*steps[-section.max_to_keep :], *self._healthy.steps_to_preserve()}
         if section.keep_period is not None:
             kept |= {step for step in steps if step % section.keep_period == 0}
         return kept
@@ -399,12 +454,13 @@ class Checkpoints:
         try:
             for step in sorted(set(steps) - self._kept(steps)):
                 self._orbax_manager.delete(step)
-                self._good.forget(lambda good, gone=step: good == gone)
+                self._finalized.discard(step)
+                self._healthy.forget(lambda healthy, deleted=step: healthy == deleted)
         except Exception as error:  # Orbax and storage clients raise anything
             if jax.process_count() > 1:
                 raise  # the other processes wait for this deletion: fail together and restart
-            self.show(f"!!! WARNING: old checkpoints could not be deleted: {error}.")
-        self._write_good()
+            self.show(f"WARNING: cannot delete old checkpoints: {error}.")
+        self._write_healthy()
 
     def _close_manager(self) -> None:
         if self._orbax_manager is not None:
@@ -412,33 +468,25 @@ class Checkpoints:
             manager.close()
 
 
-class _Failure(NamedTuple):
-    step: int | None
-    directory: epath.Path
-    newest: int | None
-    cause: Exception
+class _SaveError(UserError):
+    """A failed save; `summary` is its message without the remedy."""
 
-    def __str__(self) -> str:
-        kept = (
-            "no complete checkpoint"
-            if self.newest is None
-            else f"the checkpoint of step {self.newest}"
+    def __init__(
+        self, step: int | None, directory: epath.Path, newest: int | None, cause: Exception
+    ):
+        kept = "no complete checkpoint" if newest is None else f"the checkpoint of step {newest}"
+        self.summary = (
+            f"the checkpoint of step {step} could not be written to {directory}: {cause}\n"
+            f"  {kept} is on disk"
         )
-        return (
-            f"the checkpoint of step {self.step} could not be written to {self.directory}: "
-            f"{self.cause}\n  {kept} is on disk"
+        super().__init__(
+            f"{self.summary}. Free space or fix the folder (base_output_directory), then rerun the "
+            "command with the same run_name."
         )
-
-    def error(self) -> UserError:
-        error = UserError(
-            f"{self}. Free space or mend the folder (base_output_directory), then start again "
-            "with the same run_name."
-        )
-        error.__cause__ = self.cause
-        return error
+        self.__cause__ = cause
 
 
-class _Preservation:
+class _PreservationPolicy:
     """Orbax PreservationPolicy, evaluated while a save is in progress."""
 
     def __init__(self, kept: Callable[[Sequence[int]], Collection[int]]):
@@ -448,7 +496,3 @@ class _Preservation:
         del context
         kept = self._kept(sorted(checkpoint.step for checkpoint in checkpoints))
         return [checkpoint.step in kept for checkpoint in checkpoints]
-
-
-def _import_orbax() -> None:
-    import orbax.checkpoint  # noqa: F401

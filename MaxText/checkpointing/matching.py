@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from MaxText.config.saved import differences
 from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
 
-_MOST_LINES = 20
+_MAX_LINES = 20
 # Sections that determine the names and shapes of parameters and optimizer state.
 _SHAPING_SECTIONS = ("model", "optimizer")
 
@@ -25,14 +25,14 @@ path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigHint(NamedTuple):
-    """Configurations that explain a mismatch; `is_own` if the run itself saved the checkpoint."""
+    """Configurations that explain a mismatch; `is_same_run` if this run saved the checkpoint."""
 
     stored: Mapping[str, Any] | None
     current: Mapping[str, Any]
-    is_own: bool = False
+    is_same_run: bool = False
 
 
-class Leaf(NamedTuple):
+class ArraySpec(NamedTuple):
     """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
@@ -41,8 +41,12 @@ class Leaf(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
+    @property
+    def is_floating(self) -> bool:
+        return bool(jax.numpy.issubdtype(self.dtype, jax.numpy.floating))
 
-class Cast(NamedTuple):
+
+class DtypeCast(NamedTuple):
     """An array that is cast on load."""
 
     path: str
@@ -50,45 +54,57 @@ class Cast(NamedTuple):
     wanted: np.dtype
 
 
-def leaves_by_path(tree: Any) -> dict[str, Leaf]:
+def array_specs(tree: Any) -> dict[str, ArraySpec]:
     """Returns the arrays of a tree by path, e.g. "opt_state/1/0/mu/decoder/wi"."""
     return {
-        path_name(path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
+        path_name(path): ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
 
 
-def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint) -> list[Cast]:
+def check_compatible(
+    stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint
+) -> list[DtypeCast]:
     """Returns the float arrays to cast on load; UserError if names, shapes or kinds differ."""
-    stored, wanted = leaves_by_path(stored_tree), leaves_by_path(abstract_tree)
+    stored, wanted = array_specs(stored_tree), array_specs(abstract_tree)
+    if problems := mismatches(stored, wanted):
+        raise UserError(format_mismatches(problems, config_hint, _MAX_LINES))
+    return [
+        DtypeCast(path, stored[path].dtype, spec.dtype)
+        for path, spec in wanted.items()
+        if stored[path].dtype != spec.dtype
+    ]
+
+
+def mismatches(
+    stored: Mapping[str, ArraySpec],
+    wanted: Mapping[str, ArraySpec],
+    explain_shape: Callable[[str], str | None] = lambda path: "",
+) -> list[str]:
+    """Describes names, shapes and kinds that differ; floating dtypes count as one kind.
+
+    `explain_shape` returns a note about a shape that differs, or None if it may.
+    """
     problems = [
-        f"missing     {path}: the checkpoint has none, wanted {leaf}"
-        for path, leaf in wanted.items()
+        f"missing     {path}: the checkpoint has none, wanted {spec}"
+        for path, spec in wanted.items()
         if path not in stored
     ]
     problems += [
-        f"extra       {path}: stored {leaf}, unknown to this model"
-        for path, leaf in stored.items()
+        f"extra       {path}: stored {spec}, unknown to this model"
+        for path, spec in stored.items()
         if path not in wanted
     ]
-    casts = []
-    for path, leaf in wanted.items():
-        found = stored.get(path, leaf)
-        if found.shape != leaf.shape:
-            problems.append(f"other shape {path}: stored {found}, wanted {leaf}")
-        elif found.dtype != leaf.dtype:
-            if jax.numpy.issubdtype(found.dtype, jax.numpy.floating) and jax.numpy.issubdtype(
-                leaf.dtype, jax.numpy.floating
-            ):
-                casts.append(Cast(path, found.dtype, leaf.dtype))
-            else:
-                problems.append(f"other kind  {path}: stored {found}, wanted {leaf}")
-    if problems:
-        raise UserError(explain(problems, config_hint, _MOST_LINES))
-    return casts
+    for path, spec in wanted.items():
+        found = stored.get(path, spec)
+        if found.shape != spec.shape and (note := explain_shape(path)) is not None:
+            problems.append(f"other shape {path}: stored {found}, wanted {spec}{note}")
+        elif found.dtype != spec.dtype and not (found.is_floating and spec.is_floating):
+            problems.append(f"other kind  {path}: stored {found}, wanted {spec}")
+    return problems
 
 
-def describe_casts(casts: Sequence[Cast]) -> list[str]:
+def describe_casts(casts: Sequence[DtypeCast]) -> list[str]:
     """Returns log lines about dtype casts on load."""
     counts: dict[tuple[str, str, str], int] = {}
     for cast in casts:
@@ -100,15 +116,17 @@ def describe_casts(casts: Sequence[Cast]) -> list[str]:
     ]
 
 
-def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = None) -> str:
+def format_mismatches(
+    problems: Sequence[str], hint: ConfigHint, max_lines: int | None = None
+) -> str:
     """Returns an error message with the problems and the configuration keys responsible."""
-    shown = problems[:most_lines]
+    shown = problems[:max_lines]
     lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
     lines += [f"  {problem}" for problem in shown]
     if len(problems) > len(shown):
         lines.append(f"  ... and {len(problems) - len(shown)} more")
     if hint.stored is None:
-        lines.append("  The checkpoint does not say which configuration it was made with.")
+        lines.append("  The checkpoint does not record its configuration.")
         return "\n".join(lines)
     shaping = {name for name, key in all_keys().items() if key.section[0] in _SHAPING_SECTIONS}
     changed = [
@@ -120,16 +138,18 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
         lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
         lines += changed
         # If a key names the weights, a new run_name would load the same ones.
-        other = "start another run_name" if hint.is_own else "load other weights"
+        other = "start another run_name" if hint.is_same_run else "load other weights"
         lines.append(f"Set them back, or {other}.")
     else:
-        lines.append("  No key of the model or the optimizer differs: the program itself changed.")
+        lines.append(
+            "  No key of the model or the optimizer differs, so the program itself changed."
+        )
     return "\n".join(lines)
 
 
 def parameter_hash(params: Any) -> str:
     """Returns 16 hex digits that identify the names, shapes and dtypes of parameters."""
-    table = sorted(f"{path} {leaf}" for path, leaf in leaves_by_path(params).items())
+    table = sorted(f"{path} {leaf}" for path, leaf in array_specs(params).items())
     return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
 
 

@@ -1,49 +1,63 @@
-"""Creates a run folder and checks that it is writable."""
+"""Creates a run folder, checks that it is writable, and locks it for one process at a time.
 
+The kernel drops the lock of a dead process, so a leftover lock file is free.
+"""
+
+import datetime
 import errno
+import fcntl
+import json
+import os
+import socket
 import sys
 import threading
+import time
 import uuid
+from typing import Any
 
 from etils import epath
 
 from MaxText.errors import UserError
-from MaxText.storage.bucket_errors import is_outage
-from MaxText.storage.paths import is_bucket, path_of
+from MaxText.storage.errors import is_unavailable
+from MaxText.storage.lease import Lease, in_use
+from MaxText.storage.paths import is_object_store_path, parse_path
 
-_SILENCE_SECONDS = 3.0
+_SECONDS_BEFORE_NOTICE = 3.0
+_LOCK_FILE = ".lock"
+_leases: list[Lease] = []
+_descriptors: list[int] = []  # of locked files; closing one releases its lock
 
 
-def prepare_run_folder(path: str | epath.Path) -> epath.Path:
+def create_run_folder(path: epath.PathLike) -> epath.Path:
     """Creates the run folder, proves that it is writable, and returns its absolute path.
 
     Runs before anything expensive and before jax.distributed: each process writes its own probe
     file.
     """
     # Orbax requires absolute paths.
-    folder = path_of(str(path), "base_output_directory")
-    if not is_bucket(path):
+    folder = parse_path(str(path), "base_output_directory")
+    if not is_object_store_path(path):
         folder = folder.resolve()
     # The gs:// client retries for almost a minute before it reports an error.
-    line = f"waiting for an answer of {folder} (base_output_directory), for up to a minute\n"
-    waiting = threading.Timer(_SILENCE_SECONDS, lambda: sys.stderr.write(line))
+    line = f"waiting up to a minute for {folder} (base_output_directory) to respond\n"
+    waiting = threading.Timer(_SECONDS_BEFORE_NOTICE, lambda: sys.stderr.write(line))
     waiting.start()
     try:
-        probe(folder)
+        check_writable(folder)
     except OSError as error:
         remedy = "Choose another base_output_directory (or run_name)"
-        remedy += ", or free space there." if error.errno == errno.ENOSPC else "."
-        if is_bucket(path):
-            remedy += " Is the bucket's name right, and does this machine reach it?"
-        if is_outage(error):
-            remedy = "Start the same command again when it answers."
+        remedy += ", or free disk space there." if error.errno == errno.ENOSPC else "."
+        if is_object_store_path(path):
+            remedy += " Check the bucket's name and that this machine can reach it."
+        if is_unavailable(error):
+            remedy = "Rerun the command once it responds."
         raise UserError(f"cannot write to the run folder {folder}: {error}. {remedy}") from error
     finally:
         waiting.cancel()
     return folder
 
 
-def probe(folder: epath.Path) -> None:
+def check_writable(folder: epath.Path) -> None:
     """Creates a folder and a probe file in it; raises OSError on failure."""
     probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
     try:
@@ -54,3 +68,61 @@ def probe(folder: epath.Path) -> None:
         raise
     except Exception as error:  # from the library behind a URL
         raise OSError(str(error)) from error
+
+
+def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
+    """Locks a run folder until this process (process 0) ends; by a lease in a bucket.
+
+    File systems without locks stay unlocked. Waits `timeout` seconds for a killed owner to end.
+    Raises UserError if another process holds it.
+    """
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
+    if is_object_store_path(run_folder):
+        lease = Lease(f"{run_folder}/{_LOCK_FILE}", holder)
+        lease.acquire()
+        _leases.append(lease)
+        return
+    path = run_folder / _LOCK_FILE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
+                return  # the file system has no locks
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        other = _read(descriptor)
+        os.close(descriptor)
+        raise in_use(run_folder, other)
+    _descriptors.append(descriptor)
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def unlock_run_folder() -> None:
+    """Releases the lock, for a process that trains several runs sequentially."""
+    while _leases:
+        _leases.pop().release()
+    _close()
+
+
+def _close() -> None:
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+# A child that outlives this process must not keep the lock.
+os.register_at_fork(after_in_child=_close)
+
+
+def _read(descriptor: int) -> Any:
+    try:
+        return json.loads(os.pread(descriptor, 1000, 0))
+    except ValueError:
+        return None

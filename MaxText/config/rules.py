@@ -301,7 +301,7 @@ def _one_start(load_parameters_path, load_full_state_path):
 
 
 # Of the moment of growth. growth_old_slots_learning_rate lasts: whether it has slots to act on is
-# known from the run's checkpoints (growth/settling.py).
+# known from the run's checkpoints (growth/resolve.py).
 @rule(
     "growth_mode",
     "growth_moments",

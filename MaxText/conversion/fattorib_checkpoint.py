@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from flax import serialization, traverse_util
 
-from MaxText.checkpointing.matching import Leaf
+from MaxText.checkpointing.matching import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
 from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of
 from MaxText.errors import UserError
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 _STEP = re.compile(r"params_(\d+)")
 
@@ -35,10 +35,10 @@ class FattoribWeights(Weights):
                 f"fattorib/transformer's: it has {error.names}. Name the one that was trained, for "
                 "example model_name=fattorib-base."
             ) from error
-        self.file = _find(path_of(path, "from"), path)
+        self.file = _find(parse_path(path, "from"), path)
         self._arrays = _flattened(_restored(self.file))
         check_arrays(
-            {name: Leaf(array.shape, array.dtype) for name, array in self._arrays.items()},
+            {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
             {tensor.name: tensor.shape for tensor in self.map.tensors},
             f"{self.file} does not hold the model of the configuration",
             "Name the model that was trained, for example model_name=fattorib-base.",

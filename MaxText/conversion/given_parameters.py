@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import layout, reading
-from MaxText.checkpointing.description import Unreadable, metadata_if_any
+from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.errors import UserError
 
 Show = Callable[[str], None]
@@ -38,25 +38,25 @@ def open_parameters(
 
         folder, stored, read = open_folder(path, key, abstract_params, config_flat, show)
         return GivenParameters(f"parameters of {folder}", {"config": stored}, folder, None, read)
-    stored = layout.find(path, key)
-    with unreadable_is_user_error(key, stored):
+    stored = checkpoint_files.resolve_checkpoint(path, key)
+    with corruption_as_user_error(key, stored):
         reading.check_params(stored, abstract_params, config_flat)
 
     def read_ours() -> Any:
-        with unreadable_is_user_error(key, stored):
-            return reading.read_params(stored, abstract_params, config_flat, show)
+        with corruption_as_user_error(key, stored):
+            return reading.restore_params(stored, abstract_params, config_flat, show)
 
     return GivenParameters(
-        f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read_ours
+        f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read_ours
     )
 
 
 @contextlib.contextmanager
-def unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
-    """Converts Unreadable to UserError: a user's path is never replaced."""
+def corruption_as_user_error(key: str, stored: checkpoint_files.StoredCheckpoint) -> Iterator[None]:
+    """Converts CheckpointCorruptedError to UserError: a user's path is never replaced."""
     try:
         yield
-    except Unreadable as error:
+    except CheckpointCorruptedError as error:
         raise UserError(
             f"{key}: the checkpoint at {stored} cannot be read: {error}\n"
             "  Name an older step, or restore the files."

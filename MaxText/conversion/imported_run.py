@@ -22,9 +22,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from MaxText.checkpointing import layout
+from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checksums import host_checksum
-from MaxText.checkpointing.description import write_metadata
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.saved import flat, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
@@ -142,13 +141,15 @@ def write_run(
     failures: list[BaseException] = []
     registry = _one_at_a_time(failures)
     handlers: dict[str, Any] = {
-        layout.ITEMS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        checkpoint_files.ITEMS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     }
-    items: dict[str, Any] = {layout.ITEMS: ocp.args.PyTreeSave({"params": nested(pending)})}
-    step = epath.Path(os.path.abspath(folder / layout.CHECKPOINTS / "0"))
+    items: dict[str, Any] = {
+        checkpoint_files.ITEMS: ocp.args.PyTreeSave({"params": nested(pending)})
+    }
+    step = epath.Path(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
     metadata = {
         **checkpoint_metadata(flat(weights.config), nested(pending)),
-        layout.PARAMETERS_ONLY: True,
+        checkpoint_files.PARAMETERS_ONLY: True,
         **extra_metadata,
     }
     try:
@@ -160,7 +161,8 @@ def write_run(
     if failures:
         raise failures[0]
     checksums = {f"params/{name}": array.checksum for name, array in pending.items()}
-    write_metadata(layout.Stored(step / layout.ITEMS, 0), metadata, checksums)
+    stored = checkpoint_files.StoredCheckpoint(step / checkpoint_files.ITEMS, 0)
+    stored.write_metadata(metadata, checksums)
     text = section_lines([f"# {line}".rstrip() for line in comment], keys)
     (folder / CONFIG_YML).write_text(text, encoding="utf-8")
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
+from MaxText.checkpointing.matching import ConfigHint, check_compatible, describe_casts
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.saved import flat
@@ -150,7 +150,7 @@ def open_folder(
     }
     try:
         hint = ConfigHint(stored_flat, config_flat)
-        casts = check_matches({"params": nested(shapes)}, {"params": abstract_params}, hint)
+        casts = check_compatible({"params": nested(shapes)}, {"params": abstract_params}, hint)
     except UserError as error:
         raise UserError(
             f"{key}={path}: {error}\n"

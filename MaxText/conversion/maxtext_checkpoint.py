@@ -17,7 +17,7 @@ from MaxText.config.schema import Config
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of
 from MaxText.errors import UserError
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 _OF_MUDDFORMER = "state"
 _ITEMS = ("items", _OF_MUDDFORMER, "default")  # MaxText, MUDDFormer's program, older MaxText
@@ -105,7 +105,7 @@ class MaxTextWeights(Weights):
         self.config = config
         self.model = model_of(config)
         self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
-        given = path_of(path, "from")
+        given = parse_path(path, "from")
         if "://" not in path:
             given = given.absolute()  # required by Orbax
         self.folder = _find_items(given, path)

@@ -13,7 +13,7 @@ from MaxText.conversion.weight_source import Weights, nested, num_bytes
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.training.backend_defaults import resolve
+from MaxText.training.backend_defaults import resolve_auto
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # Weights are constants of the program, and the serializer uses 32-bit sizes.
@@ -34,7 +34,7 @@ def exported(weights: Weights, length: int) -> export.Exported:
 
     Maps tokens to logits for any b. Computes in the configuration's dtype, float32 if it is auto.
     """
-    section, _ = resolve(weights.config.model, "cpu")
+    section, _ = resolve_auto(weights.config.model, "cpu")
     model = Model(section)
     params = nested({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 

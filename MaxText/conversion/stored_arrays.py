@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.checksums import host_checksum, other_leaf
-from MaxText.checkpointing.description import Unreadable, describe, metadata_if_any
-from MaxText.checkpointing.matching import Leaf, leaves_by_path
-from MaxText.checkpointing.reading import damage_is_unreadable
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
+from MaxText.checkpointing.matching import ArraySpec, array_specs
+from MaxText.checkpointing.orbax_errors import translate_errors
 from MaxText.config import import_modules
 from MaxText.config.catalogue import build
 from MaxText.config.saved import under_todays_names
@@ -37,11 +37,13 @@ class StoredArrays:
         self.folder = folder
         with _damage_explained(folder):
             tree = self._tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
-            self._checksums = describe(layout.Stored(folder, None)).checksums
+            self._checksums = checkpoint_files.StoredCheckpoint(folder, None).metadata.checksums
         # Optimizer states have entries without arrays.
         arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
-        self.leaves: dict[str, Leaf] = leaves_by_path(arrays)
-        if self._checksums is not None and (difference := other_leaf(self.leaves, self._checksums)):
+        self.leaves: dict[str, ArraySpec] = array_specs(arrays)
+        if self._checksums is not None and (
+            difference := first_spec_mismatch(self.leaves, self._checksums)
+        ):
             raise _unreadable(folder, difference)
 
     def read(self, path: str) -> np.ndarray:
@@ -86,9 +88,9 @@ def _only(tree: Any, names: list[str]) -> Any:
 @contextlib.contextmanager
 def _damage_explained(folder: epath.Path) -> Iterator[None]:
     try:
-        with damage_is_unreadable():
+        with translate_errors():
             yield
-    except Unreadable as error:
+    except CheckpointCorruptedError as error:
         raise _unreadable(folder, str(error)) from error
 
 
@@ -100,7 +102,7 @@ def _unreadable(folder: epath.Path, reason: str) -> UserError:
 
 
 class RunWeights(Weights):
-    """Weights of a run's newest checkpoint (layout.find), or of the one named."""
+    """Weights of the checkpoint that a path names (checkpoint_files.resolve_checkpoint)."""
 
     def __init__(self, path: str, given: Config | None = None):
         """Reads names and shapes of a run, its checkpoints, a step or its items.
@@ -108,8 +110,8 @@ class RunWeights(Weights):
         `given` is the configuration for a checkpoint without one. Raises UserError for a missing,
         unreadable or mismatched checkpoint.
         """
-        self.stored = layout.find(path, "from")
-        self.metadata = metadata_if_any(self.stored)
+        self.stored = checkpoint_files.resolve_checkpoint(path, "from")
+        self.metadata = self.stored.try_metadata()
         self.config = given or self._own_config()
         self.model = model_of(self.config)
         self._arrays = StoredArrays(self.stored.items)

@@ -15,7 +15,7 @@ from MaxText.conversion.weight_source import Weights, nested
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.training.backend_defaults import resolve
+from MaxText.training.backend_defaults import resolve_auto
 
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
@@ -79,7 +79,7 @@ def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
         update={"dtype": "float32", "matmul_precision": "highest"}
     )
     section = section.model_copy(update={"numerics": numerics})
-    model = Model(resolve(section, "cpu")[0])
+    model = Model(resolve_auto(section, "cpu")[0])
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = nested({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 

@@ -25,9 +25,9 @@ class Weights(Protocol):
 
 def model_of(config: Config) -> Model:
     """Returns the abstract model of a configuration, with CPU numerics."""
-    from MaxText.training.backend_defaults import resolve
+    from MaxText.training.backend_defaults import resolve_auto
 
-    return Model(resolve(config.model, "cpu")[0])
+    return Model(resolve_auto(config.model, "cpu")[0])
 
 
 def num_bytes(weights: Weights) -> dict[str, int]:

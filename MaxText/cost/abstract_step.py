@@ -146,7 +146,7 @@ def make_program(
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
-    section, choices = backend_defaults.resolve(config.model, platform, layout)
+    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
     rows_of_batch(config.batch, layout, config.evaluation.eval_per_device_batch_size)

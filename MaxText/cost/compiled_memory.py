@@ -13,7 +13,7 @@ from MaxText.cost.hlo import LargeArray, Program
 from MaxText.cost.targets import Target
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import HOST_MEMORY
-from MaxText.runtime.compiled_steps import memory_of
+from MaxText.runtime.compiled_steps import memory_stats
 
 _GIB = 2**30
 _SHOWN = 8  # number of large arrays shown
@@ -72,7 +72,7 @@ def bytes_on_device(tree: Any) -> int:
 def memory_by_cause(planned: Planned, compiled: jax.stages.Compiled) -> Memory:
     """Returns the memory of a compiled step on one device."""
     given = _given(planned)
-    told = memory_of(compiled)
+    told = memory_stats(compiled)
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
     if not told:

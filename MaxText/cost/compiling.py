@@ -8,12 +8,12 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.config.schema import Config
-from MaxText.growth.settling import settle
+from MaxText.growth.resolve import resolve_growth
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, plan_batches
 from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
-from MaxText.training.assembly import assemble
+from MaxText.training.assembly import setup_train
 from MaxText.training.state import TrainState
 
 
@@ -45,9 +45,9 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     set.
     """
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
-    settled = settle(config, [])
-    config = settled.config
-    built = assemble(config, layout, settled.old_slots, settled.old_slots_learning_rate)
+    resolved = resolve_growth(config, [])
+    config = resolved.config
+    built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
     model, state = built.model, built.state
     plan = plan_batches(
         config.batch,
@@ -59,7 +59,7 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     with_documents = data.dataset_type != "synthetic" and not data.attend_across_documents
     batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
     lowered = layout.lower_step(built.step, state, batch)
-    lines = [*built.choices, *settled.lines]
+    lines = [*built.choices, *resolved.lines]
     return Planned(config, model, layout, state, batch, plan, stage.length, lowered, lines)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from MaxText.errors import UserError
-from MaxText.storage.paths import is_bucket, path_of
+from MaxText.storage.paths import is_object_store_path, parse_path
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
 _LONGEST_FACTS = 4 << 20  # bytes
@@ -42,10 +42,10 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
     key = _read_key(may_make=True)
     content = json.dumps(facts, sort_keys=True).encode() + b"\n" + executable
     signature = _sign(key, content)
-    file = path_of(path, "compiled_trainstep_file")
+    file = parse_path(path, "compiled_trainstep_file")
     whole = _FIRST_LINE + signature.encode() + b"\n" + content
     try:
-        if is_bucket(file):
+        if is_object_store_path(file):
             file.write_bytes(whole)  # objects appear only when complete
         else:
             other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
@@ -60,7 +60,7 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
 def read(path: str) -> tuple[dict[str, Any], bytes]:
     """Returns (facts, executable) after verifying the signature; UserError if it fails."""
     try:
-        content = path_of(path, "compiled_trainstep_file").read_bytes()
+        content = parse_path(path, "compiled_trainstep_file").read_bytes()
     except FileNotFoundError as error:
         raise UserError(
             f"compiled_trainstep_file={path}: there is no such file. Make it by train_compile.py "

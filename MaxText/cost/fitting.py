@@ -273,7 +273,7 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
     """Returns numbers of stages: several if a slice cannot hold the weights otherwise."""
-    section, _ = backend_defaults.resolve(config.model, hardware.chip.platform)
+    section, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
     return _powers(MOST_STAGES if needed > hardware.memory else 1)
 

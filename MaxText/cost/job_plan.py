@@ -9,7 +9,7 @@ from MaxText.cost.abstract_step import Program, make_program
 from MaxText.cost.communication import Exchange, exchanges
 from MaxText.cost.hardware import Hardware
 from MaxText.cost.peak_flops import PeakFlops, from_data_sheet, measured
-from MaxText.cost.step_memory import Memory, memory_of
+from MaxText.cost.step_memory import Memory, memory_stats
 from MaxText.cost.step_time import StepTime, step_time
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import check_sharding
@@ -66,7 +66,7 @@ def make_plan(
 def plan_of(
     program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
 ) -> Plan:
-    memory = memory_of(program)
+    memory = memory_stats(program)
     exchanged = exchanges(program, hardware)
     time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)
     return Plan(program, hardware, memory, tuple(exchanged), time)

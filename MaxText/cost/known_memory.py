@@ -8,21 +8,21 @@ import jax
 from MaxText.cost.compiled_memory import bytes_on_device
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.training.assembly import Assembled
+from MaxText.training.assembly import TrainSetup
 
 _GIB = 2**30
 _CGROUP = "/sys/fs/cgroup/memory.max"
 
 
 def check_known_memory(
-    built: Assembled, plan: BatchPlan, num_devices: int, num_microbatches: int
+    built: TrainSetup, plan: BatchPlan, num_devices: int, num_microbatches: int
 ) -> None:
     """Raises UserError if state, gradients and one activation per token cannot fit.
 
     CPU devices share the memory of their host. `num_devices` counts all processes.
     """
     device = jax.local_devices()[0]
-    limit = memory_of(device)
+    limit = memory_stats(device)
     section = built.model.section
     tokens = max(plan.rows(stage) * stage.length for stage in plan.stages)
     width = section.shape.dimensions.emb_dim * jax.numpy.dtype(section.numerics.dtype).itemsize
@@ -47,7 +47,7 @@ def check_known_memory(
     )
 
 
-def memory_of(device: Any) -> int | None:
+def memory_stats(device: Any) -> int | None:
     """Returns bytes of a device, or of a CPU device's host; None if unknown."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")

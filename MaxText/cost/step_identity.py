@@ -16,7 +16,7 @@ from MaxText.config.model_sections import Model
 from MaxText.config.schema import Config
 from MaxText.config.values import to_yaml
 from MaxText.parallelism.mesh import Layout
-from MaxText.runtime.compilation_cache import kind_of_processor
+from MaxText.runtime.compilation_cache import cpu_fingerprint
 
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
@@ -58,7 +58,7 @@ def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[st
             "number": layout.mesh.size,
             "mesh": str(dict(layout.mesh.shape)),
             # CPU programs use the instructions of this processor.
-            "processor": kind_of_processor() if device.platform == "cpu" else "",
+            "processor": cpu_fingerprint() if device.platform == "cpu" else "",
         },
         "state": describe(state),
     }

@@ -57,7 +57,7 @@ class Memory:
         return max(passes, self.gradients + self.fetched + self.update)
 
 
-def memory_of(program: Program) -> Memory:
+def memory_stats(program: Program) -> Memory:
     """Returns the memory of a program on each device."""
     size_of = _size_of(program.platform)
     state = program.abstract_state

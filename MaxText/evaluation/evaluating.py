@@ -85,13 +85,13 @@ class _DataSet(NamedTuple):
 
 def _find_weights(config: Config) -> str:
     """Returns the checkpoint step folder or Hugging Face folder of the weights."""
-    from MaxText.checkpointing import layout
+    from MaxText.checkpointing import checkpoint_files
     from MaxText.conversion import hugging_face_folder
 
     path, key = weights_path(config)
     if hugging_face_folder.is_folder(path):
         return str(hugging_face_folder.find_folder(path, key))
-    return str(layout.find(path, key))
+    return str(checkpoint_files.resolve_checkpoint(path, key))
 
 
 def _open_data_set(asked: score_request.Request, weights: str, show: Show) -> _DataSet:

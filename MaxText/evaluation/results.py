@@ -10,11 +10,11 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.checkpointing.layout import CHECKPOINTS
+from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
 from MaxText.errors import UserError
-from MaxText.storage.atomic import write_whole
+from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 _FOLDER = "eval"  # in the run folder
 
@@ -26,11 +26,11 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     belong to no run, or to a read-only one. Raises UserError if the requested file is not writable.
     """
     if asked:
-        path = path_of(asked, "eval_output")
+        path = parse_path(asked, "eval_output")
         if problem := _unwritable(path):
             raise UserError(f"eval_output={asked} cannot be written: {problem}.")
         return path
-    step = path_of(weights, "load_parameters_path")
+    step = parse_path(weights, "load_parameters_path")
     if step.parent.name != CHECKPOINTS:
         return None
     folder = step.parent.parent / _FOLDER
@@ -59,10 +59,7 @@ def write(path: epath.Path, scores: Mapping[str, Any], show: Callable[[str], Non
     text = json.dumps(_plain(scores), indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if is_url(str(path)):
-            path.write_text(text)
-        else:
-            write_whole(Path(os.fspath(path)), text)
+        atomic_write_text(path, text)
     except OSError as error:
         raise UserError(
             f"eval_output={path} cannot be written ({error.strerror or error}). The scores above "

@@ -68,6 +68,6 @@ def make_eval_step(
         counts = {"total_weights": jnp.sum(batch.weights_BT)}
         if sums.correct is not None:
             counts["correct"] = sums.correct
-        return sums.over_targets | counts
+        return sums.target_sums | counts
 
     return eval_step

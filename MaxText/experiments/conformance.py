@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import leaves_by_path, path_name
+from MaxText.checkpointing.matching import array_specs, path_name
 from MaxText.config.catalogue import flat
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
-from MaxText.growth.placing import grown_parameters
-from MaxText.growth.settling import settle_source
-from MaxText.growth.source import Source
+from MaxText.growth.initialize import grow_params
+from MaxText.growth.resolve import resolve_growth_from
+from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
 from MaxText.layers.key_value_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
@@ -458,20 +458,20 @@ def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
     values, arrays = flat(subject.config), _named(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
-    source = Source("SMALL", None, metadata, leaves_by_path(arrays), read, {}, read, None)
+    source = SourceCheckpoint("SMALL", None, metadata, array_specs(arrays), read, {}, read, None)
     own = (item for section in subject.config.model.parts.sections for item in section)
     sizes = [name for name, value in own if type(value) is int]
     for name in ("base_num_decoder_layers", "slot_num", *sizes):
         size = 2 * (values[name] if values[name] > 0 else values["base_emb_dim"])
         try:
-            settled = settle_source(subject.configure(**{name: size}), source)
+            resolved = resolve_growth_from(subject.configure(**{name: size}), source)
         except UserError:
             continue  # refused
-        if settled.growth is None:
+        if resolved.growth is None:
             continue  # no weight depends on this key
-        larger = Subject(lambda config=settled.config, **_: config)
+        larger = Subject(lambda config=resolved.config, **_: config)
         model, fresh = larger.models[0], jax.tree.map(jnp.asarray, larger.params)
-        params = grown_parameters(settled.growth, model.abstract, fresh)
+        params = grow_params(resolved.growth, model.abstract, fresh)
         logits = jax.jit(functools.partial(_logits, model))(params, variants())
         error = np.abs(logits - subject.ran.logits).max()
         if not error <= 2e-5:

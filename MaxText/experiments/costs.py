@@ -9,7 +9,7 @@ from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, plan_batches
 from MaxText.layers.model import Model
-from MaxText.run.quantities import Quantities
+from MaxText.run.training_stats import TrainingStats
 from MaxText.training import backend_defaults
 
 _NO_PEAK = PeakFlops(0.0, "not needed")  # costs do not depend on speed
@@ -29,12 +29,12 @@ class Cost:
 def cost(config: Config, num_devices: int) -> Cost:
     """Returns the cost of a run; raises UserError if the batch does not fit."""
     plan = batch_plan(config, num_devices)
-    quantities = Quantities(
+    stats = TrainingStats(
         abstract_model(config.model), config.batch, plan, num_devices, config.run.steps, _NO_PEAK
     )
-    tokens, flops = quantities.tokens_of_run, quantities.flops_of_run
+    tokens, flops = stats.tokens_of_run, stats.flops_of_run
     return Cost(
-        parameters=quantities.model.num_parameters,
+        parameters=stats.model.num_parameters,
         flops_per_token=flops / tokens if tokens else 0.0,
         flops=flops,
         tokens=tokens,
@@ -64,4 +64,4 @@ def abstract_model(section: ModelSection) -> Model:
 
 @functools.lru_cache(maxsize=256)
 def _model_of(section: str) -> Model:
-    return Model(backend_defaults.resolve(ModelSection.model_validate_json(section), "cpu")[0])
+    return Model(backend_defaults.resolve_auto(ModelSection.model_validate_json(section), "cpu")[0])

@@ -7,10 +7,9 @@ al. 2024), and `layers`; every other size must agree.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import Leaf
+from MaxText.checkpointing.matching import ArraySpec, mismatches
 from MaxText.layers.pattention import slots_by_place
 from MaxText.parallelism.constraints import ParameterInfo
 
@@ -21,7 +20,7 @@ Mode = Literal["function_preserving", "random", "zero"]
 Role = Literal["key", "value", "bias"]
 
 
-class AxisSizes(NamedTuple):
+class AxisResize(NamedTuple):
     """Stored and wanted size of an axis."""
 
     axis: int
@@ -33,14 +32,14 @@ class AxisSizes(NamedTuple):
         return self.old != self.new
 
 
-class LeafPlan(NamedTuple):
+class ParamGrowth(NamedTuple):
     """The change of one parameter."""
 
     name: str
-    old: Leaf
-    new: Leaf
-    slots: AxisSizes | None  # None without the axis
-    layers: AxisSizes | None
+    old: ArraySpec
+    new: ArraySpec
+    slots: AxisResize | None  # None without the axis
+    layers: AxisResize | None
     role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
 
     @property
@@ -64,9 +63,9 @@ class LeafPlan(NamedTuple):
 
 
 class GrowthPlan(NamedTuple):
-    """Parameter name -> LeafPlan, in the order of the model."""
+    """Parameter name -> ParamGrowth, in the order of the model."""
 
-    leaves: Mapping[str, LeafPlan]
+    leaves: Mapping[str, ParamGrowth]
 
     @property
     def slots(self) -> dict[str, tuple[int, int]]:
@@ -105,7 +104,7 @@ class GrowthPlan(NamedTuple):
         return words
 
 
-class Misfits(Exception):
+class IncompatibleShapesError(Exception):
     """Raised if stored parameters cannot become a model's; lists problems."""
 
     def __init__(self, problems: list[str]):
@@ -113,34 +112,32 @@ class Misfits(Exception):
         self.problems = problems
 
 
-def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
-    """Compares stored and wanted parameters; raises Misfits with all problems."""
+def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
+    """Compares stored and wanted parameters; raises IncompatibleShapesError with all problems."""
     if reason := _fixed_depth(stored, wanted):
-        raise Misfits([reason])
-    problems = [f"missing     {name}: wanted {_leaf(wanted[name])}" for name in wanted
-                if name not in stored]  # fmt: skip
-    problems += [f"extra       {name}: stored {stored[name]}" for name in stored
-                 if name not in wanted]  # fmt: skip
-    leaves = {}
-    for name, info in wanted.items():
-        if name not in stored:
-            continue
-        old, new = stored[name], _leaf(info)
-        other = _other_change(old, info)
-        if other is not None:
-            problems.append(f"other shape {name}: stored {old}, wanted {new}{other}")
-        elif old.dtype != new.dtype and not (_is_floating(old) and _is_floating(new)):
-            problems.append(f"other kind  {name}: stored {old}, wanted {new}")
-        else:
-            leaves[name] = LeafPlan(
-                name, old, new, _sizes(SLOTS, old, info), _sizes(LAYERS, old, info), _role(info)
-            )
+        raise IncompatibleShapesError([reason])
+    specs = {name: _spec(info) for name, info in wanted.items()}
+    problems = mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
     if problems:
-        raise Misfits(problems)
-    return GrowthPlan(leaves)
+        raise IncompatibleShapesError(problems)
+    return GrowthPlan(
+        {
+            name: ParamGrowth(
+                name,
+                stored[name],
+                specs[name],
+                _resize(SLOTS, stored[name], info),
+                _resize(LAYERS, stored[name], info),
+                _role(info),
+            )
+            for name, info in wanted.items()
+        }
+    )
 
 
-def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
+def _fixed_depth(
+    stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]
+) -> str | None:
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
@@ -175,15 +172,11 @@ def _has_connections(names: Iterable[str]) -> bool:
     return any(name.startswith("connections/") for name in names)
 
 
-def _leaf(info: ParameterInfo) -> Leaf:
-    return Leaf(tuple(info.shape), np.dtype(info.dtype))
+def _spec(info: ParameterInfo) -> ArraySpec:
+    return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
 
 
-def _is_floating(leaf: Leaf) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
-
-
-def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
+def _forbidden_change(old: ArraySpec, info: ParameterInfo) -> str | None:
     """Describes forbidden size changes ("" for another rank), or None."""
     if len(old.shape) != len(info.shape):
         return ""
@@ -195,11 +188,11 @@ def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
     return f" ({', '.join(changed)})" if changed else None
 
 
-def _sizes(name: str, old: Leaf, info: ParameterInfo) -> AxisSizes | None:
+def _resize(name: str, old: ArraySpec, info: ParameterInfo) -> AxisResize | None:
     if name not in info.logical_axes:
         return None
     axis = info.logical_axes.index(name)
-    return AxisSizes(axis, old.shape[axis], info.shape[axis])
+    return AxisResize(axis, old.shape[axis], info.shape[axis])
 
 
 def _role(info: ParameterInfo) -> Role | None:
@@ -215,8 +208,8 @@ def _role(info: ParameterInfo) -> Role | None:
 Index = tuple[slice, ...]
 
 
-def new_part(
-    leaf: LeafPlan,
+def grow_shard(
+    leaf: ParamGrowth,
     stored: np.ndarray,
     index: Index | None = None,  # a slice per axis of the new array; None for all of it
     fresh: np.ndarray | float = 0.0,  # like the part, or a scalar

@@ -32,19 +32,19 @@ def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, floa
     }
 
 
-def latest(metadata: Mapping[str, Any]) -> Record | None:
+def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
     lineage = metadata.get("lineage") or [{}]
     return lineage[-1].get("growth")
 
 
-def old_slots(record: Record | None) -> dict[str, int]:
+def existing_slots(record: Record | None) -> dict[str, int]:
     """Returns parameter name -> pre-existing slots, which come first."""
     slots = record["slots"] if record else {}
     return {name: old for name, (old, new) in slots.items() if old < new}
 
 
-def smaller_model(metadata: Mapping[str, Any]) -> str:
+def parent_folder(metadata: Mapping[str, Any]) -> str:
     """Returns the folder that a checkpoint's run began from; empty if unknown."""
     lineage = metadata.get("lineage") or [{}]
     return lineage[-1].get("folder", "")

@@ -5,28 +5,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import metadata_if_any, read_position
-from MaxText.checkpointing.matching import ConfigHint, Leaf, explain
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.matching import ArraySpec, ConfigHint, format_mismatches
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import GrowthPlan, Misfits, plan
+from MaxText.growth.growth_plan import GrowthPlan, IncompatibleShapesError, plan
 from MaxText.parallelism.constraints import ParameterInfo
 
 KEY = "load_parameters_path"
 _PARAMS = "params/"
 
 
-class Source(NamedTuple):
+class SourceCheckpoint(NamedTuple):
     """Stored parameters, not yet read."""
 
     folder: str
     step: int | None  # step at which they were saved, if known
     metadata: Mapping[str, Any]  # as of matching.checkpoint_metadata; empty if there is none
-    parameters: Mapping[str, Leaf]  # name -> shape and dtype
+    parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
     read: Callable[[str], np.ndarray]  # returns a parameter by name
-    others: Mapping[str, Leaf]  # path -> shape and dtype of the rest of a train state (moments)
+    others: Mapping[
+        str, ArraySpec
+    ]  # path -> shape and dtype of the rest of a train state (moments)
     read_other: Callable[[str], np.ndarray]  # returns an array of the rest by path
-    stored: layout.Stored | None  # the checkpoint; None for a Hugging Face checkpoint
+    stored: (
+        checkpoint_files.StoredCheckpoint | None
+    )  # the checkpoint; None for a Hugging Face checkpoint
 
     def plan(
         self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
@@ -34,9 +37,9 @@ class Source(NamedTuple):
         """Returns the plan for a model; raises UserError with all misfits."""
         try:
             return plan(self.parameters, parameters)
-        except Misfits as error:
+        except IncompatibleShapesError as error:
             hint = ConfigHint(self.metadata.get("config"), config_flat)
-            lines = [f"{self.folder}: {explain(error.problems, hint)}"]
+            lines = [f"{self.folder}: {format_mismatches(error.problems, hint)}"]
             if self.stored is None:
                 command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
                 lines.append(f"  {command} writes a config.yml with these keys.")
@@ -45,17 +48,17 @@ class Source(NamedTuple):
     def position(self) -> dict[str, Any]:
         """Returns the data position; raises UserError if it is not stored."""
         position = None
-        if self.stored and (self.stored.folder / layout.POSITION).exists():
-            position = read_position(self.stored)
+        if self.stored and (self.stored.folder / checkpoint_files.POSITION).exists():
+            position = self.stored.position()
         if not position:
             raise UserError(
-                f"growth_data=continue: {self.folder} does not say where its data stood. Name a "
-                "checkpoint of a run, or begin the data anew with growth_data=restart."
+                f"growth_data=continue: {self.folder} has no data position. Name a checkpoint of a "
+                "run, or restart the data with growth_data=restart."
             )
         return position
 
 
-def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
+def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     """Opens what load_parameters_path names, without reading arrays; raises UserError if it cannot.
 
     `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
@@ -65,15 +68,15 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
     return _folder(path, config_flat) if is_folder(path) else _run(path)
 
 
-def _run(path: str) -> Source:
+def _run(path: str) -> SourceCheckpoint:
     from MaxText.conversion.stored_arrays import StoredArrays
 
-    stored = layout.find(path, KEY)
+    stored = checkpoint_files.resolve_checkpoint(path, KEY)
     arrays = StoredArrays(stored.items)
-    return Source(
+    return SourceCheckpoint(
         folder=str(stored),
         step=stored.step,
-        metadata=metadata_if_any(stored),
+        metadata=stored.try_metadata(),
         parameters={
             name.removeprefix(_PARAMS): leaf
             for name, leaf in arrays.leaves.items()
@@ -86,7 +89,7 @@ def _run(path: str) -> Source:
     )
 
 
-def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
+def _folder(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     from MaxText.conversion.importing import open_weights
 
     weights, theirs = open_weights(path, KEY, config_flat)
@@ -94,12 +97,12 @@ def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
     def no_others(path: str) -> np.ndarray:
         raise KeyError(path)
 
-    return Source(
+    return SourceCheckpoint(
         folder=str(weights.folder),
         step=None,
         metadata={"config": theirs},
         parameters={
-            name: Leaf(tuple(info.shape), weights.formats[name])
+            name: ArraySpec(tuple(info.shape), weights.formats[name])
             for name, info in weights.model.parameters.items()
         },
         read=weights.read,

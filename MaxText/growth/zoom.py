@@ -30,7 +30,7 @@ def places(config: Config) -> list[SlotPlace]:
     return found
 
 
-def fixed(config: Config, place: SlotPlace) -> float:
+def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
     """Returns a place's configured zoom; 0 if it follows the slots."""
     section = config.model.pattention
     own: float = getattr(section, f"{place}_zoom_dim")
@@ -39,8 +39,8 @@ def fixed(config: Config, place: SlotPlace) -> float:
     return own
 
 
-def is_fixed(config: Config) -> bool:
-    return any(fixed(config, place) for place in places(config))
+def has_explicit_zoom_dim(config: Config) -> bool:
+    return any(explicit_zoom_dim(config, place) for place in places(config))
 
 
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
@@ -49,12 +49,17 @@ def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -
     With `by_keys`, a place without a fixed zoom follows its new number of slots.
     """
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
-    if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
+    if (
+        stored is None
+        or not uses_zoom
+        or not has_explicit_zoom_dim(stored)
+        or has_explicit_zoom_dim(config)
+    ):
         return {}
     zooms = _zooms(stored, config)
     if by_keys:
-        zooms = {place: zoom for place, zoom in zooms.items() if fixed(stored, place)}
-    return keys_for(zooms, config)
+        zooms = {place: zoom for place, zoom in zooms.items() if explicit_zoom_dim(stored, place)}
+    return zoom_dim_overrides(zooms, config)
 
 
 def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
@@ -71,7 +76,7 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     return build({name: value for name, value in values.items() if name in all_keys()})
 
 
-def trained_with(
+def source_zoom_dims(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
     """Returns place -> zoom in training; raises UserError if unknown."""
@@ -82,7 +87,7 @@ def trained_with(
         slots = config.model.pattention.num_slots(place, config.model.shape.dimensions.emb_dim)
         counts = {leaf.slots.old for leaf in growth.leaves.values()
                   if leaf.slots and leaf.slots.new == slots}  # fmt: skip
-        if zoom := fixed(config, place):
+        if zoom := explicit_zoom_dim(config, place):
             zooms[place] = zoom
         elif len(counts) == 1:
             zooms[place] = float(counts.pop())
@@ -95,9 +100,9 @@ def trained_with(
     return zooms
 
 
-def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
+def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
     """Returns keys that fix the zoom of each place; empty if already set."""
-    if all(fixed(config, place) == zoom for place, zoom in zooms.items()):
+    if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention
     own = {f"{place}_zoom_dim": zoom for place, zoom in zooms.items()}
@@ -122,7 +127,7 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
 
 def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
     return [
-        f"{place}_zoom_dim {zoom:g}, not {fixed(config, place):g}"
+        f"{place}_zoom_dim {zoom:g}, not {explicit_zoom_dim(config, place):g}"
         for place, zoom in zooms.items()
-        if fixed(config, place) not in (0, zoom)
+        if explicit_zoom_dim(config, place) not in (0, zoom)
     ]

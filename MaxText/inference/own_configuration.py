@@ -58,10 +58,10 @@ def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | N
         config_json = hugging_face_folder.read_json(folder / hugging_face_folder.CONFIG)
         keys = to_keys(family_of(config_json, path), config_json, path, given)
         return OwnConfiguration(keys, path)
-    from MaxText.checkpointing import description, layout
+    from MaxText.checkpointing import checkpoint_files
 
-    stored = layout.find(path, _KEY)
-    flat = description.metadata_if_any(stored).get("config")
+    stored = checkpoint_files.resolve_checkpoint(path, _KEY)
+    flat = stored.try_metadata().get("config")
     if not flat:
         return None
     import_modules.check_named(flat, str(stored))

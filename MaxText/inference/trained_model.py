@@ -42,11 +42,11 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
-    show(compilation_cache.use(run, devices[0].platform, may_make=False))
+    show(compilation_cache.enable(run, devices[0].platform, may_make=False))
     layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)
-    section, _ = backend_defaults.resolve(config.model, devices[0].platform, layout)
+    section, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     model = Model(section)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
@@ -67,28 +67,30 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
 
     A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """
-    from MaxText.checkpointing import description, layout
+    from MaxText.checkpointing import checkpoint_files
     from MaxText.conversion.hugging_face_folder import is_folder
     from MaxText.growth import zoom
 
     if is_folder(path):
         return config
-    metadata = description.metadata_if_any(layout.find(path, key))
+    metadata = checkpoint_files.resolve_checkpoint(path, key).try_metadata()
     keys = zoom.inherited(zoom.stored_config(metadata), config)
     return build(flat(config) | keys) if keys else config
 
 
 def weights_path(config: Config) -> tuple[str, str]:
     """Returns the path of the weights and its key; UserError if none."""
-    from MaxText.checkpointing import layout
-    from MaxText.storage.paths import path_of
+    from MaxText.checkpointing import checkpoint_files
+    from MaxText.storage.paths import parse_path
 
     path = config.checkpoint.load_parameters_path
     if path:
         return path, "load_parameters_path"
     run = config.run
     folder = f"{run.base_output_directory}/{run.run_name}"
-    if layout.complete_steps(path_of(folder, "run_name") / layout.CHECKPOINTS):
+    if checkpoint_files.finalized_steps(
+        parse_path(folder, "run_name") / checkpoint_files.CHECKPOINTS
+    ):
         return folder, "run_name"
     raise UserError(
         "no weights to run: load_parameters_path is not set, and there is no checkpoint in "

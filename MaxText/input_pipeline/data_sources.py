@@ -33,8 +33,8 @@ from MaxText.input_pipeline.sequences.windows import (
 )
 from MaxText.input_pipeline.token_store.opening import open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url
-from MaxText.storage.transient import is_transient
 
 _Value = TypeVar("_Value")
 

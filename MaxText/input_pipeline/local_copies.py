@@ -14,8 +14,8 @@ from pathlib import Path
 from MaxText.errors import UserError
 from MaxText.input_pipeline.array_cache import unwritable
 from MaxText.storage import file_access
+from MaxText.storage.errors import UnreadableFile
 from MaxText.storage.file_access import FileInfo
-from MaxText.storage.unreadable import UnreadableFile
 
 _FILES_AT_ONCE = 4
 

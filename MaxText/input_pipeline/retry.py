@@ -19,9 +19,8 @@ from MaxText.input_pipeline.prefetch import (
     never,
 )
 from MaxText.storage import file_access
+from MaxText.storage.errors import UnreadableFile, is_transient
 from MaxText.storage.file_access import is_url
-from MaxText.storage.transient import is_transient
-from MaxText.storage.unreadable import UnreadableFile
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.data_sources import OpenedSource

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from MaxText import exit_codes
-from MaxText.checkpointing import layout
+from MaxText.checkpointing import checkpoint_files
 from MaxText.launchers.local_processes import (
     LocalProcesses,
     Show,
     environment_of,
     free_port,
 )
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
@@ -74,8 +74,8 @@ def newest_checkpoint(run_folder: str | None) -> int:
         return -1
     steps: list[int] = []
     with contextlib.suppress(Exception):  # storage is unavailable
-        folder = path_of(str(run_folder), "base_output_directory")
-        steps = layout.complete_steps(folder / layout.CHECKPOINTS)
+        folder = parse_path(str(run_folder), "base_output_directory")
+        steps = checkpoint_files.finalized_steps(folder / checkpoint_files.CHECKPOINTS)
     return max(steps, default=-1)
 
 

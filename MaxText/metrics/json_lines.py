@@ -10,7 +10,7 @@ from typing import IO, Any, AnyStr
 from etils import epath
 
 from MaxText.metrics.latest_object import LatestObject
-from MaxText.storage.paths import is_bucket
+from MaxText.storage.paths import is_object_store_path
 
 SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
@@ -147,7 +147,7 @@ class JsonLines:
             self._file.close()
 
     def _is_object_store(self) -> bool:
-        return is_bucket(self.path)
+        return is_object_store_path(self.path)
 
 
 def _segment(path: epath.Path, number: int) -> epath.Path:

@@ -15,7 +15,7 @@ from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.goodput import Goodput, measure_goodput
 from MaxText.metrics.json_lines import last_change, read_rows
 from MaxText.metrics.loss_trend import LossTrend
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 CONFIG_FILE = "config.yml"
 
@@ -117,7 +117,7 @@ class RunRecord:
 
 def read_run(folder: str | PathLike[str]) -> RunRecord:
     """Reads a run, ignoring a partial last line; UserError if there is no valid event file."""
-    path = path_of(str(folder), "RUN")
+    path = parse_path(str(folder), "RUN")
     file = path / EVENTS_FILE
     if not file.exists():
         if not path.exists():

@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 _TAGS = {"learning_rate": "current_learning_rate"}  # metrics that MaxText's tags name differently
 
-_NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run/recovery.py only
+_NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run/rollback.py only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run, real_folder
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import natural_key, parse_path
 
 COMPARISON_FILE = "comparison.json"
 
@@ -49,7 +48,7 @@ def find_runs(places: Sequence[str]) -> Found:
 
 
 def _add(place: str, found: Found) -> None:
-    folder = path_of(str(place), "RUN")
+    folder = parse_path(str(place), "RUN")
     if not folder.exists():
         raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
     if not folder.is_dir():
@@ -92,15 +91,9 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
     if (folder / EVENTS_FILE).exists():
         yield folder
         return
-    for child in sorted(folder.iterdir(), key=_natural_order):
+    for child in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
         if child.is_dir():
             yield from _folders_of_runs(child, visited)
-
-
-def _natural_order(path: epath.Path) -> list[int | str]:
-    """Sort key that orders numbers in names by value: run_2 before run_10."""
-    # Text and numbers alternate, so that only like types are compared.
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def _groups(folder: epath.Path) -> Mapping[str, list[str]]:

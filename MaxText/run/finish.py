@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import layout as checkpoint_layout
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
@@ -16,16 +16,16 @@ from MaxText.errors import Diverged
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.parallelism.mesh import Layout
 from MaxText.run.records import Records
-from MaxText.training.assembly import Assembled
+from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
 
-def leave_results(
+def write_final_artifacts(
     run_folder: epath.Path,
     config: Config,
     records: Records,
     batches: BatchIterator,
-    built: Assembled,
+    built: TrainSetup,
     state: Any,
     layout: Layout,
     eval_loss: float | None,
@@ -46,7 +46,7 @@ def leave_results(
 
             text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
             # Its time is part of the finish, which the stop row records.
-            records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
+            records.events.emit("sample", step=records.stats.num_steps - 1, text=text)
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
         with _optional("loss curve", line):
@@ -62,8 +62,8 @@ def leave_results(
         line(text)
     if diverged := records.trend.diverged:
         raise Diverged(
-            f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or look "
-            "at the data."
+            f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
+            "inspect the data."
         )
 
 
@@ -73,8 +73,8 @@ def _next_steps(
     """Returns the checkpoint's path and likely next commands, as log lines."""
     folder = shlex.quote(str(run_folder))
     report = f"Report:      {command_line.program('report')} {folder}"
-    folder_of_steps = run_folder / checkpoint_layout.CHECKPOINTS
-    if not (steps := checkpoint_layout.complete_steps(folder_of_steps)):
+    folder_of_steps = run_folder / checkpoint_files.CHECKPOINTS
+    if not (steps := checkpoint_files.finalized_steps(folder_of_steps)):
         return [report]
     lines = [f"Checkpoint:  {folder_of_steps / str(steps[-1])}"]
     if can_generate:
@@ -91,4 +91,4 @@ def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line(f"!!! WARNING: the {what} could not be made: {error}")
+        line(f"WARNING: cannot write the {what}: {error}")

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import metadata_if_any
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 from MaxText.conversion import imported_run, tokenizer_copy
@@ -21,18 +20,18 @@ from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.settings import model_keys
 from MaxText.conversion.weight_source import Weights, model_of, num_bytes
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import new_part
-from MaxText.growth.settling import Growth, Settled, settle_source
-from MaxText.growth.source import KEY, Source, open_source
+from MaxText.growth.growth_plan import grow_shard
+from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth, resolve_growth_from
+from MaxText.growth.source import KEY, SourceCheckpoint, open_source
 from MaxText.inference import own_configuration
-from MaxText.run.lineage import line_of
-from MaxText.run.starting_point import Start
+from MaxText.run.lineage import ancestors_of
+from MaxText.run.restore import RestoreResult
 
 Show = Callable[[str], None]
 
 
 class GrownWeights(Weights):
-    def __init__(self, growth: Growth, config: Config):
+    def __init__(self, growth: PendingGrowth, config: Config):
         """Initializes what new slots need, as train.py does with the same seed."""
         self.config = config
         self.model = model_of(config)
@@ -50,7 +49,7 @@ class GrownWeights(Weights):
     def read(self, ours: str) -> np.ndarray:
         leaf = self._growth.plan.leaves[ours]
         fresh = np.asarray(self._fresh[ours]) if ours in self._fresh else 0.0
-        return new_part(leaf, self._growth.source.read(ours), fresh=fresh)
+        return grow_shard(leaf, self._growth.source.read(ours), fresh=fresh)
 
     def peak_bytes(self) -> int:
         sizes = num_bytes(self)
@@ -64,8 +63,8 @@ def grow(request: Request, show: Show) -> None:
     if request.source_kind == "hf":
         find_folder(request.source, "from")
     else:
-        stored = layout.find(request.source, "from")
-        if not metadata_if_any(stored).get("config") and not request.config_file:
+        stored = checkpoint_files.resolve_checkpoint(request.source, "from")
+        if not stored.try_metadata().get("config") and not request.config_file:
             raise UserError(
                 f"{stored} does not say which configuration it was made with. Name it first: "
                 "convert.py grow CONFIG.yml from=..."
@@ -74,32 +73,32 @@ def grow(request: Request, show: Show) -> None:
     arguments.append(f"run_name={os.path.abspath(request.target)}")
     asked = own_configuration.load(arguments).config
     source = open_source(request.source, flat(asked))
-    settled = settle_source(asked, source)
-    if settled.growth is None or settled.record is None:
+    resolved = resolve_growth_from(asked, source)
+    if resolved.growth is None or resolved.record is None:
         raise UserError(
             f"nothing grows: {source.folder} has these slots and layers already. Name more, for "
             "example slot_num=2140 or base_num_decoder_layers=24."
         )
-    for line in settled.lines:
+    for line in resolved.lines:
         show(line)
-    weights = GrownWeights(settled.growth, settled.config)
+    weights = GrownWeights(resolved.growth, resolved.config)
     stored = sum(math.prod(leaf.shape) for leaf in source.parameters.values())
     show(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
     show_memory(weights.peak_bytes(), show)
     comment = [f"Model grown by convert.py from {source.folder}."]
     with imported_run.whole_or_nothing(request.target) as partial:
         imported_run.write_run(
-            partial, weights, model_keys(flat(settled.config)), comment, _metadata(settled)
+            partial, weights, model_keys(flat(resolved.config)), comment, _metadata(resolved)
         )
         copied = _copy_tokenizer(source, partial)
     imported_run.show_run(request.target, copied, show)
 
 
-def _metadata(settled: Settled) -> dict[str, Any]:
+def _metadata(resolved: ResolvedGrowth) -> dict[str, Any]:
     """Returns the lineage of the new parameters, which themselves have cost nothing."""
-    assert settled.growth is not None
-    source = settled.growth.source
-    start = Start(
+    assert resolved.growth is not None
+    source = resolved.growth.source
+    start = RestoreResult(
         state=None,
         first_step=0,
         position=None,
@@ -108,13 +107,13 @@ def _metadata(settled: Settled) -> dict[str, Any]:
         metadata=source.metadata,
         folder=source.folder,
         stored_step=source.step,
-        growth=settled.record,
+        growth=resolved.record,
     )
-    lineage = [ancestor._asdict() for ancestor in line_of(start)]
+    lineage = [ancestor._asdict() for ancestor in ancestors_of(start)]
     return {"lineage": lineage, "spent": {"tokens": 0, "flops": 0.0}}
 
 
-def _copy_tokenizer(source: Source, target: Path) -> list[str]:
+def _copy_tokenizer(source: SourceCheckpoint, target: Path) -> list[str]:
     """Copies the smaller model's tokenizer; a dataset keeps its own."""
     if source.stored is None:
         folder = Path(source.folder)

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from MaxText.growth.record import Record
-from MaxText.run.quantities import Quantities
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
+from MaxText.run.training_stats import TrainingStats
 
 
-class Spent(NamedTuple):
+class TrainingCost(NamedTuple):
     """Training tokens and FLOPs, counted as in cost/flops.py."""
 
     tokens: float
     flops: float
 
 
-_NOTHING = Spent(0, 0.0)
+_NOTHING = TrainingCost(0, 0.0)
 
 
 class Ancestor(NamedTuple):
@@ -45,25 +45,25 @@ class Ancestor(NamedTuple):
 class Lineage:
     """Origin of a run; `spent` was used by the run itself before `first_step`."""
 
-    quantities: Quantities
+    stats: TrainingStats
     ancestors: tuple[Ancestor, ...] = ()
     first_step: int = 0
-    spent: Spent = _NOTHING
+    spent: TrainingCost = _NOTHING
 
     @classmethod
-    def of(cls, start: Start, quantities: Quantities) -> "Lineage":
+    def of(cls, start: RestoreResult, stats: TrainingStats) -> "Lineage":
         if start.how == "scratch":
-            return cls(quantities)
+            return cls(stats)
         if start.how == "resume":
             first, stored = start.first_step, start.metadata.get("spent")
-            spent = Spent(**stored) if stored else _by_plan(quantities, 0, first)
-            return cls(quantities, _ancestors(start), first, spent)
-        return cls(quantities, line_of(start), start.first_step)
+            spent = TrainingCost(**stored) if stored else _by_plan(stats, 0, first)
+            return cls(stats, _ancestors(start), first, spent)
+        return cls(stats, ancestors_of(start), start.first_step)
 
-    def spent_before(self, step: int) -> Spent:
+    def spent_before(self, step: int) -> TrainingCost:
         """Returns what this run, without its ancestors, used before a step."""
-        since = _by_plan(self.quantities, self.first_step, step)
-        return Spent(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
+        since = _by_plan(self.stats, self.first_step, step)
+        return TrainingCost(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
 
     def progress(self, step: int) -> dict[str, float]:
         """Returns what this run used up to and including a step, by event tag."""
@@ -77,11 +77,11 @@ class Lineage:
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
 
 
-def _ancestors(start: Start) -> tuple[Ancestor, ...]:
+def _ancestors(start: RestoreResult) -> tuple[Ancestor, ...]:
     return tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
 
 
-def line_of(start: Start) -> tuple[Ancestor, ...]:
+def ancestors_of(start: RestoreResult) -> tuple[Ancestor, ...]:
     """Returns the ancestors of a new run, the checkpoint it starts from last."""
     ancestors, stored = _ancestors(start), start.metadata.get("spent")
     before = ancestors[-1] if ancestors else None
@@ -97,10 +97,10 @@ def line_of(start: Start) -> tuple[Ancestor, ...]:
     return (*ancestors, parent)
 
 
-def _by_plan(quantities: Quantities, first: int, end: int) -> Spent:
-    return Spent(
-        quantities.tokens_before(end) - quantities.tokens_before(first),
-        quantities.flops_before(end) - quantities.flops_before(first),
+def _by_plan(stats: TrainingStats, first: int, end: int) -> TrainingCost:
+    return TrainingCost(
+        stats.tokens_before(end) - stats.tokens_before(first),
+        stats.flops_before(end) - stats.flops_before(first),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from MaxText import exit_codes
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.schema import Config
 from MaxText.errors import Diverged, StopWaiting
 from MaxText.evaluation.validation import evaluate
@@ -14,12 +14,12 @@ from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.parallelism.mesh import Layout
 from MaxText.run.records import Records
-from MaxText.run.recovery import Recovery
-from MaxText.run.starting_data import last_update
-from MaxText.run.step_log import StepLog
+from MaxText.run.restore import final_step
+from MaxText.run.rollback import RollbackController
+from MaxText.run.step_log import MetricLogger
 from MaxText.runtime import processes
 from MaxText.runtime.compiled_steps import CompiledSteps
-from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
@@ -63,13 +63,13 @@ class Loop:
     eval_batches: EvalBatches | None
     train_step: CompiledSteps
     eval_step: Callable[..., Any]
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     metadata: Mapping[str, Any]
     records: Records
-    recovery: Recovery
+    rollback: RollbackController
     watchdog: Watchdog
-    stop: StopSignal
-    log: StepLog
+    stop: PreemptionHandler
+    log: MetricLogger
     state: Any
     step: int
     last_step: int
@@ -100,10 +100,10 @@ class Loop:
             )
             if actions.report:
                 self.log.complete()
-            if self.recovery.trouble:
+            if self.rollback.trigger:
                 self.roll_back()
                 continue
-            self.recovery.snapshot(step, self.state, self.batches.position)
+            self.rollback.snapshot(step, self.state, self.batches.position)
             # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
             stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
             reached = self.target_reached()
@@ -123,7 +123,7 @@ class Loop:
         with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
             rows = self.plan.rows(self.plan.at(self.step))
             batch = self.layout.place(next(self.batches), rows)
-        self.records.tell_of_data(self.batches, self.step)
+        self.records.log_data_events(self.batches, self.step)
         return batch
 
     def update(self, batch: Any) -> None:
@@ -143,15 +143,15 @@ class Loop:
 
     def roll_back(self) -> None:
         self.state = None  # frees memory for the healthy state
-        self.state = self.recovery.go_back()
+        self.state = self.rollback.roll_back()
         self.step = int(self.state.step)
-        self.last_step = last_update(self.batches, self.config.run.steps)
+        self.last_step = final_step(self.batches, self.config.run.steps)
         self.log.start(self.step)
 
     def evaluate(self, step: int) -> bool:
         """Evaluates the state after a step; returns False if a stop was requested meanwhile."""
         self.eval_loss = None
-        watched = self.watchdog.each(self.eval_batches or (), "evaluation", step)
+        watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (
             contextlib.suppress(StopWaiting),
             self.log.paused(),
@@ -161,7 +161,7 @@ class Loop:
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)
-            self.records.tell_of_data(self.eval_batches, step)
+            self.records.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
         return self.eval_loss is not None
 
@@ -175,7 +175,7 @@ class Loop:
         with self.log.paused(complete=True):
             events.flush()
             kept = {**self.metadata, **records.lineage.metadata(step), **facts}
-            kept |= {"rewinds": self.recovery.rewinds, "loss_trend": records.trend.state}
+            kept |= {"rewinds": self.rollback.num_rollbacks, "loss_trend": records.trend.state}
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.position, kept)
 
@@ -190,7 +190,7 @@ class End:
 
 
 @contextlib.contextmanager
-def recorded_end(records: Records, log: StepLog, watchdog: Watchdog) -> Iterator[End]:
+def recorded_end(records: Records, log: MetricLogger, watchdog: Watchdog) -> Iterator[End]:
     """Records how the block ended the run.
 
     A diverged run ends normally, with its exit code. After any other failure, one process of

@@ -1,16 +1,19 @@
 """All records of a run."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from etils import epath
 
-from MaxText.config.saved import flat
+from MaxText.config.saved import flat, resolved_yaml
 from MaxText.config.schema import Config
-from MaxText.cost.cost_table import model_cost
+from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
+from MaxText.growth.record import event_facts, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.metrics.event_stream import EventStream, open_stream
@@ -19,11 +22,11 @@ from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
-from MaxText.run.run_facts import emit_start, start_facts
-from MaxText.run.starting_point import Start
-from MaxText.run.step_log import StepLog
-from MaxText.training.assembly import Assembled
+from MaxText.run.restore import RestoreResult
+from MaxText.run.step_log import MetricLogger
+from MaxText.run.training_stats import TrainingStats
+from MaxText.runtime import start_up
+from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
 # Parameters, FLOPs and memory as tables with formulas, of the newest start.
@@ -37,19 +40,19 @@ class Records:
     events: EventStream
     terminal: Terminal
     profiler: StepProfiler
-    quantities: Quantities
+    stats: TrainingStats
     lineage: Lineage
     trend: LossTrend
 
     def step_log(
         self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
-    ) -> StepLog:
-        return StepLog(
+    ) -> MetricLogger:
+        return MetricLogger(
             self.events,
             config.guard,
             period=config.monitoring.step_log_period,
             last_step=last_step,
-            quantities=self.quantities,
+            stats=self.stats,
             lineage=self.lineage,
             trend=self.trend,
             observe=observe,
@@ -59,7 +62,7 @@ class Records:
         self.events.close()
         self.profiler.close()
 
-    def tell_of_data(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
+    def log_data_events(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
         """Records retried reads and skipped records."""
         if batches is None:
             return
@@ -73,8 +76,8 @@ class Records:
 def open_records(
     config: Config,
     run_folder: epath.Path,
-    start: Start,
-    built: Assembled,
+    start: RestoreResult,
+    built: TrainSetup,
     plan: BatchPlan,
     batches: BatchIterator,
     devices: Sequence[Any],
@@ -91,14 +94,14 @@ def open_records(
     """
     run, monitoring, model = config.run, config.monitoring, built.model
     num_steps = last_step + 1
-    quantities = Quantities(model, config.batch, plan, len(devices), num_steps, peak)
-    lineage = Lineage.of(start, quantities)
+    stats = TrainingStats(model, config.batch, plan, len(devices), num_steps, peak)
+    lineage = Lineage.of(start, stats)
     length = model.section.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=built.state.opt_state)
     if jax.process_index() == 0:
-        text = "\n".join([*details, quantities.describe(), cost.describe()])
+        text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    show(f"{quantities.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    show(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
         show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
@@ -115,8 +118,81 @@ def open_records(
         terminal=terminal,
         callbacks=callbacks,
     )
-    emit_start(events, start, start_facts(run.run_name, quantities, cost, lineage, batches))
+    emit_start(events, start, run_metadata(run.run_name, stats, cost, lineage, batches))
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))
-    return Records(events, terminal, profiler, quantities, lineage, trend)
+    return Records(events, terminal, profiler, stats, lineage, trend)
+
+
+def run_metadata(
+    run_name: str,
+    stats: TrainingStats,
+    cost: ModelCost,
+    lineage: Lineage,
+    batches: BatchIterator,
+) -> dict[str, Any]:
+    """Returns the facts of a start event as JSON values."""
+    section = stats.model.section
+    vocab_size, objective = section.shape.vocab_size, section.objective
+    return {
+        "run_name": run_name,
+        "num_steps": stats.num_steps,
+        "num_parameters": stats.model.num_parameters,
+        "num_devices": stats.num_devices,
+        "num_processes": jax.process_count(),
+        "device_kind": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "tokens_of_run": stats.tokens_of_run,
+        "flops_of_run": stats.flops_of_run,
+        "peak_tflops": stats.peak.tflops,
+        "peak_source": stats.peak.source,
+        "cost": cost.facts(),
+        "lineage": lineage.facts(),
+        "data": {**batches.facts, "vocab_size": vocab_size},
+        "unigram_entropy": batches.unigram_entropy if is_in_nats(objective) else None,
+    }
+
+
+def emit_start(events: EventStream, start: RestoreResult, facts: Mapping[str, Any]) -> None:
+    """Emits "resume" (from the run's own checkpoint) or "start".
+
+    A changed configuration and a growth are events of their own.
+    """
+    events.emit(
+        "resume" if start.how == "resume" else "start",
+        step=start.first_step,
+        seconds=time.time() - start_up.launch_time(),
+        source=start.source,
+        lost=events.lost,
+        **facts,
+    )
+    if start.changes:
+        changes = {name: list(values) for name, values in start.changes.items()}
+        events.emit("config_change", step=start.first_step, changes=changes)
+    if grown := _growth_facts(start):
+        events.emit("growth", step=start.first_step, **grown)
+
+
+def _growth_facts(start: RestoreResult) -> dict[str, Any]:
+    """Returns the facts of a growth event; empty if none preceded this start."""
+    if start.how == "growth":
+        assert start.growth is not None
+        return event_facts(start.growth, start.folder)
+    # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
+    # is no growth.
+    if start.how == "parameters" and start.growth and sizes(start.growth):
+        return event_facts(start.growth, parent_folder(start.metadata), start.folder)
+    return {}
+
+
+def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
+    """Writes config.yml and the tokenizer on process 0, so that the run needs no dataset."""
+    from MaxText.conversion.tokenizer_copy import keep_tokenizer
+
+    if jax.process_index() != 0:
+        return
+    (run_folder / "config.yml").write_text(resolved_yaml(config))
+    if tokenizer is not None:
+        keep_tokenizer(tokenizer, run_folder)

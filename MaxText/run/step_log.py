@@ -20,11 +20,11 @@ from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.mean_loss import MeanLoss
 from MaxText.metrics.step_line import StepReport
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
+from MaxText.run.training_stats import TrainingStats
 from MaxText.runtime import start_up
 
 
-class StepLog:
+class MetricLogger:
     """Converts the scalars of train steps to events."""
 
     def __init__(
@@ -34,7 +34,7 @@ class StepLog:
         *,
         period: int,
         last_step: int,
-        quantities: Quantities,
+        stats: TrainingStats,
         lineage: Lineage,
         trend: LossTrend,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
@@ -50,7 +50,7 @@ class StepLog:
         self._guard = guard
         self._period = period
         self._last_step = last_step
-        self._quantities = quantities
+        self._stats = stats
         self._lineage = lineage
         self._trend = trend
         self._observe = observe
@@ -108,9 +108,9 @@ class StepLog:
             seconds=seconds,
             metrics=shown,
             seconds_left=seconds * (self._last_step - step),
-            tokens_per_device=self._quantities.tokens_per_device(step),
-            tflops_per_device=self._quantities.tflops_per_device(step),
-            peak_tflops=self._quantities.peak.tflops,
+            tokens_per_device=self._stats.tokens_per_device(step),
+            tflops_per_device=self._stats.tflops_per_device(step),
+            peak_tflops=self._stats.peak.tflops,
             updates=updates,
             data_seconds=min(self._data_seconds, elapsed),
         )
@@ -118,7 +118,7 @@ class StepLog:
         facts: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
-            facts["seconds_since_launch"] = round(time.time() - start_up.launched(), 3)
+            facts["seconds_since_launch"] = round(time.time() - start_up.launch_time(), 3)
         self._events.emit(
             "step",
             step=step,
@@ -172,7 +172,7 @@ class StepLog:
         kind = "nan" if math.isnan(loss) else "inf" if math.isinf(loss) else ""
         if kind and getattr(self._guard, f"abort_on_{kind}_loss"):
             raise Diverged(
-                f"the loss of step {step} is {loss}: stopped without saving. Restarting with the "
-                f"same command goes on from the last checkpoint; abort_on_{kind}_loss=false "
-                "trains on."
+                f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
+                f"resume from the last checkpoint, or set abort_on_{kind}_loss=false to continue "
+                "training."
             )

@@ -40,7 +40,7 @@ class Cluster:
       source: Variables it was detected from, for messages.
       address: host:port of the coordinator; None (and no numbers) if JAX asks the TPU's metadata.
       local_device_ids: GPUs of this process if several share a machine; None for all.
-      is_sure: Whether failing to connect is an error. TPU chips alone do not imply other hosts.
+      is_certain: Whether failing to connect is an error. TPU chips alone do not imply other hosts.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Cluster:
     num_processes: int | None = None
     process_id: int | None = None
     local_device_ids: tuple[int, ...] | None = None
-    is_sure: bool = True
+    is_certain: bool = True
 
 
 def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
@@ -66,14 +66,14 @@ def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
                 continue
             (missing,) = set(pair) - set(given)
             raise UserError(
-                f"{given[0]}={environment[given[0]]} is set and {missing} is not, so it is not "
-                f"known which process of how many this is. Set both, or neither for one process."
+                f"{given[0]}={environment[given[0]]} is set but {missing} is not. Set both, or "
+                "unset both to run a single process."
             )
         count, rank = (_integer(environment, name) for name in pair)
         if not 0 <= rank < count:
             raise UserError(
-                f"{rank_name}={rank} is not a process of {count_name}={count}: they are numbered "
-                f"from 0 to {count - 1}."
+                f"{rank_name}={rank} is not a process of {count_name}={count}: ids range from 0 to "
+                f"{count - 1}."
             )
         if count == 1:
             return None
@@ -102,9 +102,10 @@ def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
             )
     if not address:
         raise UserError(
-            f"{pair[0]}={environment[pair[0]]} asks for several processes, and nothing says where "
-            "process 0 listens. Set JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
-            "JAX_COORDINATOR_PORT) to its host and a free port there, the same for all processes."
+            f"{pair[0]}={environment[pair[0]]} requests several processes, but no coordinator is "
+            "set. Set JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
+            "JAX_COORDINATOR_PORT) to the host of process 0 and a free port there, the same for "
+            "all processes."
         )
     is_bare_ipv6 = address.count(":") > 1 and not address.startswith("[")
     if is_bare_ipv6:
@@ -157,7 +158,7 @@ def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
         return Cluster("MEGASCALE_NUM_SLICES")
     if environment.get("TPU_SKIP_MDS_QUERY") or not _has_chips():
         return None
-    return Cluster("the metadata of this TPU VM", is_sure=False)
+    return Cluster("the metadata of this TPU VM", is_certain=False)
 
 
 def _has_chips() -> bool:

@@ -1,7 +1,7 @@
 """The persistent compilation cache, shared by restarts and other runs.
 
 JAX writes entries in place, treats unreadable ones as misses, and never replaces existing ones, so
-an entry truncated by a kill would be recompiled on every restart. `use` removes such entries.
+an entry truncated by a kill would be recompiled on every restart. `enable` removes such entries.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _hits: dict[int, int] = {}  # thread -> programs loaded from the cache
 _is_listening = False
 
 
-def use(run: Run, platform: str, *, may_make: bool = True) -> str:
+def enable(run: Run, platform: str, *, may_make: bool = True) -> str:
     """Enables the compilation cache and returns a log line. Call it once devices are known.
 
     CPU programs go to a folder per processor type, because they use its instructions. `may_make`:
@@ -42,12 +42,12 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
             _listen()
             return "compilation cache: off"
     if platform == "cpu":
-        folder = f"{folder}/{kind_of_processor()}"
+        folder = f"{folder}/{cpu_fingerprint()}"
     if "://" not in folder:
         folder = os.path.abspath(os.path.expanduser(folder))
         try:
             os.makedirs(folder, exist_ok=True)
-            remove_cut_short(folder)
+            remove_truncated_entries(folder)
         except OSError as error:
             return f"compilation cache: off, jax_cache_dir cannot be written ({error})"
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -64,7 +64,7 @@ def folder_in_use() -> str | None:
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
-def remove_cut_short(folder: str) -> list[str]:
+def remove_truncated_entries(folder: str) -> list[str]:
     """Removes truncated entries of a local folder changed since the last call; returns names."""
     marker = os.path.join(folder, _CHECKED)
     since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
@@ -98,7 +98,7 @@ def _is_whole(path: str) -> bool:
     return stream.eof
 
 
-def kind_of_processor() -> str:
+def cpu_fingerprint() -> str:
     """Returns a short name that differs between processors with different instructions."""
     features = ""
     try:
@@ -111,8 +111,8 @@ def kind_of_processor() -> str:
     return f"cpu-{hashlib.sha256(named_so.encode()).hexdigest()[:8]}"
 
 
-def hits_of_this_thread() -> int:
-    """Returns this thread's cache hits since `use` was first called."""
+def thread_cache_hits() -> int:
+    """Returns this thread's cache hits since `enable` was first called."""
     return _hits.get(threading.get_ident(), 0)
 
 

@@ -49,18 +49,18 @@ class CompiledSteps:
         if step is not None:
             seconds, source = time.perf_counter() - began, "file"
         else:
-            hits = compilation_cache.hits_of_this_thread()
+            hits = compilation_cache.thread_cache_hits()
             step, seconds = self._compile_for(shapes)
-            source = "cache" if compilation_cache.hits_of_this_thread() > hits else ""
+            source = "cache" if compilation_cache.thread_cache_hits() > hits else ""
         self._steps[_key(shapes)] = step
         rows, length = jax.tree.leaves(shapes)[0].shape
-        return Compilation(rows, length, seconds, source, memory_of(step))
+        return Compilation(rows, length, seconds, source, memory_stats(step))
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         return self._steps[_key(batch)](state, batch)
 
 
-def memory_of(compiled: Any) -> dict[str, int]:
+def memory_stats(compiled: Any) -> dict[str, int]:
     """Returns bytes per device by XLA's memory analysis; empty if the backend has none.
 
     Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU

@@ -15,10 +15,10 @@ from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the shell's exit code of a process killed by SIGTERM
 
 
-class StopSignal:
+class PreemptionHandler:
     """Decides after each step, identically in every process, whether to save and stop.
 
-        stop = StopSignal.install()             # in main(), before anything slow
+        stop = PreemptionHandler.install()             # in main(), before anything slow
         for step in range(first_step, last_step + 1):
             ...                                 # the step, and its checkpoint if one is due
             if stop.requested(step):
@@ -41,7 +41,7 @@ class StopSignal:
         self._several: bool | None = None  # whether JAX's service is in charge; None if unknown
 
     @classmethod
-    def install(cls) -> "StopSignal":
+    def install(cls) -> "PreemptionHandler":
         """Handles SIGTERM and Ctrl-C unless the parent ignores them. Call it before `connect`."""
         stop = cls()
         handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
@@ -76,7 +76,7 @@ class StopSignal:
         if not multihost_utils.reached_preemption_sync_point(self._calls):
             return False
         self._agreed = True
-        _say(f"SIGTERM or a preemption notice: all processes save and stop after step {step}")
+        _say(f"SIGTERM or a preemption notice: all processes save and exit after step {step}")
         # JAX swallows every SIGTERM from its start on; a second one must end this process.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -101,17 +101,17 @@ class StopSignal:
         name = "Ctrl-C" if by_user else "SIGTERM"
         self._received += 1
         if self._received > 1:
-            _say(f"second {name}: stopping at once")
+            _say(f"second {name}: exiting now")
             os._exit(INTERRUPTED if by_user else _ENDED_BY_SIGTERM)
         if by_user:
             self.exit_code = INTERRUPTED
         if not self._in_loop:
-            _say(f"{name} before the first step: stopping, there is nothing to save")
+            _say(f"{name} before the first step: exiting, there is nothing to save")
             os._exit(self.exit_code)
         elif by_user and self._several:
-            _say("Ctrl-C: stopping without saving; SIGTERM saves in a run of several processes")
+            _say("Ctrl-C: exiting without saving; with several processes, send SIGTERM to save")
         else:
-            _say(f"{name}: saving and stopping after this step; a second one stops at once")
+            _say(f"{name}: saving at the end of this step, then exiting; send it again to exit now")
 
     def _interrupt(self, *_: object) -> None:
         if self._several:

@@ -6,13 +6,13 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from MaxText import exit_codes
 from MaxText.errors import UserError
 from MaxText.runtime.watchdog import Watchdog
 
-# Messages of gloo, the coordination service and barriers when another process is gone.
+# Messages of gloo, the coordination service and barriers when another process died.
 _PEER_LOST = re.compile(
     r"gloo|closed by peer|heartbeat|coordination (service|agent)|barrier|another task",
     re.IGNORECASE,
@@ -20,18 +20,20 @@ _PEER_LOST = re.compile(
 # Messages of the same layers without a name; storage errors contain them, too.
 _PEER_SILENT = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
 
+Result = TypeVar("Result")
+
 _count = 1
 _leaves_threads = False
 
 
-def begin(num_processes: int) -> None:
+def mark_initialized(num_processes: int) -> None:
     """Records the number of connected processes."""
     global _count
     _count = num_processes
 
 
 def count() -> int:
-    """Returns the number of processes, 1 before they are connected and after `leave`."""
+    """Returns the number of processes, 1 before they are connected and after `shutdown`."""
     return _count
 
 
@@ -43,7 +45,7 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_behind() -> None:
+def mark_thread_hung() -> None:
     """Records that a thread would block a normal exit."""
     global _leaves_threads
     _leaves_threads = True
@@ -65,12 +67,12 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     """Exits after an exception in a run of several processes; returns in a run of one.
 
     Call it before anything collective. Prints the message of a UserError, else the traceback, and
-    the state of every process if another one is gone. Exit codes: 2 for a UserError, 76 if another
-    process is gone, 130 for Ctrl-C, that of a SystemExit, else 1.
+    the state of every process if another one died. Exit codes: 2 for a UserError, 76 if another
+    process died, 130 for Ctrl-C, that of a SystemExit, else 1.
     """
     if _count == 1:
         return
-    lost = is_peer_lost(error)
+    lost = is_peer_failure(error)
     code = exit_codes.STUCK if lost else _code_of(error)
     if watchdog is not None and not isinstance(error, SystemExit):
         watchdog.fail(None if lost else error)
@@ -82,14 +84,14 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     if lost:
         table = watchdog.describe_all(wait=True) if watchdog is not None else ""
         sys.stderr.write(
-            f"error: another process of the run is gone, so this one stops.\n{table}\n"
-            "  What to do: look at the end of that one's output; the same command goes on from the "
+            f"error: another process of the run died, exiting.\n{table}\n"
+            "  What to do: check the end of its log, then rerun the command to resume from the "
             "newest checkpoint.\n"
         )
     exit_now(code)
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Waits for all processes, after which they are independent: call it after collective work."""
     global _count
     if _count > 1:
@@ -99,8 +101,8 @@ def leave() -> None:
         _count = 1
 
 
-def is_peer_lost(error: BaseException) -> bool:
-    """Returns whether an error or its cause says that another process is gone."""
+def is_peer_failure(error: BaseException) -> bool:
+    """Returns whether an error or its cause says that another process died."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -126,3 +128,27 @@ def _code_of(error: BaseException) -> int:
             return exit_codes.DONE
         return error.code if isinstance(error.code, int) else 1
     return 1
+
+
+def all_processes_agree(done: bool) -> bool:
+    """Returns whether `done` holds on every process. Collective."""
+    import jax
+    import numpy as np
+
+    if jax.process_count() == 1:
+        return done
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.array(done))))
+
+
+def all_succeed(what: str, work: Callable[[], Result]) -> Result:
+    """Runs `work` (not collective) on every process; OSError if it fails on another one."""
+    try:
+        result = work()
+    except Exception:
+        all_processes_agree(False)
+        raise
+    if not all_processes_agree(True):
+        raise OSError(f"{what} failed on another process; see its log for the reason")
+    return result

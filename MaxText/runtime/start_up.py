@@ -36,18 +36,23 @@ _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
 
 # Keys that may differ between machines of a run.
-_KEYS_OF_A_MACHINE = ("dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count")
+_MACHINE_SPECIFIC_KEYS = (
+    "dataset_path",
+    "jax_cache_dir",
+    "prepare_num_workers",
+    "grain_worker_count",
+)
 
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
-_launched = float(os.environ.pop(_LAUNCHED, time.time()))
+_launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
-def launched() -> float:
+def launch_time() -> float:
     """Returns the Unix time of the program start, or of this module's import."""
-    return _launched
+    return _launch_time
 
 
-def restart_with_allocator_setting() -> None:
+def reexec_with_malloc_tuning() -> None:
     """Restarts this process with malloc settings that glibc reads only at startup, if unset."""
     present = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in present:
@@ -59,7 +64,7 @@ def restart_with_allocator_setting() -> None:
     chosen = _TUNABLES | (_LARGE_BLOCKS_BEFORE_235 if is_old else _LARGE_BLOCKS)
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in chosen.items()]
-    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launch_time)}
     early_signals.hold_back()
     try:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
@@ -75,13 +80,13 @@ def choose_platform(hardware: str) -> list[str]:
     return [f"environment: {name}={os.environ[name]}" for name in names if os.environ.get(name)]
 
 
-def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
+def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
     """Connects the processes that the environment describes (see cluster.py); returns log lines.
 
-    Call it in every process, after `preemption.StopSignal.install` and before anything asks JAX for
+    Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
     devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
-    because data preparation varies. From here on JAX swallows SIGTERM, which StopSignal.requested
-    reports.
+    because data preparation varies. From here on JAX swallows SIGTERM, which
+    `PreemptionHandler.requested` reports.
     """
     found = cluster.find(os.environ, hardware)
     if found is None:
@@ -120,10 +125,10 @@ def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
         jax.distributed.initialize(**given, **limits)
     # JAX's metadata client raises errors of requests, which are OSErrors.
     except (RuntimeError, ValueError, OSError, ImportError) as error:
-        if not found.is_sure:
-            return [f"one process: {found.source} names no others ({_first_line(error)})"]
+        if not found.is_certain:
+            return [f"single process: {found.source} lists no others ({_first_line(error)})"]
         if found.num_processes is None:
-            which = f"{found.source} speaks of several processes, and connecting them failed"
+            which = f"{found.source} describes several processes, and connecting them failed"
         else:
             which = (
                 f"process {found.process_id} of {found.num_processes} (by {found.source}) could "
@@ -131,13 +136,13 @@ def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
             )
         raise UserError(
             f"{which}: {_first_line(error)}\n"
-            f"  What to do: see that all {found.num_processes or ''} processes are started, with "
-            "the same coordinator and numbers of their own, that process 0 runs on the "
-            "coordinator's host, and that its port is free and open. Processes wait for each "
-            f"other for {limits['initialization_timeout']} s (6 x heartbeat_timeout)."
+            f"  What to do: check that all {found.num_processes or ''} processes are started, with "
+            "the same coordinator and distinct ids, that process 0 runs on the coordinator's host, "
+            "and that its port is free and open. Processes wait for each other for "
+            f"{limits['initialization_timeout']} s (6 x heartbeat_timeout)."
         ) from error
     num_processes = found.num_processes or jax.process_count()
-    processes.begin(num_processes)
+    processes.mark_initialized(num_processes)
     where = "" if found.address is None else f", coordinator {found.address}"
     return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
 
@@ -170,26 +175,26 @@ def _check_number(devices: list[Any], num_processes: int) -> None:
     if len(set(numbers)) > 1:
         words = ", ".join(f"process {process} has {n}" for process, n in enumerate(numbers))
         raise UserError(
-            f"processes must have equally many devices: {words}. Some are hidden, in use, or "
-            "broken on that machine."
+            f"processes have different numbers of devices: {words}. Check for hidden, busy or "
+            "failed devices."
         )
     asked = os.environ.get(NUM_DEVICES_VARIABLE, "")
     if asked and asked != str(len(devices)):
         raise UserError(
             f"{NUM_DEVICES_VARIABLE}={asked}, and jax finds {len(devices)} devices "
-            f"({devices[0].device_kind}) in {num_processes} processes. Start on as many as the run "
-            "is meant for, or ask for as many as there are."
+            f"({devices[0].device_kind}) in {num_processes} processes. Start on that many devices, "
+            "or request as many as there are."
         )
 
 
-def check_alike(config_flat: Mapping[str, Any]) -> None:
+def assert_same_config(config_flat: Mapping[str, Any]) -> None:
     """Raises UserError if configurations differ between processes, which would hang. Collective."""
     if processes.count() == 1:
         return
     import numpy as np
     from jax.experimental import multihost_utils
 
-    names = sorted(set(config_flat) - set(_KEYS_OF_A_MACHINE))
+    names = sorted(set(config_flat) - set(_MACHINE_SPECIFIC_KEYS))
     # Names first: another version has different keys, and then values do not line up.
     texts = ["\n".join(names)]
     for compared in (texts, [repr(config_flat[name]) for name in names]):
@@ -201,18 +206,18 @@ def check_alike(config_flat: Mapping[str, Any]) -> None:
         which = "process " + ", ".join(map(str, others))
         if compared is texts:
             raise UserError(
-                f"{which} knows other configuration keys than process 0: it runs another version "
-                "of this program. Copy the same one to all machines."
+                f"{which} knows other configuration keys than process 0: it runs a different "
+                "version of this program. Deploy the same version to all machines."
             )
         keys = np.flatnonzero((of_all != of_all[0]).any(axis=0))
         raise UserError(
             f"{which} has other values of {', '.join(names[key] for key in keys)} than process 0. "
-            "Give all processes the same configuration, and a run_name that is not made of the "
+            "Give all processes the same configuration, and a run_name that does not contain the "
             "time."
         )
 
 
-def in_background(function: Callable[[], Result]) -> Future[Result]:
+def submit_to_thread(function: Callable[[], Result]) -> Future[Result]:
     """Starts `function` on a thread."""
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function)

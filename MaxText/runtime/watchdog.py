@@ -23,18 +23,18 @@ FOLDER = "processes"
 Item = TypeVar("Item")
 
 # Timeout factors of slow phases; the finish also compiles, to sample text.
-_LONG = {"start_up": 6.0, "compile": 6.0, "finish": 6.0}
+_TIMEOUT_FACTORS = {"start_up": 6.0, "compile": 6.0, "finish": 6.0}
 # Phases that a process cannot leave before the others reach them.
 _COLLECTIVE = ("step", "checkpoint", "evaluation")
 # Minimum seconds between writes of a status file, for storage that bills requests.
-_MOST_SECONDS = 5.0
+_MIN_WRITE_SECONDS = 5.0
 _WRITES_PER_SECOND = 50.0  # limit over all processes; with 1,000, each writes every 20 s
 # Periods after which a status file that lags behind the newest means a dead or frozen process.
 _SILENT_WRITES = 3.0
 _PARALLEL_READS = 64
-_MOST_LINES = 32  # table rows; each of 1,000 processes may print the table
+_MAX_ROWS = 32  # table rows; each of 1,000 processes may print the table
 _FAILED = "failed"
-_LOST = "waited for one that is gone"
+_LOST = "lost a peer"
 _STUCK = "stuck"
 _ENDED = "ended"
 
@@ -48,7 +48,7 @@ class Watchdog:
                 watchdog.enter("data", step)
                 watchdog.enter("step", step)
                 watchdog.enter("checkpoint", step)  # before save
-                for batch in watchdog.each(batches, "evaluation", step): ...
+                for batch in watchdog.watch_iterator(batches, "evaluation", step): ...
             watchdog.enter("finish")
 
     With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
@@ -79,7 +79,7 @@ class Watchdog:
         self._index, self._count = process_index, process_count
         self._say = say or _to_stderr
         self._read_seconds = read_seconds
-        period = max(_MOST_SECONDS, process_count / _WRITES_PER_SECOND)
+        period = max(_MIN_WRITE_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
         self._silent_seconds = _SILENT_WRITES * self._period + 1.0
         self._phase: tuple[str, int | None, float] = ("start_up", None, time.time())
@@ -95,7 +95,7 @@ class Watchdog:
         self.enter("start_up")
         targets = [self._watch] if self._timeout > 0 else []
         if self._folder is not None:
-            targets.append(self._write_again_and_again)
+            targets.append(self._write_periodically)
         for target in targets:
             thread = threading.Thread(target=target, daemon=True, name="watchdog")
             thread.start()
@@ -115,7 +115,9 @@ class Watchdog:
         self._phase = (phase, step, since)
         self._progress = time.monotonic()
 
-    def each(self, items: Iterable[Item], phase: str, step: int | None = None) -> Iterator[Item]:
+    def watch_iterator(
+        self, items: Iterable[Item], phase: str, step: int | None = None
+    ) -> Iterator[Item]:
         self.enter(phase, step)
         for item in items:
             yield item
@@ -130,10 +132,10 @@ class Watchdog:
         self._changed.set()  # wakes the writer
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_MOST_SECONDS)  # storage that hangs must not block the exit
+                thread.join(_MIN_WRITE_SECONDS)  # storage that hangs must not block the exit
 
     def fail(self, error: BaseException | None) -> None:
-        """Writes an error (None: a peer is gone) to the status file, and keeps watching."""
+        """Writes an error (None: a peer died) to the status file, and keeps watching."""
         self._state = _LOST if error is None else _failed(error)
         self._write_now()
 
@@ -145,7 +147,7 @@ class Watchdog:
             time.sleep(self._silent_seconds + self._period)
         rows = self._rows()
         if not rows:
-            return f"the files of the processes in {self._folder} cannot be read"
+            return f"cannot read the status files in {self._folder}"
         return describe(rows, self._silent_seconds)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -184,18 +186,18 @@ class Watchdog:
             before = now
             phase, step, _ = self._phase
             silent = now - self._progress
-            own, longest = _LONG.get(phase, 1.0), max(_LONG.values())
+            own, longest = _TIMEOUT_FACTORS.get(phase, 1.0), max(_TIMEOUT_FACTORS.values())
             if silent <= self._timeout * own:
                 continue
             # A collective takes as long as its last participant.
             waits = phase in _COLLECTIVE and silent <= self._timeout * longest
-            if not (waits and another_takes_long(self._rows(), self._index, self._silent_seconds)):
+            if not (waits and peer_in_long_phase(self._rows(), self._index, self._silent_seconds)):
                 self._end(phase, step, silent)
 
     def _end(self, phase: str, step: int | None, silent: float) -> None:
         self._state = _STUCK
         # Exits even if printing blocks, e.g. on a pipe that nobody reads.
-        last_resort = threading.Timer(self._read_seconds + _MOST_SECONDS, os._exit, (STUCK,))
+        last_resort = threading.Timer(self._read_seconds + _MIN_WRITE_SECONDS, os._exit, (STUCK,))
         last_resort.daemon = True
         last_resort.start()
         with contextlib.suppress(Exception):
@@ -203,8 +205,8 @@ class Watchdog:
                 f"error: process {self._index} of {self._count} has made no progress for "
                 f"{silent:.0f} s, in {_where(phase, step)} (heartbeat_timeout={self._timeout:g}).\n"
                 f"{self.describe_all()}\n"
-                "  What to do: the same command goes on from the newest checkpoint. Where an "
-                "update or a checkpoint may take so long, raise heartbeat_timeout."
+                "  What to do: rerun the command to resume from the newest checkpoint. If a step "
+                "or a checkpoint may take this long, raise heartbeat_timeout."
             )
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
@@ -217,9 +219,9 @@ class Watchdog:
         if self._folder is not None:
             writing = threading.Thread(target=self._write, daemon=True)
             writing.start()
-            writing.join(_MOST_SECONDS)
+            writing.join(_MIN_WRITE_SECONDS)
 
-    def _write_again_and_again(self) -> None:
+    def _write_periodically(self) -> None:
         while True:
             self._changed.clear()
             is_last = self._over.is_set()  # read first, so that the final state is written
@@ -259,7 +261,7 @@ class Watchdog:
 def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
     """Returns a table of processes and the one that the others wait for.
 
-    That is the first by: gone or frozen (its file is `silent_seconds` older than the newest),
+    That is the first by: dead or frozen (its file is `silent_seconds` older than the newest),
     failed, stuck on its own, lowest step, in a phase that is not collective, longest in its phase.
     `rows` are status files, {"process": n} if missing.
     """
@@ -279,28 +281,28 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 
     slowest = min(rows, key=order)
     lines = [f"  {'process':>7}  {'host':<20}  {'step':>8}  {'phase':<11}  {'for':>7}  state"]
-    shown = sorted(rows, key=order)[:_MOST_LINES]
+    shown = sorted(rows, key=order)[:_MAX_ROWS]
     for row in sorted(shown, key=lambda row: row["process"]):
         if "written" not in row:
-            lines.append(f"  {row['process']:>7}  has left no file")
+            lines.append(f"  {row['process']:>7}  no status file")
             continue
         state = row["state"]
         silent = now - row["written"]
         if state == "running" and silent > silent_seconds:
-            state = f"silent for {silent:.0f} s: gone or frozen"
+            state = f"silent for {silent:.0f} s: dead or frozen"
         step = "-" if row["step"] is None else row["step"]
         lines.append(
             f"  {row['process']:>7}  {row['host']:<20}  {step:>8}  {row['phase']:<11}  "
             f"{now - row['since']:>5.0f} s  {state}{'  <- slowest' if row is slowest else ''}"
         )
     if len(rows) > len(shown):
-        lines.append(f"  and {len(rows) - len(shown)} more processes, ahead of these")
-    where = _where(slowest.get("phase", "nothing that is known"), slowest.get("step"))
+        lines.append(f"  and {len(rows) - len(shown)} more processes, further ahead")
+    where = _where(slowest.get("phase", "an unknown phase"), slowest.get("step"))
     lines.append(f"  slowest: process {slowest['process']}, last seen in {where}")
     return "\n".join(lines)
 
 
-def another_takes_long(
+def peer_in_long_phase(
     rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
 ) -> bool:
     """Returns whether another live process is in a phase that may take longer than a step."""
@@ -308,7 +310,7 @@ def another_takes_long(
     return any(
         row["process"] != process
         and row.get("state") == "running"
-        and row.get("phase") in _LONG
+        and row.get("phase") in _TIMEOUT_FACTORS
         and now - row["written"] <= silent_seconds
         for row in rows
     )

@@ -1,12 +1,18 @@
 """Atomic writes and locks: a rename never makes half-written data visible."""
 
 import contextlib
+import hashlib
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from etils import epath
 from filelock import SoftFileLease, Timeout
+
+from MaxText.storage.paths import is_object_store_path
 
 WRITING_SUFFIX = ".writing"  # temporary files end in a random number and this
 
@@ -36,12 +42,43 @@ def publish(writing: Path, path: Path) -> None:
     writing.replace(path)
 
 
-def write_whole(path: Path, contents: str) -> None:
-    """Replaces a small text file atomically."""
+def atomic_write_text(path: Path | epath.Path, contents: str) -> None:
+    """Replaces a small text file, local or gs://, atomically and durably."""
+    if is_object_store_path(path):  # objects appear only when complete
+        path.write_text(contents)
+        return
+    path = Path(path)
     writing = writing_name(path)
-    writing.write_text(contents, encoding="utf-8")
-    publish(writing, path)
+    try:
+        writing.write_text(contents, encoding="utf-8")
+        publish(writing, path)
+    except OSError:
+        writing.unlink(missing_ok=True)
+        raise
     sync_file(path.parent)
+
+
+def write_json_with_digest(path: epath.Path, name: str, value: Any) -> None:
+    """Writes `{name: value, "sha256": ...}` atomically."""
+    atomic_write_text(path, json.dumps({name: value, "sha256": _digest(value)}))
+
+
+def read_json_with_digest(path: epath.Path, name: str) -> Any:
+    """Returns the value, or None without a file; ValueError if it is not what was written."""
+    try:
+        content = json.loads(path.read_text())
+        if content["sha256"] != _digest(content[name]):
+            raise ValueError("not what was written (SHA-256 differs)")
+        return content[name]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _digest(value: Any) -> str:
+    # Via JSON: a tuple that was written is read back as a list.
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
-from MaxText.storage.paths import prepare_clients
-from MaxText.storage.unreadable import UnreadableFile
+from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.paths import natural_key, register_filesystems
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
@@ -53,19 +53,13 @@ def absolute(path: str) -> str:
     return path if is_url(path) else os.path.abspath(local_path(path))
 
 
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Returns a sort key that orders numbers by value: shard-2 before shard-10."""
-    parts = re.split(r"(\d+)", name)
-    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
-
-
 def file_system(path: str) -> tuple[Any, str]:
     """Returns fsspec's file system and the path in it; UserError for an unusable protocol."""
     if not is_url(path):
         return LocalFileSystem(), local_path(path)
     protocol = path.split("://")[0]
     if protocol in ("gs", "gcs"):
-        prepare_clients(path)
+        register_filesystems(path)
     try:
         return fsspec.core.url_to_fs(path)
     except ImportError as error:
@@ -267,7 +261,7 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Returns whether an error is a UserError but not a storage error (BucketFailure is both)."""
+    """Returns whether an error is a UserError but not an ObjectStoreError, which is both."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
 

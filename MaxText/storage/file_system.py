@@ -8,11 +8,9 @@ from typing import Any
 
 from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
 
-from MaxText.storage.bucket_errors import BucketFailure
+from MaxText.storage.errors import ObjectStoreError, is_client_error
 from MaxText.storage.paths import COMMIT_MARK
 
-# HTTP status codes; other 4xx codes are client errors.
-_TIMEOUT, _TOO_MANY = 408, 429
 _FORBIDDEN = "Forbidden"  # gcsfs's message for 403, which it also looks for in exceptions
 # Bucket and object name in a URL of the JSON API.
 _ADDRESS = re.compile(r"/b/([^/]+)/o(?:/|\?name=)([^?&]+)")
@@ -22,7 +20,7 @@ if "GCSFS_DEBUG" not in os.environ:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
-class BucketFileSystem(GCSFileSystem):
+class RetryingGCSFileSystem(GCSFileSystem):
     """gcsfs that retries requests for half a minute, then raises an OSError.
 
     Listings are not cached, because other processes, TensorStore and other machines write to the
@@ -74,26 +72,20 @@ class BucketFileSystem(GCSFileSystem):
             raise _failure(path, args, error, str(error).startswith(_FORBIDDEN)) from error
         except Exception as error:
             # gcsfs, aiohttp and google.auth errors have no common base class.
-            status = getattr(error, "code", None) or getattr(error, "status", None)
-            refused = isinstance(error, ValueError) or (
-                isinstance(status, int)
-                and 400 <= status < 500
-                and status not in (_TIMEOUT, _TOO_MANY)
-            )
-            refused |= type(error).__name__ == "DefaultCredentialsError"
+            refused = isinstance(error, ValueError) or is_client_error(error)
             raise _failure(path, args, error, refused) from error
 
 
-def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) -> BucketFailure:
-    place = _ADDRESS.search(path)
-    named = "/".join(place.groups() if place else map(str, args)) or path
+def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) -> ObjectStoreError:
+    match = _ADDRESS.search(path)
+    named = "/".join(match.groups() if match else map(str, args)) or path
     named = f"gs://{urllib.parse.unquote(named)}"
     reason = str(error) or type(error).__name__
     if reason.startswith(_FORBIDDEN):
         # The URL, followed on its own line by the service's message.
         said = reason.partition("\n")[2].strip() or "403"
-        return BucketFailure(f"{_FORBIDDEN}: {named} ({said})", may_pass=False)
-    how = "refuses a request" if refused else "does not answer as it should"
-    return BucketFailure(
-        f"the bucket of {named} {how} ({' '.join(reason.split())})", may_pass=not refused
+        return ObjectStoreError(f"{_FORBIDDEN}: {named} ({said})", is_transient=False)
+    how = "rejected a request" if refused else "does not respond correctly"
+    return ObjectStoreError(
+        f"the bucket of {named} {how} ({' '.join(reason.split())})", is_transient=not refused
     )

@@ -27,13 +27,13 @@ class Lease:
         url: str,
         holder: dict[str, Any],
         *,
-        renewed_every: float = 5.0,
-        expires_after: float = 30.0,
-        settling: float = 2.0,
+        renewal_seconds: float = 5.0,
+        timeout_seconds: float = 30.0,
+        takeover_seconds: float = 2.0,
     ):
-        """`settling` is the time in seconds to wait after a takeover for a competing one."""
-        self._renewed_every, self._expires_after = renewed_every, expires_after
-        self._settling = settling
+        """Waits `takeover_seconds` after a takeover for a competing one."""
+        self._renewal_seconds, self._timeout_seconds = renewal_seconds, timeout_seconds
+        self._takeover_seconds = takeover_seconds
         self._url, self._holder = url, holder
         self._token = uuid.uuid4().hex
         self._renewals = 0
@@ -48,7 +48,7 @@ class Lease:
                 continue  # released just now
             if _is_dead_here(found) or not self._is_renewed(found):
                 self._write()
-                self._over.wait(self._settling)
+                self._over.wait(self._takeover_seconds)
             current = self._read() or {}
             if current.get("token") == self._token:
                 break
@@ -64,20 +64,17 @@ class Lease:
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
         """Watches a lease; returns False once it expires, raises UserError if it is renewed."""
-        who = described(found)
-        seconds = f"{self._expires_after:g} s"
-        sys.stderr.write(f"Waiting up to {seconds} for {who} to show that it lives\n")
-        until = time.monotonic() + self._expires_after
+        who = describe_holder(found)
+        seconds = f"{self._timeout_seconds:g} s"
+        sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who}\n")
+        until = time.monotonic() + self._timeout_seconds
         while time.monotonic() < until:
-            self._over.wait(self._renewed_every / 5)
+            self._over.wait(self._renewal_seconds / 5)
             now = self._read()
             if now is None:
                 return True  # released: try to create it
             if now != found:
-                raise UserError(
-                    f"the run folder {os.path.dirname(self._url)} is in use by {described(now)}. "
-                    "Wait for it, stop it, or choose another run_name."
-                )
+                raise in_use(os.path.dirname(self._url), now)
         return False
 
     def _create(self) -> bool:
@@ -105,7 +102,7 @@ class Lease:
         return json.dumps(facts).encode()
 
     def _renew(self) -> None:
-        while not self._over.wait(self._renewed_every):
+        while not self._over.wait(self._renewal_seconds):
             try:
                 found = self._read()
                 if found is not None and found.get("token") not in (self._token, None):
@@ -116,19 +113,27 @@ class Lease:
                 continue
         if not self._over.is_set():
             sys.stderr.write(
-                f"error: {os.path.dirname(self._url)} was taken over by {described(found)} while "
-                "this process could not be seen. It stops, so that one process writes there.\n"
+                f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(found)} "
+                "while this process sent no heartbeat. Exiting, so that only one process writes "
+                "there.\n"
             )
             sys.stderr.flush()
             os._exit(USER_MISTAKE)
 
 
-def described(holder: Any) -> str:
+def describe_holder(holder: Any) -> str:
     """Describes the holder of a lock."""
     try:
         return f"process {holder['process']} on {holder['host']}, started {holder['started']}"
     except (LookupError, TypeError):
         return "another process"
+
+
+def in_use(run_folder: object, holder: Any) -> UserError:
+    return UserError(
+        f"the run folder {run_folder} is in use by {describe_holder(holder)}. Wait for it, stop "
+        "it, or choose another run_name."
+    )
 
 
 def _is_dead_here(holder: dict[str, Any]) -> bool:

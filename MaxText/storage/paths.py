@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 from etils import epath
 
@@ -13,16 +14,22 @@ COMMIT_MARK = "commit_success.txt"
 _PROTOCOLS = ("gs", "gcs")
 
 
-def is_bucket(path: object) -> bool:
+def is_object_store_path(path: object) -> bool:
     """Returns whether a path is in an object store: no folders or renames, atomic objects."""
     return "://" in str(path)
 
 
-def path_of(text: str, key: str) -> epath.Path:
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Returns a sort key that orders numbers by value: shard-2 before shard-10."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
+
+
+def parse_path(text: str, key: str) -> epath.Path:
     """Returns a local or gs:// path as typed by a user, ~ expanded; UserError names `key`."""
     if text.startswith("gs://"):
-        prepare_clients(f"{key}={text}")
-    elif is_bucket(text):
+        register_filesystems(f"{key}={text}")
+    elif is_object_store_path(text):
         scheme = text.partition("://")[0]
         raise UserError(
             f"{key}={text}: storage of the kind {scheme}:// is not known here. Name a local path, "
@@ -34,8 +41,8 @@ def path_of(text: str, key: str) -> epath.Path:
         raise UserError(f"{key}={text}: {error}.") from error
 
 
-def prepare_clients(what: str) -> None:
-    """Registers BucketFileSystem with fsspec and etils.epath; UserError without gcsfs."""
+def register_filesystems(what: str) -> None:
+    """Registers RetryingGCSFileSystem with fsspec and etils.epath; UserError without gcsfs."""
     if not _has_client():
         raise UserError(
             f"{what} needs the package gcsfs, which is not installed: pip install 'MaxText[gcs]'"
@@ -52,6 +59,6 @@ def _has_client() -> bool:
 def _register() -> None:
     import fsspec
 
-    name = "MaxText.storage.file_system.BucketFileSystem"
+    name = "MaxText.storage.file_system.RetryingGCSFileSystem"
     for protocol in _PROTOCOLS:
         fsspec.register_implementation(protocol, name, clobber=True)

@@ -16,13 +16,13 @@ from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults
 from MaxText.training import step as steps
-from MaxText.training.objective import losses_of
-from MaxText.training.optimizer import make_optimizer, slow_old_slots
+from MaxText.training.objective import per_token_losses
+from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 
 
-class Assembled(NamedTuple):
+class TrainSetup(NamedTuple):
     """A train step to run or to compile, and what belongs to it."""
 
     model: Model  # with `auto` values resolved
@@ -30,28 +30,30 @@ class Assembled(NamedTuple):
     initialize: Callable[[Any], TrainState]  # key -> fresh state
     state: TrainState  # shapes and shardings
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
-    whole: float  # share of the parameters that are replicated
+    replicated_fraction: float  # of the parameters
     choices: Sequence[str]  # one line for each `auto`
 
 
-def assemble(
+def setup_train(
     config: Config,
     layout: Layout,
-    old_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
+    existing_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
     old_slots_learning_rate: float = 1.0,  # factor of their updates
-) -> Assembled:
+) -> TrainSetup:
     """Assembles a train step; raises UserError if the mesh does not fit."""
     platform = layout.mesh.devices.flat[0].platform
-    section, choices = backend_defaults.resolve(config.model, platform, layout)
+    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
     model = Model(section)
     if not all(part.is_built_in for part in registrations()):
         _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    optimizer = slow_old_slots(optimizer, model.parameters, old_slots, old_slots_learning_rate)
+    optimizer = scale_existing_slot_updates(
+        optimizer, model.parameters, existing_slots, old_slots_learning_rate
+    )
     initialize = steps.make_initialize(model, optimizer, config.guard)
     check_lengths(section.shape.max_target_length, config.batch, layout)
-    whole = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
+    replicated = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     state = layout.abstract_state(initialize, model.parameters)
     step = steps.make_train_step(
         model,
@@ -61,9 +63,9 @@ def assemble(
         dropout_seed=section.initialization.init_weights_seed,
         guard=config.guard,
         repeat_update=config.optimizer.opt_type != "muon",
-        fetches_moments=config.mesh.optimizer_memory_host_offload,
+        offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )
-    return Assembled(model, optimizer, initialize, state, step, whole, choices)
+    return TrainSetup(model, optimizer, initialize, state, step, replicated, choices)
 
 
 def _trace(model: Model) -> None:
@@ -82,4 +84,4 @@ def _trace(model: Model) -> None:
             f"head_type={section.head.name} returned {found.dtype} {list(found.shape)}, and has to "
             f"return float32 {list(wanted.shape)}"
         )
-    jax.eval_shape(functools.partial(losses_of, section=section.objective), wanted, ids_BT)
+    jax.eval_shape(functools.partial(per_token_losses, section=section.objective), wanted, ids_BT)

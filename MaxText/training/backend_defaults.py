@@ -13,7 +13,9 @@ CPU_UNROLLED_LAYERS = 8
 CPU_UNROLLED_WIDTH = 512
 
 
-def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple[Model, list[str]]:
+def resolve_auto(
+    section: Model, backend: str, layout: Layout | None = None
+) -> tuple[Model, list[str]]:
     """Returns the section without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
     lines = []

@@ -41,11 +41,11 @@ def _cross_entropy_forward(logits_BTV, targets_BT):
 
 def _cross_entropy_backward(kept, gradients):
     logits_BTV, targets_BT, log_normalizer_BT = kept
-    of_loss_BT, of_normalizer_BT = gradients
+    grad_loss_BT, grad_log_normalizer_BT = gradients
     probabilities_BTV = jnp.exp(logits_BTV - log_normalizer_BT[..., None])
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
-    gradient_BTV = probabilities_BTV * (of_loss_BT + of_normalizer_BT)[..., None]
-    return gradient_BTV - jnp.where(is_target_BTV, of_loss_BT[..., None], 0.0), None
+    grad_logits_BTV = probabilities_BTV * (grad_loss_BT + grad_log_normalizer_BT)[..., None]
+    return grad_logits_BTV - jnp.where(is_target_BTV, grad_loss_BT[..., None], 0.0), None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
@@ -54,24 +54,24 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 class LossSums(NamedTuple):
     """Sums over a batch, or over a part of one."""
 
-    over_targets: dict[str, jax.Array]  # weighted; to divide by the sum of the weights
-    over_tokens: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
+    target_sums: dict[str, jax.Array]  # weighted; to divide by the sum of the weights
+    token_sums: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
     correct: jax.Array | None = None  # weight of targets that are the (first) argmax, if counted
     log_z: jax.Array | None = None  # weighted sum of log(Z), which grows when logits drift
 
     @property
     def total(self) -> jax.Array:
-        return sum(self.over_targets.values())  # type: ignore[return-value]
+        return sum(self.target_sums.values())  # type: ignore[return-value]
 
     @property
     def in_nats(self) -> jax.Array:
         """Sum of weighted negative log-probabilities, or else the total."""
-        return self.over_targets.get(IN_NATS, self.total)
+        return self.target_sums.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         """Returns every loss; their sum is minimized."""
-        return {name: value / weight for name, value in self.over_targets.items()} | {
-            name: value / tokens for name, value in self.over_tokens.items()
+        return {name: value / weight for name, value in self.target_sums.items()} | {
+            name: value / tokens for name, value in self.token_sums.items()
         }
 
 
@@ -99,7 +99,7 @@ def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array)
     return {"entmax_loss": losses_BT}, log_z_BT
 
 
-def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
+def per_token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
     """Returns the losses of the registered objective at each target.
 
     An objective is a function of its keys (or the section, without keys of its own), float32 logits
@@ -124,7 +124,7 @@ def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) 
 def is_in_nats(section: Objective) -> bool:
     """Returns whether a loss is in nats, so that it has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    losses, _ = jax.eval_shape(functools.partial(losses_of, section=section), *shapes)
+    losses, _ = jax.eval_shape(functools.partial(per_token_losses, section=section), *shapes)
     return IN_NATS in losses
 
 
@@ -140,11 +140,11 @@ def loss_sums(
     """Returns the losses as sums, so that parts of a batch can be added up."""
     h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
     head_state = decoder.head_state(h_BTD, batch)
-    places_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
+    positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
-    def sums(h_BTD, targets_BT, weights_BT, places_BT):
-        logits_BTV = decoder.logits(h_BTD, head_state, places_BT)
-        losses, log_z_BT = losses_of(logits_BTV, targets_BT, section)
+    def sums(h_BTD, targets_BT, weights_BT, positions_BT):
+        logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
+        losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, section)
         summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)
         if not count_correct:
@@ -154,7 +154,7 @@ def loss_sums(
 
     num_chunks = section.num_vocab_tiling
     if num_chunks == 1:
-        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.weights_BT, places_BT)
+        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.weights_BT, positions_BT)
     else:
 
         def in_chunks(x_BT):
@@ -165,7 +165,7 @@ def loss_sums(
         # The backward pass recomputes a chunk's logits instead of saving all of them.
         chunk_sums = jax.lax.map(
             lambda chunk: jax.checkpoint(sums)(*chunk),
-            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, places_BT))),
+            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, positions_BT))),
         )
         summed, correct, log_z = jax.tree.map(jnp.sum, chunk_sums)
     return LossSums(summed, scalars, correct, log_z)

@@ -16,7 +16,7 @@ from MaxText.parallelism.constraints import ParameterInfo
 
 Names = Mapping[str, ParameterInfo]
 
-DIRECTION = 1  # index in the chain of the rule, whose state holds moments and their counts
+BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments and their counts
 
 
 def make_optimizer(
@@ -35,28 +35,28 @@ def make_optimizer(
             f"trainable_parameters_mask={list(patterns)} matches none of the parameters: "
             f"{', '.join(parameters)}"
         )
-    decay_of = per_parameter(trained, lambda name: _decay(section, name))
-    multiplier_of = per_parameter(
+    decay_of = map_param_names(trained, lambda name: _decay(section, name))
+    multiplier_of = map_param_names(
         trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
     )
-    # Always the same links: their indices (see DIRECTION) are part of names in checkpoints.
+    # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(section),
-        _direction(section, trained),
-        _add_scaled_parameters(decay_of),
+        _base_transform(section, trained),
+        _add_decayed_weights(decay_of),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
         optax.scale_by_learning_rate(schedule),
     )
-    return optimizer if len(trained) == len(parameters) else _restricted(optimizer, trained)
+    return optimizer if len(trained) == len(parameters) else _freeze_untrained(optimizer, trained)
 
 
-def _restricted(
+def _freeze_untrained(
     optimizer: optax.GradientTransformation, trained: Names
 ) -> optax.GradientTransformation:
     """Restricts `optimizer` to some parameters; others have no state."""
 
     def pick(tree: Any) -> dict:
-        return per_parameter(trained, lambda name: _folder(tree, name)[name.rpartition("/")[2]])
+        return map_param_names(trained, lambda name: _folder(tree, name)[name.rpartition("/")[2]])
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moved, state = optimizer.update(pick(updates), state, pick(params))
@@ -69,25 +69,25 @@ def _restricted(
     return optax.GradientTransformation(lambda params: optimizer.init(pick(params)), update)
 
 
-def slow_old_slots(
+def scale_existing_slot_updates(
     optimizer: optax.GradientTransformation,
     parameters: Names,
-    old_slots: Mapping[str, int] | None,
+    existing_slots: Mapping[str, int] | None,
     factor: float,
 ) -> optax.GradientTransformation:
     """Multiplies updates of old slots, weight decay included, by `factor`; 0 freezes them.
 
     The state is that of `optimizer`, so a checkpoint does not depend on the factor.
     """
-    if factor == 1 or not old_slots:
+    if factor == 1 or not existing_slots:
         return optimizer
 
     def slowed(path: Any, update: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name not in old_slots:
+        if name not in existing_slots:
             return update
         axis = parameters[name].logical_axes.index("slots")
-        is_old = jax.lax.broadcasted_iota(jnp.int32, update.shape, axis) < old_slots[name]
+        is_old = jax.lax.broadcasted_iota(jnp.int32, update.shape, axis) < existing_slots[name]
         # Not a product with 0, which would let NaN through.
         return jnp.where(is_old, jnp.zeros_like(update) if factor == 0 else factor * update, update)
 
@@ -104,7 +104,7 @@ def _folder(tree: Any, name: str) -> dict:
     return tree
 
 
-def per_parameter(parameters: Names, value_of: Callable[[str], Any]) -> dict:
+def map_param_names(parameters: Names, value_of: Callable[[str], Any]) -> dict:
     """Returns a dict like the parameters, with `value_of(name)` as leaves."""
     tree: dict = {}
     for name in parameters:
@@ -129,7 +129,7 @@ def _decay(section: Optimizer, name: str) -> float:
     return _first_match(section.weight_decay_overrides, name, default)
 
 
-def _add_scaled_parameters(scales: dict) -> optax.GradientTransformation:
+def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
     """Adds scale * parameter to each update (Loshchilov and Hutter 2019)."""
     return optax.stateless(
         lambda updates, params: jax.tree.map(
@@ -150,7 +150,7 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
     return optax.clip_by_global_norm(bound)
 
 
-def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def _base_transform(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     rule = lookup("optimizer", section.opt_type)
     return rule(section.parts.of(rule) or section, parameters)
 
@@ -194,7 +194,7 @@ def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
         adam_b1=section.adam_b1,
         adam_b2=section.adam_b2,
         adam_eps_root=section.adam_eps_root,
-        muon_weight_dimension_numbers=per_parameter(
+        muon_weight_dimension_numbers=map_param_names(
             parameters, lambda name: _muon_dimensions(parameters[name])
         ),
         # Updates as large as Adam's, to share its learning rate (Liu et al. 2025, equation 4).

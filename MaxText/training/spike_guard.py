@@ -40,16 +40,16 @@ class GuardState:
     lowest_loss: Any  # float32, lowest median loss over W accepted updates
     calm_step: Any  # int32, the last update at which the median was not far above that
 
-    def fresh(self) -> "GuardState":
+    def reset(self) -> "GuardState":
         """Returns an empty state with the shardings of this (abstract) one."""
         nothing = _nothing_seen(self.skipped_W.shape[0])
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), nothing, self)
 
 
-class Verdict(NamedTuple):
+class SkipDecision(NamedTuple):
     """The decision about an update."""
 
-    is_sound: jax.Array  # bool, whether to apply the update
+    accept: jax.Array  # bool, whether to apply the update
     state: GuardState  # the state after it
     # int32 scalars except loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in GuardState.
     # recent_skips: skips in the last W updates. skips_began: first step of the stretch of skips up
@@ -76,7 +76,7 @@ def _nothing_seen(window: int) -> GuardState:
     )
 
 
-def judge(
+def decide(
     section: Guard,
     state: GuardState,
     step: jax.Array,
@@ -85,7 +85,7 @@ def judge(
     grad_norm: jax.Array,  # before clipping
     update_norm: jax.Array,  # of what would be added to the parameters
     learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
-) -> Verdict:
+) -> SkipDecision:
     """Decides whether to accept update `step`, before it is applied."""
     window = section.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
@@ -101,12 +101,12 @@ def judge(
     # Until a quarter of the window is filled, only an exploding loss is caught.
     early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
     explodes = (count > 0) & (values_Q[0] > early_bound)
-    sound = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
+    accepted = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
     place = state.num_sound % window
-    values_QW = jnp.where(sound, state.values_QW.at[:, place].set(values_Q), state.values_QW)
-    num_sound = state.num_sound + sound
-    skipped_W = state.skipped_W.at[step % window].set(~sound)
+    values_QW = jnp.where(accepted, state.values_QW.at[:, place].set(values_Q), state.values_QW)
+    num_sound = state.num_sound + accepted
+    skipped_W = state.skipped_W.at[step % window].set(~accepted)
 
     loss_median = _median(values_QW[:1], jnp.minimum(num_sound, window))[0]
     is_lowest = (num_sound >= window) & (loss_median < state.lowest_loss)
@@ -118,26 +118,26 @@ def judge(
     new = GuardState(
         values_QW=values_QW,
         num_sound=num_sound,
-        num_skipped=state.num_skipped + ~sound,
-        last_skipped=jnp.where(sound, state.last_skipped, step),
+        num_skipped=state.num_skipped + ~accepted,
+        last_skipped=jnp.where(accepted, state.last_skipped, step),
         skipped_W=skipped_W,
         lowest_loss=lowest_loss,
         calm_step=calm_step,
     )
     metrics = {
-        "skipped": (~sound).astype(jnp.int32),
+        "skipped": (~accepted).astype(jnp.int32),
         "num_skipped": new.num_skipped,
         "last_skipped": new.last_skipped,
         "recent_skips": jnp.sum(skipped_W),
-        "skips_began": _stretch_of_skips(skipped_W, step, section.rewind_after_skips),
+        "skips_began": _skip_streak_start(skipped_W, step, section.rewind_after_skips),
         "loss_rise": rise,
         # The first step of the window at the last calm step.
         "rise_began": jnp.maximum(calm_step - window, 0),
     }
-    return Verdict(sound, new, metrics)
+    return SkipDecision(accepted, new, metrics)
 
 
-def _stretch_of_skips(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
+def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
     """Returns the first step of the stretch of skips that leads up to `step`; -1 without any.
 
     The stretch is the suffix of the window in which skips exceed the tolerated rate, `limit` per W,

@@ -46,7 +46,7 @@ def make_train_step(
     dropout_seed: int,
     guard: Guard = _NO_GUARD,  # that of the state
     repeat_update: bool = True,
-    fetches_moments: bool = False,  # from host memory; Layout.compile_step decides where they go
+    offloads_opt_state: bool = False,  # from host memory; Layout.compile_step decides where they go
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
 
@@ -94,7 +94,7 @@ def make_train_step(
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
         means, watched, gradients = compute(state.params, batch, totals, dropout_key)
         params, opt_state = state.params, state.opt_state
-        if fetches_moments:
+        if offloads_opt_state:
             # Fetched once gradients exist and activations have left the device.
             gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
             opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
@@ -107,20 +107,20 @@ def make_train_step(
         if state.guard is None:
             params, opt_state = optax.apply_updates(params, updates), new_opt_state
         else:
-            verdict = spike_guard.judge(
+            decision = spike_guard.decide(
                 guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms
             )
-            is_sound = verdict.is_sound
+            accept = decision.accept
             if repeat_update and platform() == "tpu":
                 # Computed after the decision, new values overwrite the old ones in place.
-                gradients, opt_state, params, is_sound = jax.lax.optimization_barrier(
-                    (gradients, opt_state, params, is_sound)
+                gradients, opt_state, params, accept = jax.lax.optimization_barrier(
+                    (gradients, opt_state, params, accept)
                 )
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-            params = _choose(is_sound, optax.apply_updates(params, updates), params)
-            opt_state = _choose(is_sound, new_opt_state, opt_state)
-            guard_state = verdict.state
-            metrics |= verdict.metrics
+            params = _select(accept, optax.apply_updates(params, updates), params)
+            opt_state = _select(accept, new_opt_state, opt_state)
+            guard_state = decision.state
+            metrics |= decision.metrics
         metrics |= {
             "loss": loss,
             "total_weights": total_weight,
@@ -132,7 +132,7 @@ def make_train_step(
     return train_step
 
 
-def _choose(take_new: jax.Array, new: Any, old: Any) -> Any:
+def _select(take_new: jax.Array, new: Any, old: Any) -> Any:
     """Selects a tree; schedules always advance, as they count steps."""
 
     def is_schedule(node: Any) -> bool:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import Checkpoint
-from MaxText.run.starting_point import Start, restore_or_initialize
+from MaxText.run.restore import RestoreResult, restore_or_initialize
 from MaxText.training.state import TrainState
 
 CONFIG = {"base_emb_dim": 8, "opt_type": "adamw", "steps": 10, "mlp_activations": ("silu",)}
@@ -68,11 +68,11 @@ def start(
     state: TrainState | None = None,
     config: Mapping[str, Any] = CONFIG,
     initialize: Callable[[], TrainState] | None = None,
-) -> tuple[Start, list[str]]:
+) -> tuple[RestoreResult, list[str]]:
     """Starts a run with checkpoints in `folder`: (Start, printed lines)."""
     section, lines = section or Checkpoint(), []
     state = fresh_state() if state is None else state
-    checkpoints = Checkpoints(folder / "checkpoints", section)
+    checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(
         checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.checksums import array_checksums, first_difference, host_checksum
+from MaxText.checkpointing.checksums import array_checksums, first_mismatch, host_checksum
 
 FORMATS = [jnp.bool_, jnp.int8, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int32,
            jnp.float32, np.int64, np.float64]  # fmt: skip
@@ -63,7 +63,7 @@ def test_paths_are_those_of_the_state_and_the_difference_is_named():
     tree = {"params": {"wi": jnp.ones(3)}, "opt_state": (jnp.int32(1),)}
     found = array_checksums(tree)
     assert set(found) == {"params/wi", "opt_state/0"}
-    assert first_difference({"params/wi": found["params/wi"]}, found) is None
-    difference = first_difference(found, found | {"params/wi": "float32[3] 0000000000000000"})
+    assert first_mismatch({"params/wi": found["params/wi"]}, found) is None
+    difference = first_mismatch(found, found | {"params/wi": "float32[3] 0000000000000000"})
     assert difference is not None
     assert difference.startswith("params/wi: float32[3]")

@@ -14,14 +14,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from MaxText.checkpointing import description, layout, reading
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.errors import UserError
-from MaxText.run.starting_point import restore_or_initialize
-from MaxText.storage.bucket_errors import BucketFailure
+from MaxText.run.restore import restore_or_initialize
+from MaxText.storage.errors import ObjectStoreError
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state, start
 
 # Where one array fails, Orbax drops the reads of the others when they are collected.
@@ -65,16 +65,16 @@ def ways_to_damage(data, chance, number):
 def test_random_damage_of_every_file(run, kept, number):
     """What is restored is what was saved, or nothing is."""
     chance, outcomes = random.Random(0), {"as saved": 0, "unreadable": 0}
-    checkpoints = Checkpoints(run / "checkpoints", Checkpoint())
     for path in sorted(path for path in (run / "checkpoints/4").rglob("*") if path.is_file()):
         data = path.read_bytes()
         for damaged in ways_to_damage(data, chance, number):
             path.unlink() if damaged is None else path.write_bytes(damaged)
+            checkpoints = CheckpointManager(run / "checkpoints", Checkpoint())
             try:
                 state, position, metadata = checkpoints.restore(
                     4, abstract(fresh_state()), CONFIG, lambda line: None
                 )
-            except description.Unreadable:
+            except checkpoint_files.CheckpointCorruptedError:
                 outcomes["unreadable"] += 1
             else:
                 assert_bit_equal(state, kept[4])
@@ -84,7 +84,8 @@ def test_random_damage_of_every_file(run, kept, number):
         path.write_bytes(data)
     for name in ("items/d", "items", "iter", "metadata"):
         folder = (run / "checkpoints/4" / name).rename(run / "away")
-        with pytest.raises(description.Unreadable):
+        checkpoints = CheckpointManager(run / "checkpoints", Checkpoint())
+        with pytest.raises(checkpoint_files.CheckpointCorruptedError):
             checkpoints.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
         folder.rename(run / "checkpoints/4" / name)
     assert min(outcomes.values()) > number, outcomes
@@ -93,8 +94,8 @@ def test_random_damage_of_every_file(run, kept, number):
 def test_a_flipped_bit_in_the_name_of_the_checksums(run):
     path = run / "checkpoints/4/metadata/metadata"
     path.write_text(path.read_text().replace('"integrity"', '"integrits"'))
-    with pytest.raises(description.Unreadable, match="another name"):
-        Checkpoints(run / "checkpoints", Checkpoint()).restore(
+    with pytest.raises(checkpoint_files.CheckpointCorruptedError, match="another name"):
+        CheckpointManager(run / "checkpoints", Checkpoint()).restore(
             4, abstract(fresh_state()), CONFIG, lambda line: None
         )
 
@@ -105,7 +106,7 @@ def test_truncated_arrays(run, kept, tmp_path):
     before = contents(run)
     result, lines = start(run)
     assert_bit_equal(result.state, kept[2])
-    assert "step 4" in next(line for line in lines if "warning:" in line)
+    assert "step 4" in next(line for line in lines if "WARNING:" in line)
     # A path that the user names is never replaced by an older step.
     with pytest.raises(UserError, match=r"^load_full_state_path"):
         start(tmp_path / "new", Checkpoint(load_full_state_path=str(run)))
@@ -124,12 +125,12 @@ def silently_damaged(run, tmp_path):
 
     A flipped bit on disk often is of this kind, but where it lies differs from save to save.
     """
-    name, chosen = "token_embedder", Checkpoints(run / "checkpoints", Checkpoint())
+    name, chosen = "token_embedder", CheckpointManager(run / "checkpoints", Checkpoint())
     state, _, _ = chosen.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
     array = np.array(state.params[name])
     array.view(np.uint32)[3, 5] ^= 1 << 20
     state.params[name] = jnp.asarray(array)
-    checkpoints = Checkpoints(tmp_path / "flipped", Checkpoint())
+    checkpoints = CheckpointManager(tmp_path / "flipped", Checkpoint())
     checkpoints.save(4, state, None, {})
     checkpoints.close()
     items = run / "checkpoints" / "4" / "items"
@@ -148,12 +149,12 @@ def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path)
         with pytest.raises(UserError, match=rf"{key}: .*params/{name}: float32"):
             start(tmp_path / "new", Checkpoint(**{key: str(run)}))
     # Arrays that are cast, and arrays that are read one by one.
-    stored = layout.find(str(run / "checkpoints" / "4"), "test")
+    stored = checkpoint_files.resolve_checkpoint(str(run / "checkpoints" / "4"), "test")
     halved = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), fresh_state().params
     )
-    with pytest.raises(description.Unreadable, match=f"params/{name}"):
-        reading.read_params(stored, halved, CONFIG, lambda line: None)
+    with pytest.raises(checkpoint_files.CheckpointCorruptedError, match=f"params/{name}"):
+        reading.restore_params(stored, halved, CONFIG, lambda line: None)
     arrays = StoredArrays(stored.items)
     with pytest.raises(UserError, match=f"params/{name}: "):
         arrays.read(f"params/{name}")
@@ -167,7 +168,7 @@ def test_a_checkpoint_without_checksums_is_taken_with_a_note(run, kept):
     path.write_text(json.dumps(content))
     result, lines = start(run)
     assert_bit_equal(result.state, kept[4])
-    assert "\n".join(lines).count("without checksums") == 1
+    assert "\n".join(lines).count("has no checksums") == 1
 
 
 # --- Storage that fails -----------------------------------------------------------------------
@@ -211,10 +212,10 @@ def failing(monkeypatch):
 
 @pytest.mark.parametrize("error", OUTAGES, ids=str)
 def test_storage_that_fails_is_asked_again_and_then_ends_the_program(saved_run, failing, error):
-    checkpoints = Checkpoints(saved_run[0] / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(saved_run[0] / "checkpoints", Checkpoint())
     failing([error] * 9)
     wanted = abstract(fresh_state())
-    with pytest.raises(BucketFailure):
+    with pytest.raises(ObjectStoreError):
         restore_or_initialize(checkpoints, Checkpoint(), wanted, pytest.fail, CONFIG, print)
     assert checkpoints.steps_to_resume() == [4, 2, 0]
     left = failing([error, error])
@@ -225,7 +226,7 @@ def test_storage_that_fails_is_asked_again_and_then_ends_the_program(saved_run, 
 @pytest.mark.parametrize("error", DAMAGE, ids=str)
 def test_damage_is_not_read_again(failing, saved_run, error):
     left = failing([error, None])
-    stored = layout.find(str(saved_run[0]), "test")
-    with pytest.raises(description.Unreadable):
-        reading.read_params(stored, abstract(fresh_state()).params, CONFIG, print)
+    stored = checkpoint_files.resolve_checkpoint(str(saved_run[0]), "test")
+    with pytest.raises(checkpoint_files.CheckpointCorruptedError):
+        reading.restore_params(stored, abstract(fresh_state()).params, CONFIG, print)
     assert left == [None]

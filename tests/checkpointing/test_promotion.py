@@ -1,6 +1,7 @@
 """Good checkpoints: which they are, what a resume takes, what retention keeps and gives up."""
 
 import dataclasses
+import errno
 import json
 import random
 import shutil
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.good_steps import GoodSteps
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.healthy import HealthyCheckpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import Checkpoint, Guard
 from MaxText.errors import UserError
-from MaxText.run.starting_point import restore_or_initialize
+from MaxText.run.restore import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, on_host
@@ -27,12 +28,12 @@ def state_after(step, mark=0):
 
 
 def open_run(folder, healthy_steps=3, **keys):
-    return Checkpoints(folder / "checkpoints", Checkpoint(**keys), healthy_steps, [].append)
+    return CheckpointManager(folder / "checkpoints", Checkpoint(**keys), healthy_steps, [].append)
 
 
 def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
     for step in steps:
-        checkpoints.observe(step, step not in unhealthy)
+        checkpoints.update_health(step, step not in unhealthy)
         if step % period == 0:
             state = state_after(step, mark)
             metadata = checkpoint_metadata(CONFIG, state.params)
@@ -54,7 +55,7 @@ def killed(tmp_path):
     checkpoints = open_run(tmp_path)
     train(checkpoints, range(11), period=4)  # 4 was followed by 6 updates, 8 by 2
     checkpoints.wait()
-    checkpoints.observe(11, healthy=False)
+    checkpoints.update_health(11, healthy=False)
     del checkpoints  # not closed: nothing more is written
     return tmp_path
 
@@ -62,7 +63,7 @@ def killed(tmp_path):
 def test_a_resume_takes_the_newest_one_confirmed_or_not(killed):
     checkpoints = open_run(killed)
     assert checkpoints.steps_to_resume() == [8, 4, 0]
-    assert checkpoints.latest_good() == 4
+    assert checkpoints.last_healthy() == 4
     start, _ = resume(checkpoints)
     assert (start.first_step, start.position, start.stored_step) == (9, {"step": 9}, 8)
     assert_bit_equal(start.state, on_host(state_after(8)))
@@ -77,7 +78,7 @@ def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     checkpoints = open_run(killed)
     start, text = resume(checkpoints)
     assert start.first_step == 5
-    assert "warning: " in text
+    assert "WARNING: " in text
     assert (folder / "8").exists()  # reading alone changes nothing
     train(checkpoints, [5])
     checkpoints.close()
@@ -89,22 +90,22 @@ def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     train(checkpoints, [1])
     checkpoints.close()
     assert checkpoints.steps() == [0, 1]
-    assert open_run(killed).latest_good() == 0
+    assert open_run(killed).last_healthy() == 0
 
 
 def test_going_back_gives_up_what_came_after(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=1)
     train(checkpoints, range(6))
-    assert checkpoints.latest_good() == 4
-    assert checkpoints.latest_good(before=4) == 3
-    checkpoints.go_back_to(2)
+    assert checkpoints.last_healthy() == 4
+    assert checkpoints.last_healthy(before=4) == 3
+    checkpoints.roll_back_to(2)
     assert checkpoints.steps() == [0, 1, 2]
-    assert checkpoints.latest_good() == open_run(tmp_path, 1).latest_good() == 2
+    assert checkpoints.last_healthy() == open_run(tmp_path, 1).last_healthy() == 2
     train(checkpoints, range(3, 5), mark=1)
     checkpoints.close()
     restored, _, _ = checkpoints.restore(3, abstract(state_after(0)))
     assert_bit_equal(restored, on_host(state_after(3, mark=1)))
-    assert open_run(tmp_path, 1).latest_good() == 3
+    assert open_run(tmp_path, 1).last_healthy() == 3
 
 
 def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
@@ -112,12 +113,12 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     train(checkpoints, range(12), period=2)
     checkpoints.wait()
     assert checkpoints.steps() == [4, 6, 8, 10]  # 4 was good when 10 was saved, 6 the next
-    checkpoints.mark_good(1_000)  # there is none
-    assert checkpoints.latest_good() == 6
-    checkpoints.mark_good(10)
+    checkpoints.promote(1_000)  # there is none
+    assert checkpoints.last_healthy() == 6
+    checkpoints.promote(10)
     assert checkpoints.steps() == [8, 10]  # no more than it was asked to keep
     checkpoints.close()
-    assert open_run(tmp_path, 5, max_to_keep=2).latest_good() == 10
+    assert open_run(tmp_path, 5, max_to_keep=2).last_healthy() == 10
 
 
 def test_retention_never_deletes_the_last_good_one(tmp_path):
@@ -134,7 +135,7 @@ def test_retention_never_deletes_the_last_good_one(tmp_path):
             checkpoints = opened()
             assert resume(checkpoints)[0].first_step == step
         train(checkpoints, [step], unhealthy=[step] if chance.random() < 0.2 else [])
-        good = opened().latest_good()  # as a restart at this moment
+        good = opened().last_healthy()  # as a restart at this moment
         if newest_good is not None:
             assert good is not None
             assert good >= newest_good
@@ -170,32 +171,35 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
 # --- Counting, and the file ----------------------------------------------------------------------
 
 
-def good_steps(folder, healthy_steps=3, lines=None):
-    return GoodSteps(
+def healthy_checkpoints(folder, healthy_steps=3, lines=None):
+    return HealthyCheckpoints(
         epath.Path(folder), healthy_steps, [].append if lines is None else lines.append
     )
 
 
 def test_healthy_updates_in_a_row_make_a_checkpoint_good(tmp_path):
-    good = good_steps(tmp_path)
+    good = healthy_checkpoints(tmp_path)
     good.watch(10)
     for step in range(8, 13):  # reports lag behind: those up to 10 say nothing about it
-        good.observe(step, healthy=True)
+        good.update(step, healthy=True)
     good.watch(12)
     assert good.steps == set()
-    good.observe(13, healthy=False)  # the count starts again
+    good.update(13, healthy=False)  # the count starts again
     for step in (14, 15):
-        good.observe(step, healthy=True)
+        good.update(step, healthy=True)
         assert good.steps == set()
-    good.observe(16, healthy=True)
+    good.update(16, healthy=True)
     assert good.steps == {10, 12}
-    at_once = good_steps(tmp_path, healthy_steps=0)
+    at_once = healthy_checkpoints(tmp_path, healthy_steps=0)
     at_once.watch(4)
     assert at_once.steps == {4}
 
 
-def test_the_file(tmp_path):
-    good, file = good_steps(tmp_path), tmp_path / "good.json"
+def test_the_file(tmp_path, monkeypatch):
+    def full_disk(descriptor):
+        raise OSError(errno.ENOSPC, "full")
+
+    good, file = healthy_checkpoints(tmp_path), tmp_path / "good.json"
     assert not good.changed
     for step in (2, 9, 5):
         good.promote(step)
@@ -204,24 +208,26 @@ def test_the_file(tmp_path):
     assert good.changed  # 9 is on its way
     assert [path.name for path in tmp_path.iterdir()] == ["good.json"]
     assert json.loads(file.read_text())["good"] == [2, 5]
-    again = good_steps(tmp_path)
+    again = healthy_checkpoints(tmp_path)
     assert again.steps == {2, 5}
     assert not again.changed
     # What cannot be written stays as it is; what cannot be read is an error.
     before = file.read_bytes()
-    (tmp_path / "good.json.partial").mkdir()
-    with pytest.raises(OSError, match="partial"):
-        good.write(lambda step: True)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full_disk)
+        with pytest.raises(OSError, match="full"):
+            good.write(lambda step: True)
     assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
     assert good.changed
     file.unlink()
     file.mkdir()
     with pytest.raises(UserError, match=r"good\.json"):
-        good_steps(tmp_path).steps  # noqa: B018
+        healthy_checkpoints(tmp_path).steps  # noqa: B018
 
 
 def test_with_a_damaged_file_nothing_is_good(tmp_path):
-    good, file = good_steps(tmp_path), tmp_path / "good.json"
+    good, file = healthy_checkpoints(tmp_path), tmp_path / "good.json"
     good.promote(100)
     good.write(lambda step: True)
     content = file.read_bytes()
@@ -232,5 +238,5 @@ def test_with_a_damaged_file_nothing_is_good(tmp_path):
     for data in damaged:
         file.write_bytes(data)
         lines = []
-        assert good_steps(tmp_path, lines=lines).steps in (set(), {100})
+        assert healthy_checkpoints(tmp_path, lines=lines).steps in (set(), {100})
         assert lines or json.loads(data)["good"] == [100]

@@ -8,20 +8,23 @@ import socket
 import pytest
 from etils import epath
 
-from MaxText.checkpointing import run_lock
-from MaxText.checkpointing.run_folder import prepare_run_folder
-from MaxText.checkpointing.whole_files import write_whole
+from MaxText.checkpointing.run_folder import (
+    create_run_folder,
+    lock_run_folder,
+    unlock_run_folder,
+)
 from MaxText.errors import UserError
+from MaxText.storage.atomic import atomic_write_text
 from tests.runtime.child_programs import ended, started, wait_for
 
 
 def test_it_is_created_and_probed(tmp_path):
-    folder = prepare_run_folder(tmp_path / "a" / "b")
+    folder = create_run_folder(tmp_path / "a" / "b")
     assert folder.is_dir()
     assert list(folder.iterdir()) == []
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"file/run.*base_output_directory"):
-        prepare_run_folder(tmp_path / "file" / "run")
+        create_run_folder(tmp_path / "file" / "run")
 
 
 def test_small_files_are_on_disk_before_they_replace_others(tmp_path, monkeypatch):
@@ -29,8 +32,8 @@ def test_small_files_are_on_disk_before_they_replace_others(tmp_path, monkeypatc
     monkeypatch.setattr("os.fsync", lambda descriptor: calls.append("fsync"))
     monkeypatch.setattr("os.replace", lambda *paths: (calls.append("replace"), replace(*paths)))
     path = epath.Path(tmp_path / "file")
-    write_whole(path, "text")
-    assert calls == ["fsync", "replace"]
+    atomic_write_text(path, "text")
+    assert calls == ["fsync", "replace", "fsync"]
     assert path.read_text() == "text"
 
 
@@ -39,9 +42,9 @@ def test_small_files_are_on_disk_before_they_replace_others(tmp_path, monkeypatc
 HOLDER = """
     import sys, time
     from etils import epath
-    from MaxText.checkpointing import run_lock
+    from MaxText.checkpointing.run_folder import lock_run_folder
 
-    run_lock.hold(epath.Path(sys.argv[1]))
+    lock_run_folder(epath.Path(sys.argv[1]))
     print("held", flush=True)
     time.sleep(60)
 """
@@ -54,31 +57,31 @@ def test_it_has_one_owner_at_a_time_until_that_is_dead(tmp_path):
         wait_for(holder, "held")
         assert json.loads(lock.read_text())["process"] == holder.pid
         with pytest.raises(UserError, match=f"process {holder.pid} on {socket.gethostname()}"):
-            run_lock.hold(epath.Path(tmp_path), patience=0)
+            lock_run_folder(epath.Path(tmp_path), timeout=0)
         lock.write_bytes(b"\xff{")
         with pytest.raises(UserError, match="another process"):
-            run_lock.hold(epath.Path(tmp_path), patience=0)
+            lock_run_folder(epath.Path(tmp_path), timeout=0)
         holder.send_signal(signal.SIGKILL)
         assert ended(holder)[0] == -signal.SIGKILL
-    run_lock.hold(epath.Path(tmp_path), patience=0)
+    lock_run_folder(epath.Path(tmp_path), timeout=0)
     with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        run_lock.hold(epath.Path(tmp_path), patience=0)
-    run_lock.release()
-    run_lock.hold(epath.Path(tmp_path), patience=0)
-    run_lock.release()
+        lock_run_folder(epath.Path(tmp_path), timeout=0)
+    unlock_run_folder()
+    lock_run_folder(epath.Path(tmp_path), timeout=0)
+    unlock_run_folder()
 
 
 # --- A full disk ------------------------------------------------------------------------------
 
 FULL = """
     import re, resource, sys
-    from MaxText.checkpointing.run_folder import prepare_run_folder
+    from MaxText.checkpointing.run_folder import create_run_folder
     from MaxText.errors import UserError
-    folder = prepare_run_folder(sys.argv[1])
+    folder = create_run_folder(sys.argv[1])
     from jax._src import xla_bridge
     # jax.distributed.initialize, which comes later, refuses once a backend is up.
     assert not xla_bridge.backends_are_initialized()
-    from MaxText.checkpointing.manager import Checkpoints
+    from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.config.training_sections import Checkpoint
     from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
     from tests.checkpointing.small_state import on_host, update
@@ -90,7 +93,8 @@ FULL = """
         print(kind, re.search(r"the checkpoint of step (\\d+)", str(text))[1], flush=True)
 
     section = Checkpoint(async_checkpointing=sys.argv[2] == "async", max_to_keep=1)
-    checkpoints = Checkpoints(folder / "checkpoints", section, show=lambda x: tell("warning", x))
+    warn = lambda x: tell("warning", x)
+    checkpoints = CheckpointManager(folder / "checkpoints", section, show=warn)
     state, kept = fresh_state(rows=1000), {}
     for step in range(6):
         state = update(state)
@@ -98,11 +102,11 @@ FULL = """
         kept[step] = on_host(state)
         try:
             checkpoints.save(step, state, {"step": step + 1}, {})
-            checkpoints.latest_good()  # waits
+            checkpoints.last_healthy()  # waits
         except UserError as error:
             tell("stopped", error)
     print(checkpoints.steps())
-    again = Checkpoints(folder / "checkpoints", section)
+    again = CheckpointManager(folder / "checkpoints", section)
     assert_bit_equal(again.restore(3, abstract(state))[0], kept[3])
     fill(False)
     again.resume_from(3)

@@ -256,7 +256,7 @@ def test_accepted_models_build(number):
     @settings(_SETTINGS, max_examples=number)
     def builds(arguments):
         if loaded := accepted_or_refused(Input(arguments, {}, {}), "train.py"):
-            section, _ = backend_defaults.resolve(loaded.config.model, "cpu")
+            section, _ = backend_defaults.resolve_auto(loaded.config.model, "cpu")
             assert Model(section).num_parameters > 0
 
     builds()

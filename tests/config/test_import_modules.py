@@ -3,7 +3,7 @@
 import pytest
 
 from MaxText import exit_codes
-from MaxText.checkpointing import description, layout
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config import import_modules, registry
 from MaxText.config.command_line import parse
 from MaxText.config.loading import configure
@@ -204,8 +204,8 @@ def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
         assert "import_modules: the model has parts of mine.py" in found
         assert "add:      import_modules=[mine.py]" in found
 
-    stored = layout.find("maxtext_output/run", "load_parameters_path")
-    metadata = description.metadata_if_any(stored)
+    stored = checkpoint_files.resolve_checkpoint("maxtext_output/run", "load_parameters_path")
+    metadata = stored.try_metadata()
     assert list(metadata[import_modules.METADATA]) == ["mine.py"]
     (tmp_path / "mine.py").write_text(PART + "# changed\n")
     done = run("train.py", [*TINY, mine, "steps=2"], tmp_path, users_environment)

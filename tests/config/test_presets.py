@@ -15,7 +15,7 @@ from MaxText.config.loading import configure, load
 from MaxText.config.saved import entry_lines
 from MaxText.config.schema import Config
 from MaxText.layers.model import Model
-from MaxText.training.backend_defaults import resolve
+from MaxText.training.backend_defaults import resolve_auto
 
 RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
@@ -178,7 +178,7 @@ GPT_NEO_CONFIGS = {
 
 
 def parameters(config: Config) -> int:
-    return Model(resolve(config.model, "cpu")[0]).num_parameters
+    return Model(resolve_auto(config.model, "cpu")[0]).num_parameters
 
 
 @pytest.mark.parametrize("name", sorted({path.stem for path in GPT_NEO.glob("*")} - {"common"}))

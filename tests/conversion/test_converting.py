@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.checkpointing import description, layout
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config.loading import configure, load
 from MaxText.conversion.given_parameters import open_parameters
 from MaxText.conversion.hugging_face_folder import find_folder
@@ -36,8 +36,8 @@ def test_an_import_is_verified_when_it_is_read(here):
     write(here / "other", config, tensors)
     run("from=hf:hf", "to=a")
     run("from=hf:other", "to=b")
-    stored = layout.find("a", "test")
-    assert description.describe(stored).checksums.keys() == StoredArrays(stored.items).leaves.keys()
+    stored = checkpoint_files.resolve_checkpoint("a", "test")
+    assert stored.metadata.checksums.keys() == StoredArrays(stored.items).leaves.keys()
     path = stored.folder / "metadata" / "metadata"
     path.write_bytes((here / "b/checkpoints/0/metadata/metadata").read_bytes())
     weights = RunWeights("a")

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import configure
 from MaxText.config.saved import flat
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.importing import FolderWeights
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
-from MaxText.run.starting_point import restore_or_initialize
+from MaxText.run.restore import restore_or_initialize
 from tests.conversion.running import run as convert
 from tests.conversion.small_folders import muddformer, random, tokenformer, write
 from tests.growth.growing import by_name, program
@@ -20,7 +20,7 @@ def start(folder, path, config):
     """Starts a run: (Start, lines)."""
     made = program(config)
     section, lines = Checkpoint(load_parameters_path=path), []
-    checkpoints = Checkpoints(folder / "checkpoints", section)
+    checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(
         checkpoints, section, made.abstract, made.random_state, flat(config), lines.append
     )

@@ -13,7 +13,7 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.hardware import CHIPS, find
 from MaxText.cost.job_plan import Plan, make_plan, peak_of
 from MaxText.cost.peak_flops import from_data_sheet
-from MaxText.cost.step_memory import memory_of
+from MaxText.cost.step_memory import memory_stats
 from MaxText.errors import UserError
 from tests.house.sources import run_main
 from tests.small_models import tiny_config
@@ -266,9 +266,9 @@ def test_stages_of_a_pipeline():
     program = make_program(config, 8, "cpu", "cpu")
     assert program.bubble == 1 / 9
     assert program.local_model.section.shape.dimensions.num_layers == 4
-    memory = memory_of(program)
+    memory = memory_stats(program)
     offloading = tiny_config(ici_pipeline_parallelism=2, optimizer_memory_host_offload=True, **keys)
-    offloaded = memory_of(make_program(offloading, 8, "cpu", "cpu"))
+    offloaded = memory_stats(make_program(offloading, 8, "cpu", "cpu"))
     assert memory.fetched == 0
     assert offloaded.fetched + offloaded.optimizer == memory.optimizer
     assert offloaded.optimizer < 0.05 * memory.optimizer

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
-from MaxText.growth.settling import Settled, settle
+from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.run.starting_point import Start, restore_or_initialize
-from MaxText.training.optimizer import make_optimizer, slow_old_slots
+from MaxText.run.restore import RestoreResult, restore_or_initialize
+from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import make_initialize, make_train_step
@@ -82,27 +82,29 @@ class Program:
         return jax.tree_util.tree_map_with_path(number, self.abstract)
 
 
-def program(config: Config, settled: Settled | None = None) -> Program:
+def program(config: Config, resolved: ResolvedGrowth | None = None) -> Program:
     """The program of a configuration, or of what growth made of it."""
-    old_slots = settled.old_slots if settled else {}
-    factor = settled.old_slots_learning_rate if settled else 1.0
+    existing_slots = resolved.existing_slots if resolved else {}
+    factor = resolved.old_slots_learning_rate if resolved else 1.0
     return _program(
-        config.model, config.optimizer, config.schedule, tuple(old_slots.items()), factor
+        config.model, config.optimizer, config.schedule, tuple(existing_slots.items()), factor
     )
 
 
 @functools.cache  # tests grow to few models in many ways
-def _program(section, optimizer_section, schedule_section, old_slots, factor) -> Program:
+def _program(section, optimizer_section, schedule_section, existing_slots, factor) -> Program:
     model = Model(section)
     schedule = learning_rate_schedule(schedule_section)
     optimizer = make_optimizer(optimizer_section, schedule, model.parameters)
-    optimizer = slow_old_slots(optimizer, model.parameters, dict(old_slots), factor)
+    optimizer = scale_existing_slot_updates(
+        optimizer, model.parameters, dict(existing_slots), factor
+    )
     return Program(model, schedule, optimizer)
 
 
 def save(folder: Path, config: Config, state: TrainState, extra: dict | None = None) -> Path:
     """Saves a state as a run's checkpoint; returns the run."""
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
     metadata = checkpoint_metadata(flat(config), state.params) | (extra or {})
     step = int(state.step) - 1
     checkpoints.save(step, state, {"step": step + 1, "samples": 4 * (step + 1)}, metadata)
@@ -118,9 +120,9 @@ def trained(config: Config, steps: int = 2) -> TrainState:
 class Grown(NamedTuple):
     """A run that has just grown."""
 
-    settled: Settled
+    resolved: ResolvedGrowth
     program: Program
-    start: Start
+    start: RestoreResult
     lines: list[str]
 
     @property
@@ -141,20 +143,20 @@ def grow_from_random(folder: Path, source: Path, **keys: Any) -> Grown:
 
 def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Grown:
     """The same for any configuration; `fresh` is the state that initializing gives."""
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    settled = settle(config, [checkpoints.stored(step) for step in checkpoints.steps()])
-    made = program(settled.config, settled)
-    lines: list[str] = list(settled.lines)
+    checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
+    resolved = resolve_growth(config, [checkpoints.stored(step) for step in checkpoints.steps()])
+    made = program(resolved.config, resolved)
+    lines: list[str] = list(resolved.lines)
     start = restore_or_initialize(
         checkpoints,
-        settled.config.checkpoint,
+        resolved.config.checkpoint,
         made.abstract,
         lambda: jax.tree.map(lambda x: x.copy(), fresh or made.state),
-        flat(settled.config),
+        flat(resolved.config),
         lines.append,
-        settled,
+        resolved,
     )
-    return Grown(settled, made, start, lines)
+    return Grown(resolved, made, start, lines)
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
@@ -181,6 +183,6 @@ def logits(config: Config, params: Any, seed: int = 9) -> np.ndarray:
     return logits_of(Model(config.model), params, random_batch(config, 4, seed=seed))
 
 
-def stored_in(run: Path) -> layout.Stored:
+def stored_in(run: Path) -> checkpoint_files.StoredCheckpoint:
     """The newest checkpoint of a run."""
-    return layout.find(str(run), "test")
+    return checkpoint_files.resolve_checkpoint(str(run), "test")

@@ -27,7 +27,7 @@ def grown(folder, case, *keys):
 
 
 def check_logits(result, batch, wanted):
-    ours = logits_of(Model(result.settled.config.model), result.start.state.params, batch)
+    ours = logits_of(Model(result.resolved.config.model), result.start.state.params, batch)
     np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 

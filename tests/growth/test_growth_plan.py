@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.matching import Leaf
-from MaxText.growth.growth_plan import new_part, plan
+from MaxText.checkpointing.matching import ArraySpec
+from MaxText.growth.growth_plan import grow_shard, plan
 from MaxText.parallelism.constraints import ParameterInfo
 
 # Names say nothing here: "a" makes slots, "b" sums over them, "c" is added to them.
@@ -31,7 +31,7 @@ def ramp(shape, first=1):
 def test_stored_slots_lead_and_layers_repeat(slots, layers):
     """Layer j is layer floor(j * old / new); the whole is made of the parts of devices."""
     halves = np.dtype(jnp.bfloat16)
-    stored = {name: Leaf(shape, halves) for name, shape in shapes().items()}
+    stored = {name: ArraySpec(shape, halves) for name, shape in shapes().items()}
     wanted = {
         name: ParameterInfo(shape, jnp.float32, *AXES[name])
         for name, shape in shapes(slots=slots, layers=layers).items()
@@ -44,15 +44,15 @@ def test_stored_slots_lead_and_layers_repeat(slots, layers):
             taken = np.take(taken, [j * 2 // layers for j in range(layers)], leaf.layers.axis)
         kept = tuple(slice(min(sizes)) for sizes in zip(taken.shape, leaf.new.shape, strict=True))
         expected[kept] = taken[kept]
-        got = new_part(leaf, old, fresh=fresh)
+        got = grow_shard(leaf, old, fresh=fresh)
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, expected)
         zeros = np.zeros_like(fresh)
         zeros[kept] = taken[kept]
-        np.testing.assert_array_equal(new_part(leaf, old), zeros)
+        np.testing.assert_array_equal(grow_shard(leaf, old), zeros)
         again = np.full_like(fresh, np.nan)
         for axis_0 in (slice(0, 1), slice(1, None)):
             for axis_1 in (slice(0, 1), slice(1, 2), slice(2, None)):
                 index = (axis_0, axis_1, *[slice(None)] * (fresh.ndim - 2))
-                again[index] = new_part(leaf, old, index, fresh[index])
+                again[index] = grow_shard(leaf, old, index, fresh[index])
         np.testing.assert_array_equal(again, expected)

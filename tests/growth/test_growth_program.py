@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.description import metadata_if_any
 from MaxText.config.loading import configure
-from MaxText.growth.record import latest
+from MaxText.growth.record import from_metadata
 from MaxText.growth.source import open_source
 from tests import programs
 from tests.growth.growing import SMALL, save, stored_in, trained
@@ -55,7 +54,7 @@ def test_a_run_grows_and_goes_on(tmp_path, users_environment):
     rows = [json.loads(row) for row in (large / "events.jsonl").read_text().splitlines()]
     (row,) = (row for row in rows if row["event"] == "growth")
     assert (row["slots"], row["zoom_dim"], row["moments"]) == (slots, 24, "reused")
-    record = latest(metadata_if_any(stored_in(large)))
+    record = from_metadata(stored_in(large).try_metadata())
     assert record["slots"]["layers/mlp/keys/kernel"] == [96, 160]
 
     # The run knows its zoom and that its old slots are frozen, also when the source is gone.
@@ -64,7 +63,7 @@ def test_a_run_grows_and_goes_on(tmp_path, users_environment):
     assert "zoom_dim=24, growth_old_slots_learning_rate=0" in output
     last = stored_in(large)
     assert last.step == 2
-    assert latest(metadata_if_any(last)) == record
+    assert from_metadata(last.try_metadata()) == record
     before, after = values_of(large / "checkpoints" / "0"), values_of(last.folder)
     np.testing.assert_array_equal(after[:, :96], before[:, :96])
     assert np.all(np.any(after[:, 96:] != before[:, 96:], axis=-1))

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from etils import epath
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.matching import Leaf
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.matching import ArraySpec
 from MaxText.config.saved import flat
 from MaxText.conversion.weight_source import model_of, nested
 from MaxText.errors import UserError
-from MaxText.growth.settling import settle, settle_source
-from MaxText.growth.source import Source
-from MaxText.run.run_facts import emit_start
-from MaxText.run.starting_point import Start
+from MaxText.growth.resolve import resolve_growth, resolve_growth_from
+from MaxText.growth.source import SourceCheckpoint
+from MaxText.run.records import emit_start
+from MaxText.run.restore import RestoreResult
 from MaxText.training.state import TrainState
 from tests.growth.growing import SMALL, config_of, save, stored_in
 from tests.small_models import tiny_config
@@ -28,11 +28,11 @@ def source_of(config, is_known=True):
     """The parameters of a configuration, which say so or not, as a source to grow from."""
     parameters = model_of(config).parameters
     leaves = {
-        name: Leaf(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
+        name: ArraySpec(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
     }
     metadata = {"config": json.loads(json.dumps(flat(config)))} if is_known else {}
-    stored = layout.Stored(epath.Path(PARENT) / "items", 0)
-    return Source(str(stored), 0, metadata, leaves, pytest.fail, {}, pytest.fail, stored)
+    stored = checkpoint_files.StoredCheckpoint(epath.Path(PARENT) / "items", 0)
+    return SourceCheckpoint(str(stored), 0, metadata, leaves, pytest.fail, {}, pytest.fail, stored)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def small():
     return source_of(config_of())
 
 
-def settled(source, **keys):
-    return settle_source(config_of(load_parameters_path="runs/small", **keys), source)
+def resolved(source, **keys):
+    return resolve_growth_from(config_of(load_parameters_path="runs/small", **keys), source)
 
 
 def zooms(result):
@@ -52,31 +52,31 @@ def zooms(result):
 
 def test_without_a_smaller_model():
     config = config_of()
-    result = settle(config, [])
+    result = resolve_growth(config, [])
     assert (result.config, result.growth, result.record, result.lines) == (config, None, None, ())
-    assert result.old_slots == {}
+    assert result.existing_slots == {}
     with pytest.raises(UserError, match=r"^growth_old_slots_learning_rate=0: .*_path"):
-        settle(config_of(growth_old_slots_learning_rate=0), [])
+        resolve_growth(config_of(growth_old_slots_learning_rate=0), [])
 
 
 def growth_events(record, how, metadata=None):
     """Facts of the events of growth at a start."""
     rows = []
-    start = Start(None, 0, None, "", how, metadata or {}, folder="runs/a", growth=record)
+    start = RestoreResult(None, 0, None, "", how, metadata or {}, folder="runs/a", growth=record)
     emit = lambda kind, **facts: rows.append((kind, facts))  # noqa: E731
     emit_start(SimpleNamespace(lost=0, emit=emit), start, {})
     return [facts for kind, facts in rows if kind == "growth"]
 
 
 def test_the_record_and_its_event(small):
-    same = settled(small)
+    same = resolved(small)
     assert (same.growth, same.record, list(same.lines)) == (None, None, [])
-    result = settled(small, slot_num=8, growth_old_slots_learning_rate=0.25)
+    result = resolved(small, slot_num=8, growth_old_slots_learning_rate=0.25)
     record = result.record
     assert record == json.loads(json.dumps(record))
     assert record["slots"]["layers/mlp/keys/kernel"] == [24, 32]
-    assert len(record["slots"]) == len(result.old_slots) == 10
-    assert result.old_slots["layers/self_attention/out/values/kernel"] == 6
+    assert len(record["slots"]) == len(result.existing_slots) == 10
+    assert result.existing_slots["layers/self_attention/out/values/kernel"] == 6
     facts = {
         "step": 0,
         "from": "runs/a",
@@ -90,7 +90,7 @@ def test_the_record_and_its_event(small):
     assert facts["slots"] in result.lines[0]
     assert PARENT in result.lines[0]
     assert growth_events(record, "growth") == [facts]
-    (deeper,) = growth_events(settled(small, **RANDOM).record, "growth")
+    (deeper,) = growth_events(resolved(small, **RANDOM).record, "growth")
     assert deeper["layers"] == "2 -> 3"
     # Of a run that begins with what convert.py made larger, and of none that goes on.
     before = {"lineage": [{"folder": "runs/small"}]}
@@ -125,10 +125,10 @@ def test_refused(name, told):
     keys, larger = REFUSED[name]
     source = source_of(config_of(**keys))
     with pytest.raises(UserError) as caught:
-        settled(source, **keys | larger)
+        resolved(source, **keys | larger)
     told(caught.value)
     if "growth_mode=random" in str(caught.value):
-        assert settled(source, **keys | larger, growth_mode="random").growth
+        assert resolved(source, **keys | larger, growth_mode="random").growth
 
 
 FEED_FORWARD = {"decoder_block": "llama2", "feed_forward_type": "pattention", "slot_num": 6}
@@ -147,7 +147,7 @@ FEED_FORWARD = {"decoder_block": "llama2", "feed_forward_type": "pattention", "s
 def test_the_number_of_stored_slots_is_compared(keys, places, right):
     def settle_with(number):
         path = {"load_parameters_path": "x", "load_parameters_path_slot_number": number}
-        return settle_source(tiny_config(**shape, **path), source)
+        return resolve_growth_from(tiny_config(**shape, **path), source)
 
     shape = {"decoder_block": "tokenformer", **SMALL, **keys}
     source = source_of(tiny_config(**shape))
@@ -179,7 +179,7 @@ OWN = {"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 9}
     ],
 )
 def test_zoom(keys, larger, expected):
-    result = settled(source_of(config_of(**keys)), **larger)
+    result = resolved(source_of(config_of(**keys)), **larger)
     assert zooms(result) == expected
     if "zoom_dim" in keys and "zoom_dim" not in larger:
         assert result.record["zoom"] == {"zoom_dim": keys["zoom_dim"]}
@@ -189,16 +189,16 @@ def test_zoom(keys, larger, expected):
 
 
 def test_a_source_that_does_not_know_its_configuration():
-    assert zooms(settled(source_of(config_of(), is_known=False), slot_num=8)) == [6, 6, 24]
+    assert zooms(resolved(source_of(config_of(), is_known=False), slot_num=8)) == [6, 6, 24]
     # The same number of slots everywhere does not say which part is which.
     source = source_of(config_of(qkv_slot_num=5, proj_slot_num=7), is_known=False)
     with pytest.raises(UserError, match="qkv_zoom_dim"):
-        settled(source, slot_num=8)
-    result = settled(source, slot_num=8, qkv_zoom_dim=5, proj_zoom_dim=7)
+        resolved(source, slot_num=8)
+    result = resolved(source, slot_num=8, qkv_zoom_dim=5, proj_zoom_dim=7)
     assert zooms(result) == [5, 7, 24]
     # Nor which of them slot_num was.
     with pytest.raises(UserError, match="slot_num=5 or 7 or 24"):
-        settled(source, slot_num=8, load_parameters_path_slot_number=9)
+        resolved(source, slot_num=8, load_parameters_path_slot_number=9)
 
 
 # --- Runs that go on --------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def saved(folder, config, metadata=None):
 @pytest.fixture(scope="module")
 def large(small, tmp_path_factory):
     """A run whose old slots are frozen since it grew: (folder, what was settled)."""
-    first = settled(small, slot_num=8, growth_old_slots_learning_rate=0)
+    first = resolved(small, slot_num=8, growth_old_slots_learning_rate=0)
     metadata = {"lineage": [{"folder": PARENT, "growth": first.record}]}
     return saved(tmp_path_factory.mktemp("large"), first.config, metadata), first
 
@@ -223,10 +223,10 @@ def large(small, tmp_path_factory):
 def test_a_resumed_run_keeps_its_zoom_and_rate(large, path):
     """Whether the command line still names the smaller model or not."""
     run, first = large
-    again = settle(config_of(slot_num=8, load_parameters_path=path), [stored_in(run)])
+    again = resolve_growth(config_of(slot_num=8, load_parameters_path=path), [stored_in(run)])
     assert zooms(again) == [6, 6, 24]
     assert again.growth is None
-    assert (again.record, again.old_slots) == (first.record, first.old_slots)
+    assert (again.record, again.existing_slots) == (first.record, first.existing_slots)
     assert again.config.checkpoint.growth_old_slots_learning_rate == 0
     (line,) = again.lines
     assert all(text in line for text in ("zoom_dim=6", "rate=0", str(stored_in(run))))
@@ -235,37 +235,37 @@ def test_a_resumed_run_keeps_its_zoom_and_rate(large, path):
 def test_a_run_has_one_rate_of_old_slots(large):
     run, first = large
     own = [stored_in(run)]
-    same = settle(config_of(slot_num=8, growth_old_slots_learning_rate=0), own)
+    same = resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=0), own)
     assert (same.old_slots_learning_rate, same.record) == (0, first.record)
     for rate in (1, 0.5):
-        with pytest.raises(UserError, match=f"^growth_old_slots_learning_rate={rate}:") as caught:
-            settle(config_of(slot_num=8, growth_old_slots_learning_rate=rate), own)
+        with pytest.raises(UserError, match=f"^growth_old_slots_learning_rate={rate}") as caught:
+            resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=rate), own)
         assert f"load_full_state_path={run}" in str(caught.value)
         # Which is a run with a record of its own.
         keys = {"load_full_state_path": str(run), "growth_old_slots_learning_rate": rate}
-        forked = settle(config_of(slot_num=8, **keys), [])
+        forked = resolve_growth(config_of(slot_num=8, **keys), [])
         assert forked.old_slots_learning_rate == forked.record["old_slots_learning_rate"] == rate
-        assert forked.old_slots == first.old_slots
-    forked = settle(config_of(slot_num=8, load_full_state_path=str(run)), [])
+        assert forked.existing_slots == first.existing_slots
+    forked = resolve_growth(config_of(slot_num=8, load_full_state_path=str(run)), [])
     assert forked.old_slots_learning_rate == 0
     # A second growth has a record of its own.
-    twice = settle(config_of(slot_num=10, load_parameters_path=str(run)), [])
+    twice = resolve_growth(config_of(slot_num=10, load_parameters_path=str(run)), [])
     assert zooms(twice) == [6, 6, 24]
-    assert twice.old_slots["layers/mlp/keys/kernel"] == 32
+    assert twice.existing_slots["layers/mlp/keys/kernel"] == 32
 
 
 def test_a_resumed_run_without_growth(tmp_path):
     # The user fixed the zoom at the first start, which the second may lack.
     run = saved(tmp_path, config_of(zoom_dim=9))
     own = [stored_in(run)]
-    again = settle(config_of(), own)
+    again = resolve_growth(config_of(), own)
     assert zooms(again) == [9, 9, 36]
     assert again.lines == [f"zoom_dim=9, with which {own[0]} was trained"]
-    assert zooms(settle(config_of(load_full_state_path=str(run)), [])) == [9, 9, 36]
-    assert zooms(settle(config_of(zoom_dim=5), own)) == [5, 5, 20]
+    assert zooms(resolve_growth(config_of(load_full_state_path=str(run)), [])) == [9, 9, 36]
+    assert zooms(resolve_growth(config_of(zoom_dim=5), own)) == [5, 5, 20]
     with pytest.raises(UserError, match=r"^growth_old_slots_learning_rate=0: "):
-        settle(config_of(growth_old_slots_learning_rate=0), own)
+        resolve_growth(config_of(growth_old_slots_learning_rate=0), own)
     # What config.yml of a run without growth may say.
     for rate in (1, None):
         config = config_of(growth_old_slots_learning_rate=rate)
-        assert settle(config, own).old_slots_learning_rate == 1
+        assert resolve_growth(config, own).old_slots_learning_rate == 1

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.growth import placing
-from MaxText.growth.settling import settle
+from MaxText.growth import initialize
+from MaxText.growth.resolve import resolve_growth
 from MaxText.parallelism import mesh
-from MaxText.training.assembly import assemble
+from MaxText.training.assembly import setup_train
 from tests.growth.growing import (
     by_name,
     config_of,
@@ -55,11 +55,11 @@ def test_growth_keeps_the_function(tmp_path, keys, times):
     for sizes in [{"slot_num": 10}, {"slot_num": 16, "ffn_slot_num": 70}][:times]:
         folder = tmp_path / str(sizes["slot_num"])
         grown = grow_from_random(folder, run, **sizes, **keys)
-        growth = grown.settled.growth
+        growth = grown.resolved.growth
         assert growth is not None
         assert growth.plan.slots
         assert all(new > old for old, new in growth.plan.slots.values())
-        config, params = grown.settled.config, grown.start.state.params
+        config, params = grown.resolved.config, grown.start.state.params
         if keys["normalize_type"] != "gelu":
             assert config.model.pattention.zoom_dim == 6
         after = logits(config, params)
@@ -91,12 +91,12 @@ def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, da
     grown = grow_from_random(
         tmp_path, run, slot_num=10, base_num_decoder_layers=len(layers), **keys
     )
-    assert grown.settled.config.model.pattention.zoom_dim == zoom
+    assert grown.resolved.config.model.pattention.zoom_dim == zoom
     assert grown.start.changes["slot_num"] == ("6", "10")
     position = {"step": 0, "samples": 8} if data == "continue" else None
     assert grown.start[1:5] == (0, position, f"parameters grown from {stored_in(run)}", "growth")
     assert int(grown.start.state.step) == 0
-    leaves, old = grown.settled.growth.plan.leaves, by_name_repeated(state.params)
+    leaves, old = grown.resolved.growth.plan.leaves, by_name_repeated(state.params)
     for name, array in grown.params.items():
         stored = tuple(slice(size) for size in old[name].shape)
         np.testing.assert_array_equal(array[stored], old[name])
@@ -143,20 +143,20 @@ def test_updates_of_old_slots_are_scaled(small, factor):
 
     def updates(number, **keys):
         config = config_of(load_parameters_path=str(run), slot_num=10, **keys)
-        settled = settle(config, [])
+        resolved = resolve_growth(config, [])
         layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
-        rate = settled.old_slots_learning_rate
-        built = assemble(settled.config, layout, settled.old_slots, rate)
-        params = program(settled.config).random_state().params
+        rate = resolved.old_slots_learning_rate
+        built = setup_train(resolved.config, layout, resolved.existing_slots, rate)
+        params = program(resolved.config).random_state().params
         gradients = jax.tree.map(lambda x: x + number, params)
         state = built.optimizer.init(params)
         moved, state = jax.jit(built.optimizer.update)(gradients, state, params)
-        return settled, by_name(moved), jax.tree.structure(state)
+        return resolved, by_name(moved), jax.tree.structure(state)
 
-    settled, plain, structure = updates(0.0)
+    resolved, plain, structure = updates(0.0)
     _, slowed, same = updates(0.0, growth_old_slots_learning_rate=factor)
     assert structure == same
-    for name, leaf in settled.growth.plan.leaves.items():
+    for name, leaf in resolved.growth.plan.leaves.items():
         expected = plain[name].copy()
         assert np.all(expected)
         if leaf.slots:
@@ -178,13 +178,13 @@ def test_one_array_at_a_time(tmp_path, monkeypatch):
     sizes = {"base_emb_dim": 64, "head_dim": 16}
     run = save(tmp_path / "small", config_of(slot_num=60, **sizes),
                trained(config_of(slot_num=60, **sizes)))  # fmt: skip
-    peaks, original, before = [], placing.new_part, nbytes(jax.live_arrays())
+    peaks, original, before = [], initialize.grow_shard, nbytes(jax.live_arrays())
 
     def watched(leaf, stored, *arguments):
         peaks.append(nbytes(jax.live_arrays()) + stored.nbytes)
         return original(leaf, stored, *arguments)
 
-    monkeypatch.setattr(placing, "new_part", watched)
+    monkeypatch.setattr(initialize, "grow_shard", watched)
     grown = grow(tmp_path / "large", run, slot_num=64, growth_mode="random", **sizes)
     # Not of the growth: the moments, and the fresh state that this test draws from.
     others = nbytes(jax.tree.leaves((grown.start.state.opt_state, grown.program.state)))

@@ -26,7 +26,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 from tests.house.sources import REPOSITORY
 
 MEGABYTE = 1 << 20

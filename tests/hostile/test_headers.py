@@ -19,8 +19,8 @@ from MaxText.inference import own_configuration
 from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
+from MaxText.storage.errors import BadRecord
 from MaxText.storage.file_access import file_info
-from MaxText.storage.unreadable import BadRecord
 from tests.hostile.files import tar_archive, texts_of, torch_archive
 
 DEEP = "[" * 100_000

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from etils import epath
 
-from MaxText.checkpointing import description, layout
-from MaxText.checkpointing.good_steps import GoodSteps
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.config.command_line import why
 from MaxText.config.loading import configure
 from MaxText.config.saved import flat
@@ -19,7 +19,7 @@ from MaxText.inference.model_tokenizer import open_tokenizer
 from MaxText.inference.own_configuration import load
 from MaxText.inference.trained_model import open_trained_model, weights_path, with_stored_zoom
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.run.run_files import write_run_files
+from MaxText.run.records import write_run_files
 from tests.inference.small_models import END, llama_folder
 
 
@@ -84,7 +84,7 @@ def test_the_newest_checkpoint_is_taken_unless_a_step_is_named(folders, tmp_path
     """Also where it is one of which nothing is known yet: 0 is good, and 7 unconfirmed."""
     run = tmp_path / "run"
     shutil.copytree(folders / "run", run)
-    good = GoodSteps(epath.Path(run / "checkpoints"), 10, pytest.fail)
+    good = HealthyCheckpoints(epath.Path(run / "checkpoints"), 10, pytest.fail)
     good.promote(0)
     good.write(lambda step: True)
     shutil.copytree(run / "checkpoints" / "0", run / "checkpoints" / "7")
@@ -147,12 +147,12 @@ def test_tokenizers_of_a_folder(tmp_path):
 
 def test_typed_data_replace_those_of_the_training(tmp_path, folders):
     shutil.copytree(folders / "run", tmp_path / "run")
-    stored = layout.find(str(tmp_path / "run"), "test")
-    described = description.describe(stored)
+    stored = checkpoint_files.resolve_checkpoint(str(tmp_path / "run"), "test")
+    metadata, checksums, _ = stored.metadata
     data = {"dataset_mix": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
-    described.metadata["config"] |= data
-    (stored.folder / layout.METADATA).rmtree()
-    description.write_metadata(stored, described.metadata, described.checksums)
+    metadata["config"] |= data
+    (stored.folder / checkpoint_files.METADATA).rmtree()
+    stored.write_metadata(metadata, checksums)
     path = f"load_parameters_path={tmp_path / 'run'}"
     data = load([path]).config.data
     assert (len(data.dataset_mix), data.grain_eval_files) == (2, "c")

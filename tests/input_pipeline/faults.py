@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
-from MaxText.storage.unreadable import UnreadableFile
+from MaxText.storage.errors import UnreadableFile
 from tests.input_pipeline.small_data import (
     data_keys,
     open_train,

@@ -12,8 +12,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
-from MaxText.storage.transient import is_transient
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord, is_transient
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,

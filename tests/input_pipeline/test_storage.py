@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from MaxText.storage import file_access
-from MaxText.storage.unreadable import UnreadableFile
+from MaxText.storage.errors import UnreadableFile
 from tests.input_pipeline.small_data import denying
 from tests.refusals import refused
 

@@ -14,7 +14,7 @@ from MaxText.layers.connections import product_of_normalized
 from MaxText.layers.model import Model
 from MaxText.layers.stack import rematerialized
 from MaxText.training.objective import loss_sums
-from MaxText.training.optimizer import per_parameter
+from MaxText.training.optimizer import map_param_names
 from tests.small_models import random_batch, some_quick, tiny_config, trainer
 
 NORM = "pre_self_attention_layer_norm"
@@ -83,7 +83,7 @@ def without_connections(dense, plain):
         layers = [name.replace("layers/", f"layers/{i}/", 1) for i in range(num_layers)]
         return np.stack([taken(one) for one in layers])
 
-    return per_parameter(plain.parameters, taken)
+    return map_param_names(plain.parameters, taken)
 
 
 @pytest.mark.parametrize("name", some_quick(CASES, 3))

@@ -238,7 +238,7 @@ def test_form_on_each_generation(kind, form):
     keys = {"dense_mixing": "auto", "base_emb_dim": 4096, "dtype": "bfloat16"}
     keys |= {"base_num_decoder_layers": 32}
     section = tiny_config("llama2", dense_conn=True, scan_layers="auto", **keys).model
-    resolved, lines = backend_defaults.resolve(section, "tpu", layout)
+    resolved, lines = backend_defaults.resolve_auto(section, "tpu", layout)
     assert resolved.dense_connections.dense_mixing == form
     assert resolved.memory.scan_layers is False
     assert any(f"dense_mixing: auto -> {form}" in line for line in lines)
@@ -260,7 +260,7 @@ def test_form_on_each_backend(given, emb_dim, backend, chosen, named):
     section = tiny_config(
         dense_conn=True, scan_layers=False, dense_mixing=given, base_emb_dim=emb_dim
     ).model
-    resolved, lines = backend_defaults.resolve(section, backend)
+    resolved, lines = backend_defaults.resolve_auto(section, backend)
     assert resolved.dense_connections.dense_mixing == chosen
     lines = [line for line in lines if "dense_mixing" in line]
     assert len(lines) == (named is not None)

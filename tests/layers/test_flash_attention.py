@@ -127,7 +127,7 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
 )
 def test_form_on_each_backend(keys, backend, chosen, named):
     section = tiny_config(**{"max_target_length": 256, "dtype": "bfloat16"} | keys).model
-    resolved, lines = backend_defaults.resolve(section, backend)
+    resolved, lines = backend_defaults.resolve_auto(section, backend)
     assert resolved.attention.attention == chosen
     lines = [line for line in lines if line.startswith("attention:")]
     assert len(lines) == (named is not None)

@@ -137,8 +137,8 @@ def test_losses_of_a_batch_are_the_sums_of_those_of_microbatches():
         ]
 
     full, *halves = run(jax.tree.map(jnp.float32, params), batch)
-    assert full.over_tokens["moe_lb_loss"] > 0
-    assert full.over_tokens["moe_z_loss"] > 0
+    assert full.token_sums["moe_lb_loss"] > 0
+    assert full.token_sums["moe_z_loss"] > 0
     jax.tree.map(lambda x, a, b: np.testing.assert_allclose(x, a + b, rtol=2e-5), full, *halves)
 
 

@@ -230,7 +230,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_number_of_parameters(name):
-    section, _ = backend_defaults.resolve(configure(model_name=name).model, "gpu")
+    section, _ = backend_defaults.resolve_auto(configure(model_name=name).model, "gpu")
     assert Model(section).num_parameters == PARAMETERS[name]
 
 

@@ -25,7 +25,7 @@ from tests.house.sources import REPOSITORY
 def left_behind(monkeypatch):
     """Calls of what lets the process end without its threads."""
     calls = []
-    monkeypatch.setattr(processes, "leave_behind", lambda: calls.append(None))
+    monkeypatch.setattr(processes, "mark_thread_hung", lambda: calls.append(None))
     return calls
 
 
@@ -158,7 +158,7 @@ def bucket(tmp_path, monkeypatch):
         return write_bytes(path, content)
 
     monkeypatch.setattr(path_type, "write_bytes", write)
-    monkeypatch.setattr(json_lines, "is_bucket", lambda path: True)
+    monkeypatch.setattr(json_lines, "is_object_store_path", lambda path: True)
     return bucket
 
 

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import Checkpoint
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_layout
-from MaxText.run.starting_point import restore_or_initialize
+from MaxText.run.restore import restore_or_initialize
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -82,7 +82,7 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
     initialize = make_initialize(model, optimizer)
     step = make_train_step(
         model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0,
-        fetches_moments=config.mesh.optimizer_memory_host_offload,
+        offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )  # fmt: skip
     state = layout.abstract_state(initialize, model.parameters)
     return Planned(config, layout, step, initialize, state)
@@ -119,11 +119,16 @@ def assert_same(found, expected, where):
 
 def assert_read_as(state, other, folder):
     """A checkpoint of one state, read into the layout of another, has the same bits."""
-    checkpoints = Checkpoints(folder, Checkpoint())
+    checkpoints = CheckpointManager(folder, Checkpoint())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     checkpoints.close()
     start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), abstract(other), pytest.fail, CONFIG, print
+        CheckpointManager(folder, Checkpoint()),
+        Checkpoint(),
+        abstract(other),
+        pytest.fail,
+        CONFIG,
+        print,
     )
     assert_bit_equal(start.state, jax.device_get(state))
     for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(other), strict=True):

@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpointing.checksums import array_checksums, host_checksum
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.saved import flat
 from MaxText.config.training_sections import Checkpoint
-from MaxText.growth.settling import settle
+from MaxText.growth.resolve import resolve_growth
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
-from MaxText.run.starting_point import restore_or_initialize
+from MaxText.run.restore import restore_or_initialize
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize
@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
     for _ in range(3):
         state = jax.block_until_ready(update(state))
     wanted = on_host(state)
-    checkpoints = Checkpoints(folder, Checkpoint())
+    checkpoints = CheckpointManager(folder, Checkpoint())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     for _ in range(5):
         state = jax.block_until_ready(update(state))
@@ -61,7 +61,7 @@ def saved(tmp_path_factory):
 
 def restored(folder, target, section=None, draw=pytest.fail):
     return restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), section or Checkpoint(), target, draw, CONFIG,
+        CheckpointManager(folder, Checkpoint()), section or Checkpoint(), target, draw, CONFIG,
         lambda line: None,
     )  # fmt: skip
 
@@ -128,8 +128,8 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     # 40 slots in the feed-forward: 8 devices divide these, and not the other.
     keys = {"load_parameters_path": str(run), "slot_num": 10, "growth_mode": "random",
             "growth_moments": "warmed"}  # fmt: skip
-    settled = settle(config_of(**keys, **MIXED), [])
-    config = settled.config
+    resolved = resolve_growth(config_of(**keys, **MIXED), [])
+    config = resolved.config
     layout = make_layout(config.mesh, jax.devices())
     model = Model(config.model)
     optimizer = make_optimizer(
@@ -140,9 +140,9 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     drawn = layout.draw_state(initialize, abstract, 0)
     # Drawn on another mesh they would differ in the last bit, which is not about growth.
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
-    checkpoints = Checkpoints(tmp_path / "sharded" / "checkpoints", config.checkpoint)
+    checkpoints = CheckpointManager(tmp_path / "sharded" / "checkpoints", config.checkpoint)
     start = restore_or_initialize(
-        checkpoints, config.checkpoint, abstract, lambda: drawn, flat(config), [].append, settled
+        checkpoints, config.checkpoint, abstract, lambda: drawn, flat(config), [].append, resolved
     )
     for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding

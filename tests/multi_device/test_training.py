@@ -10,7 +10,7 @@ from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import ParameterInfo
 from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout, rows_of_batch
-from MaxText.run.recovery import copied, placed
+from MaxText.run.rollback import copy_to_devices, copy_to_host
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
 from tests.multi_device.same_results import MIXED, assert_read_as, train
@@ -108,7 +108,7 @@ def test_moments_in_the_host_change_nothing(trained):
         assert leaf.sharding.spec == on_device.sharding.spec
         assert (leaf.sharding.memory_kind == HOST_MEMORY) == (leaf.ndim > 0)
     assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(offloaded.params))
-    again = placed(copied(offloaded), abstract(offloaded))
+    again = copy_to_devices(copy_to_host(offloaded), abstract(offloaded))
     assert_bit_equal(again, jax.device_get(offloaded))
     for got, asked in zip(jax.tree.leaves(again), jax.tree.leaves(offloaded), strict=True):
         assert got.sharding == asked.sharding

@@ -32,7 +32,7 @@ OF_EXPERTS = {"fsdp": 4, "expert": 4, "tensor": 4}
 
 
 def shardings(config, meshes) -> tuple[str, Model]:
-    model = Model(backend_defaults.resolve(config.model, "tpu")[0])
+    model = Model(backend_defaults.resolve_auto(config.model, "tpu")[0])
     layouts = [Layout(abstract_mesh(**sizes), config.mesh.logical_axis_rules) for sizes in meshes]
     described = [layout.describe(model.parameters) for layout in layouts]
     rows: dict[str, list[str]] = {}

@@ -9,7 +9,7 @@ from MaxText.config.model_sections import Objective
 from MaxText.errors import Diverged
 from MaxText.inference import final_sample
 from MaxText.reports import loss_curve
-from MaxText.run.finish import leave_results
+from MaxText.run.finish import write_final_artifacts
 
 
 @pytest.mark.parametrize("error", [ValueError("vocab_size is too small"), OSError("no space")])
@@ -34,7 +34,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     built, state = space(model=space(section=section)), space(params={})
     run = epath.Path(tmp_path / "a run")
     (run / "checkpoints/12/items").mkdir(parents=True)
-    leave_results(run, config, records, batches, built, state, None, 2.5)
+    write_final_artifacts(run, config, records, batches, built, state, None, 2.5)
     sample, curve, checkpoint, decode, report = lines
     for what, line in (("sample", sample), ("loss curve", curve)):
         assert all(word in line for word in ("WARNING", what, str(error)))
@@ -43,4 +43,4 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     assert f"report '{run}'" in report
     trend.diverged = "the loss ended at 9.1, above its first value 8.3"
     with pytest.raises(Diverged, match=r"ended at 9\.1"):
-        leave_results(run, config, records, batches, built, state, None, 2.5)
+        write_final_artifacts(run, config, records, batches, built, state, None, 2.5)

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing import description
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.saved import flat
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.errors import UserError
-from MaxText.run.lineage import line_of
+from MaxText.run.lineage import ancestors_of
 from tests.conversion.running import parameters_in_run, run
 from tests.conversion.small_folders import random, write
 from tests.growth.growing import (
@@ -61,7 +60,7 @@ def test_the_run_that_is_written(small, tmp_path):
     assert (target / "tokenizer" / "tokenizer.json").read_text() == "{}"
 
     weights = RunWeights(str(target))
-    assert description.describe(weights.stored).checksums.keys() == {
+    assert weights.stored.metadata.checksums.keys() == {
         f"params/{name}" for name in weights.formats
     }
     assert weights.config.model.pattention.zoom_dim == 6
@@ -75,15 +74,15 @@ def test_the_run_that_is_written(small, tmp_path):
     before = logits_of(program(config).model, state.params, batch)
     result = grow_by(tmp_path / "run", config_of(slot_num=10, load_parameters_path=str(target)))
     # The zoom is taken over although nobody says it again, and slots that are new are known.
-    assert result.settled.old_slots["layers/mlp/keys/kernel"] == 24
-    assert result.settled.config.model.pattention.zoom_dim == 6
+    assert result.resolved.existing_slots["layers/mlp/keys/kernel"] == 24
+    assert result.resolved.config.model.pattention.zoom_dim == 6
     after = logits_of(result.program.model, result.start.state.params, batch)
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
     assert result.start.how == "parameters"
     # The growth is known to the run: in its lineage, which every checkpoint keeps.
-    lineage = line_of(result.start)
+    lineage = ancestors_of(result.start)
     assert [ancestor.how for ancestor in lineage] == ["growth", "parameters"]
-    assert lineage[-1].growth == lineage[0].growth == result.settled.record
+    assert lineage[-1].growth == lineage[0].growth == result.resolved.record
 
 
 def test_the_same_numbers_as_a_run_that_grows(small, tmp_path):

@@ -17,8 +17,8 @@ from MaxText.metrics.event_stream import EventStream
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.run import step_log
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
-from MaxText.run.step_log import StepLog
+from MaxText.run.step_log import MetricLogger
+from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config
 
 
@@ -77,20 +77,20 @@ def metrics(clock):
 
 
 @pytest.fixture(scope="module")
-def quantities():
+def stats():
     config = tiny_config()
     plan = BatchPlan.constant(4, config.model.shape.max_target_length)
-    return Quantities(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
+    return TrainingStats(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
 
 
 @pytest.fixture
-def start(quantities):
+def start(stats):
     def start(period, last_step, guard=None):
         events = []
         sink = SimpleNamespace(write=events.append, flush=list, close=list)
-        log = StepLog(
+        log = MetricLogger(
             EventStream([sink]), guard or Guard(), period=period, last_step=last_step,
-            quantities=quantities, lineage=Lineage(quantities), trend=LossTrend(),
+            stats=stats, lineage=Lineage(stats), trend=LossTrend(),
         )  # fmt: skip
         log.start(0)
         return log, events

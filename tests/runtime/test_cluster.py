@@ -87,7 +87,7 @@ def test_tpu_chips_ask_the_metadata(chips):
     chips.append("/dev/accel0")
     found = find({"TPU_WORKER_HOSTNAMES": "localhost"}, "tpu")
     assert found is not None
-    assert not found.is_sure
+    assert not found.is_certain
     assert find({"TPU_SKIP_MDS_QUERY": "1"}, "tpu") is None
     assert find({}, "gpu") is None
 

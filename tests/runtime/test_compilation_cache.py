@@ -36,20 +36,20 @@ def run_section(folder, jax_cache_dir="auto"):
 
 
 def test_where_it_lies(cache_dir, tmp_path):
-    assert str(tmp_path / "jax_cache") in compilation_cache.use(run_section(tmp_path), "tpu")
+    assert str(tmp_path / "jax_cache") in compilation_cache.enable(run_section(tmp_path), "tpu")
     assert cache_dir() == str(tmp_path / "jax_cache")
     # The environment of the user is stronger than auto, and empty switches it off.
     jax.config.update("jax_compilation_cache_dir", "/from/the/environment")
-    assert "/from/the/environment" in compilation_cache.use(run_section(tmp_path), "tpu")
+    assert "/from/the/environment" in compilation_cache.enable(run_section(tmp_path), "tpu")
     assert cache_dir() == "/from/the/environment"
     jax.config.update("jax_compilation_cache_dir", None)
-    assert compilation_cache.use(run_section(tmp_path, ""), "tpu").endswith("off")
+    assert compilation_cache.enable(run_section(tmp_path, ""), "tpu").endswith("off")
     assert cache_dir() is None
     # A folder that cannot be made stops nothing, and buckets are left to jax.
     (tmp_path / "file").write_text("")
-    assert "jax_cache_dir" in compilation_cache.use(run_section(tmp_path / "file"), "tpu")
+    assert "jax_cache_dir" in compilation_cache.enable(run_section(tmp_path / "file"), "tpu")
     assert cache_dir() is None
-    compilation_cache.use(run_section("gs://bucket/runs"), "gpu")
+    compilation_cache.enable(run_section("gs://bucket/runs"), "gpu")
     assert cache_dir() == "gs://bucket/runs/jax_cache"
 
 
@@ -57,7 +57,7 @@ def test_processors_of_different_kinds_have_folders_of_their_own(cache_dir, tmp_
     found = []
     for kind in ("x86_64", "aarch64"):
         monkeypatch.setattr(compilation_cache.machine, "machine", lambda kind=kind: kind)
-        compilation_cache.use(run_section(tmp_path, str(tmp_path / "mine")), "cpu")
+        compilation_cache.enable(run_section(tmp_path, str(tmp_path / "mine")), "cpu")
         found.append(cache_dir())
     assert len(set(found)) == 2
     assert {os.path.dirname(folder) for folder in found} == {str(tmp_path / "mine")}
@@ -68,25 +68,25 @@ def test_entries_that_were_cut_short_are_removed(tmp_path):
     for name, content in {"a": whole, "b": whole[:-1], "c": b"", "d": b"\0" * 900}.items():
         (tmp_path / f"{name}-cache").write_bytes(content)
     (tmp_path / "other").write_bytes(b"")
-    removed = compilation_cache.remove_cut_short(str(tmp_path))
+    removed = compilation_cache.remove_truncated_entries(str(tmp_path))
     assert sorted(removed) == ["b-cache", "c-cache", "d-cache"]
     assert {path.name for path in tmp_path.iterdir()} >= {"a-cache", "other"}
     # What was looked at is not read again.
     for name, time in (("a", 1e9), ("b", None)):
         (tmp_path / f"{name}-cache").write_bytes(b"")
         os.utime(tmp_path / f"{name}-cache", time and (time, time))
-    assert compilation_cache.remove_cut_short(str(tmp_path)) == ["b-cache"]
+    assert compilation_cache.remove_truncated_entries(str(tmp_path)) == ["b-cache"]
 
 
 def test_a_start_after_a_kill_compiles_once_more_and_the_next_one_not(cache_dir, tmp_path):
     def takes_it_from_the_cache():
         jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.use(run_section(tmp_path), "cpu")
+        compilation_cache.enable(run_section(tmp_path), "cpu")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        before = compilation_cache.hits_of_this_thread()
+        before = compilation_cache.thread_cache_hits()
         with warnings.catch_warnings(action="error"):
             jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
-        return compilation_cache.hits_of_this_thread() > before
+        return compilation_cache.thread_cache_hits() > before
 
     assert not takes_it_from_the_cache()
     entries = list((tmp_path / "jax_cache").rglob("*-cache"))

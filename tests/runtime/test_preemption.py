@@ -12,9 +12,9 @@ from tests.runtime.child_programs import ended, started, wait_for
 LOOP = """
     import signal, sys, time
     from MaxText import exit_codes
-    from MaxText.runtime.preemption import StopSignal
+    from MaxText.runtime.preemption import PreemptionHandler
 
-    stop = StopSignal.install()
+    stop = PreemptionHandler.install()
     if "compile" in sys.argv:  # Python's handler never runs while C code does not return
         signal.signal(signal.SIGINT, lambda *_: None)
     print("installed", stop.is_pending(), flush=True)
@@ -68,9 +68,9 @@ def test_a_second_one_ends_a_process_that_does_not_come_to_python():
     # CDLL gives Python's lock back, as jax does while it waits for a device.
     program = """
         import ctypes
-        from MaxText.runtime.preemption import StopSignal
+        from MaxText.runtime.preemption import PreemptionHandler
 
-        stop = StopSignal.install()
+        stop = PreemptionHandler.install()
         while True:
             stop.requested(0)
             print("waiting", flush=True)
@@ -89,10 +89,10 @@ def test_a_second_one_ends_a_process_that_does_not_come_to_python():
 def test_who_ignores_sigterm_goes_on_ignoring_it():
     program = """
         import signal
-        from MaxText.runtime.preemption import StopSignal
+        from MaxText.runtime.preemption import PreemptionHandler
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stop = StopSignal.install()
+        stop = PreemptionHandler.install()
         signal.raise_signal(signal.SIGTERM)
         print("requested:", stop.requested(0))
     """

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from MaxText.errors import UserError
 from MaxText.runtime import processes, start_up
-from MaxText.runtime.start_up import check_alike, connect, find_devices
+from MaxText.runtime.start_up import assert_same_config, find_devices, initialize_distributed
 from tests.runtime.child_programs import ended, started
 
 
@@ -45,7 +45,7 @@ def test_allocator_setting(library, present, expected, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: library)
     monkeypatch.setattr(os, "execve", execve := mock.Mock())
     monkeypatch.setenv("GLIBC_TUNABLES", present)
-    start_up.restart_with_allocator_setting()
+    start_up.reexec_with_malloc_tuning()
     assert execve.called == (expected is not None)
     if expected:
         program, _, environment = execve.call_args.args
@@ -59,7 +59,7 @@ def test_large_blocks_are_given_back():
     program = """
         import ctypes, resource, sys
         from MaxText.runtime import start_up
-        start_up.restart_with_allocator_setting()
+        start_up.reexec_with_malloc_tuning()
         library = ctypes.CDLL(None)
         library.malloc.restype = ctypes.c_void_p
         library.free.argtypes = [ctypes.c_void_p]
@@ -93,7 +93,7 @@ def initialize(monkeypatch):
         if name.startswith(words):
             monkeypatch.delenv(name)
     yield fake
-    processes.begin(1)
+    processes.mark_initialized(1)
 
 
 @pytest.fixture
@@ -105,13 +105,13 @@ def others(monkeypatch):
 
 @pytest.fixture
 def two_processes():
-    processes.begin(2)
+    processes.mark_initialized(2)
     yield
-    processes.begin(1)
+    processes.mark_initialized(1)
 
 
 def test_nothing_waits_longer_than_the_heartbeat_allows(initialize, others):
-    (line,) = connect("cpu", 600)
+    (line,) = initialize_distributed("cpu", 600)
     assert line.startswith("process 0 of 2 (by JAX_NUM_PROCESSES and JAX_PROCESS_ID)")
     assert "127.0.0.1:99" in line
     initialize.assert_called_once_with(
@@ -131,18 +131,18 @@ def test_nothing_waits_longer_than_the_heartbeat_allows(initialize, others):
 def test_others_that_do_not_come(initialize, others, told):
     initialize.side_effect = RuntimeError("DEADLINE_EXCEEDED: Barrier timed out\nmore")
     with pytest.raises(UserError) as error:
-        connect("cpu", 10)
+        initialize_distributed("cpu", 10)
     told(error.value)
     assert processes.count() == 1
 
 
 def test_a_tpu_without_others_is_one_process(initialize, chips):
-    assert connect("tpu", 600) == []
+    assert initialize_distributed("tpu", 600) == []
     initialize.assert_not_called()
     chips.append("/dev/accel0")
     initialize.side_effect = ValueError("coordinator_address should be defined.")
-    (line,) = connect("tpu", 600)
-    assert line.startswith("one process: ")
+    (line,) = initialize_distributed("tpu", 600)
+    assert line.startswith("single process: ")
     assert "coordinator_address" not in initialize.call_args.kwargs
     assert processes.count() == 1
 
@@ -182,15 +182,15 @@ def test_processes_of_one_run_have_one_configuration(other, message, monkeypatch
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda x: digests.append(x) or np.stack([x, x])
     )
-    check_alike(other)
+    assert_same_config(other)
     answers = iter(digests)
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda x: np.stack([x, next(answers)])
     )
     with refused(message):
-        check_alike(mine)
-    processes.begin(1)
-    check_alike(other)  # nothing is asked
+        assert_same_config(mine)
+    processes.mark_initialized(1)
+    assert_same_config(other)  # nothing is asked
 
 
 FAIL = """
@@ -199,7 +199,7 @@ FAIL = """
     from MaxText.runtime import processes
     from MaxText.runtime.watchdog import Watchdog
 
-    processes.begin(2)
+    processes.mark_initialized(2)
     # What an interpreter that ends would wait for.
     threading.Thread(target=time.sleep, args=(60,)).start()
     time.sleep = lambda seconds: print("waited", flush=True)
@@ -219,7 +219,7 @@ FAIL = """
         ("raise KeyError('ours')", 1, "Traceback"),
         ("raise KeyboardInterrupt", 130, ""),
         ("sys.exit(5)", 5, ""),
-        ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  has left no file"),
+        ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  no status file"),
     ],
     ids=["mistake", "bug", "Ctrl-C", "exit", "peer"],
 )
@@ -242,7 +242,7 @@ def caused_by(error):
     ("error", "lost"),
     [
         (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
-        (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect"), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to initialize_distributed"), True),
         (jax.errors.JaxRuntimeError("ABORTED: the coordination service says so"), True),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
         (caused_by(RuntimeError("Barrier timed out")), True),
@@ -254,4 +254,4 @@ def caused_by(error):
     ],
 )
 def test_a_lost_process_is_told_from_an_error(error, lost):
-    assert processes.is_peer_lost(error) is lost
+    assert processes.is_peer_failure(error) is lost

@@ -11,7 +11,7 @@ from etils import epath
 
 from MaxText import exit_codes
 from MaxText.runtime import watchdog as module
-from MaxText.runtime.watchdog import Watchdog, another_takes_long, describe
+from MaxText.runtime.watchdog import Watchdog, describe, peer_in_long_phase
 from tests.runtime.child_programs import ended, started
 
 STUCK_IN_DATA = """
@@ -154,7 +154,7 @@ def test_a_phase_ends_in_time(phase, longest, clock, exits):
     ids=["compiles", "steps", "itself", "silent", "failed", "no file", "unreadable"],
 )
 def test_another_takes_long(rows, expected):
-    assert another_takes_long(rows, 0, silent_seconds=10.0) is expected
+    assert peer_in_long_phase(rows, 0, silent_seconds=10.0) is expected
 
 
 def test_a_step_waits_for_a_process_that_compiles(tmp_path, clock, exits):
@@ -198,7 +198,7 @@ def test_files_are_read_at_once_and_those_that_hang_left_out(tmp_path, monkeypat
     monkeypatch.setattr(type(epath.Path(folder)), "read_text", slow)
     table = Watchdog(tmp_path, 600.0, 0, 41, read_seconds=0.3).describe_all()
     hangs.set()
-    assert "40  has left no file" in table
+    assert "40  no status file" in table
     assert "slowest: process 40" in table
     assert f"  {5:>7}  " not in table
 
@@ -220,4 +220,4 @@ def test_what_is_not_written_holds_up_nobody(tmp_path):
     (tmp_path / "file").write_text("")
     with Watchdog(tmp_path / "file", 5.0, 0, 2) as watchdog:
         watchdog.enter("step", 1)
-        assert "1  has left no file" in watchdog.describe_all()
+        assert "1  no status file" in watchdog.describe_all()

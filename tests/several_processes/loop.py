@@ -11,7 +11,7 @@ import time
 
 from MaxText import exit_codes
 from MaxText.runtime import processes, start_up
-from MaxText.runtime.preemption import StopSignal
+from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 
@@ -26,8 +26,8 @@ def go_wrong(what: str) -> None:
 
 def main() -> int:
     folder, timeout, *wrong = sys.argv[1:]
-    stop = StopSignal.install()
-    for line in start_up.connect("cpu", float(timeout)):
+    stop = PreemptionHandler.install()
+    for line in start_up.initialize_distributed("cpu", float(timeout)):
         print(line, flush=True)
     import jax
     import numpy as np
@@ -35,7 +35,7 @@ def main() -> int:
 
     devices = start_up.find_devices("cpu")
     print("devices", len(devices))
-    start_up.check_alike({"run_name": "loop", "dataset_path": str(os.getpid())})
+    start_up.assert_same_config({"run_name": "loop", "dataset_path": str(os.getpid())})
     us = jax.process_index()
     sharding = jax.sharding.NamedSharding(
         jax.sharding.Mesh(np.array(devices), ("data",)), jax.sharding.PartitionSpec("data")
@@ -65,7 +65,7 @@ def main() -> int:
         except BaseException as error:
             processes.fail(error, watchdog)
             raise
-        processes.leave()
+        processes.shutdown()
     if us == 0:
         time.sleep(1)  # a tracker that takes its time
     print("done", flush=True)

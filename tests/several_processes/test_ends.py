@@ -54,19 +54,19 @@ def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
 AGREEING = """
 import sys
 from MaxText.runtime import start_up
-for line in start_up.connect("cpu", 60.0):
+for line in start_up.initialize_distributed("cpu", 60.0):
     print(line)
 import jax
-from MaxText.runtime.agreement import agreed
+from MaxText.runtime.processes import all_succeed
 
 def work():
     if jax.process_index() == 0:
         raise PermissionError(13, "Permission denied", "checkpoints/7")
     return 1
 
-assert agreed("nothing", lambda: 3) == 3
+assert all_succeed("nothing", lambda: 3) == 3
 try:
-    agreed("setting checkpoints aside", work)
+    all_succeed("setting checkpoints aside", work)
 except OSError as error:
     print("ended with", error)
 """

@@ -16,7 +16,7 @@ import fsspec
 import gcsfs.retry
 import pytest
 
-from MaxText.storage.paths import prepare_clients
+from MaxText.storage.paths import register_filesystems
 from tests.house.sources import REPOSITORY
 from tests.storage.emulator import Fault
 
@@ -117,7 +117,7 @@ def clients(emulator: Emulator) -> Iterator[None]:
             patch.setenv(name, value)
         # fsspec has read the environment already.
         patch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})
-        prepare_clients("a test")
+        register_filesystems("a test")
         yield
 
 

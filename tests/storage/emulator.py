@@ -9,7 +9,8 @@ ranges, moves. All else is refused with 501. https://cloud.google.com/storage/do
 
 Beside it stand
     POST /faults     a JSON list of `Fault`s, which replaces those before
-    GET  /requests   {"PUT /upload/...": times asked, "faults": times refused}
+    GET  /requests   {"PUT /upload/...": times asked, "LIST prefix": times listed, "faults": times
+                     refused}
 """
 
 import base64
@@ -84,7 +85,11 @@ class Service:
     def fault(self, request: str) -> Fault | None:
         """Counts a request; tells how it fails."""
         with self._lock:
-            self._asked[re.sub(r"\?.*", "", request)] += 1
+            path, _, query = request.partition("?")
+            self._asked[path] += 1
+            given = dict(urllib.parse.parse_qsl(query))
+            if "delimiter" in given and given.get("maxResults") != "1":  # else: is it a folder?
+                self._asked[f"LIST {given.get('prefix', '')}"] += 1
             for fault in self._faults:
                 if fault.times and re.search(fault.where, request):
                     if fault.skip:

@@ -5,14 +5,17 @@ import gc
 
 import pytest
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import Unreadable
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.config.catalogue import build
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.storage.bucket_errors import BucketFailure, is_outage
-from MaxText.storage.paths import path_of
-from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
+from MaxText.growth.resolve import resolve_growth
+from MaxText.run.restore import restore_or_initialize
+from MaxText.storage.errors import ObjectStoreError, is_unavailable
+from MaxText.storage.paths import parse_path
+from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state
 from tests.checkpointing.test_manager import save_steps
 from tests.refusals import refused
 from tests.storage.emulator import Fault
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
 @pytest.fixture
 def folder(bucket):
-    return path_of(f"{bucket}/run/checkpoints", "base_output_directory")
+    return parse_path(f"{bucket}/run/checkpoints", "base_output_directory")
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def opened(folder):
     with contextlib.ExitStack() as stack:
 
         def open_it(show=print, **keys):
-            checkpoints = Checkpoints(folder, Checkpoint(**keys), 0, show=show)
+            checkpoints = CheckpointManager(folder, Checkpoint(**keys), 0, show=show)
             stack.callback(checkpoints.close)
             return checkpoints
 
@@ -50,7 +53,7 @@ def test_saved_kept_and_restored(folder, opened):
         assert_bit_equal(restored, kept[step])
         assert position == {"step": step + 1}
         assert metadata["config"]["base_emb_dim"] == 8
-    assert layout.find(str(folder.parent), "load_parameters_path").step == 7
+    assert checkpoint_files.resolve_checkpoint(str(folder.parent), "load_parameters_path").step == 7
 
 
 def test_a_save_that_was_killed_is_not_there(folder, opened):
@@ -59,7 +62,7 @@ def test_a_save_that_was_killed_is_not_there(folder, opened):
     (folder / "1" / "commit_success.txt").unlink()
     again = opened()
     assert again.steps() == [0]
-    assert layout.find(str(folder.parent), "load_parameters_path").step == 0
+    assert checkpoint_files.resolve_checkpoint(str(folder.parent), "load_parameters_path").step == 0
     restored, *_ = again.restore(0, abstract(state))
     again.resume_from(0)
     _, second = save_steps(again, restored, [1])
@@ -73,14 +76,14 @@ def test_a_save_that_was_killed_is_not_there(folder, opened):
 def test_damage_is_found_and_set_aside(folder, opened, emulator, bucket):
     state, kept = save_steps(opened(), fresh_state(), [0, 1])
     for file in emulator.names(f"{bucket}/run/checkpoints/1/items/ocdbt.process_0/d/"):
-        content = path_of(f"{bucket}/{file}", "x").read_bytes()
+        content = parse_path(f"{bucket}/{file}", "x").read_bytes()
         # Every byte: half of such a file is parts that later ones of it have replaced.
         emulator.write(f"{bucket}/{file}", bytes(byte ^ 1 for byte in content))
     again = opened()
-    with pytest.raises(Unreadable):
+    with pytest.raises(CheckpointCorruptedError):
         again.restore(1, abstract(state))
     gc.collect()
-    again.mark_unreadable(1)
+    again.mark_corrupted(1)
     restored, *_ = again.restore(0, abstract(state))
     assert_bit_equal(restored, kept[0])
     save_steps(again, restored, [1])
@@ -93,10 +96,10 @@ def test_a_bucket_that_fails_is_no_damage(opened, emulator):
     state, kept = save_steps(opened(), fresh_state(), [0])
     again = opened()
     for status, where in ((503, "metadata"), (403, "metadata"), (403, "ocdbt|manifest|/d/")):
-        with emulator.failing(Fault(status, where)), pytest.raises(BucketFailure) as caught:
+        with emulator.failing(Fault(status, where)), pytest.raises(ObjectStoreError) as caught:
             again.restore(0, abstract(state))
-        assert is_outage(caught.value) == (status == 503)
-    with emulator.failing(Fault(503)), pytest.raises(BucketFailure):
+        assert is_unavailable(caught.value) == (status == 503)
+    with emulator.failing(Fault(503)), pytest.raises(ObjectStoreError):
         again.steps()
     # TensorStore tries again for a quarter of an hour.
     with emulator.failing(Fault(503, "ocdbt|manifest", times=1)):
@@ -108,10 +111,10 @@ def test_going_back_withdraws_before_it_deletes(opened, emulator):
     save_steps(checkpoints, fresh_state(), [0, 1, 2])
     # Killed in the midst, here: the bucket refuses to delete anything but the mark.
     with emulator.failing(Fault(403, "DELETE (?!.*2%2Fcommit_success)")), pytest.raises(UserError):
-        checkpoints.go_back_to(1)
+        checkpoints.roll_back_to(1)
     assert opened().steps() == [0, 1]
     again = opened()
-    again.go_back_to(0)
+    again.roll_back_to(0)
     assert again.steps() == [0]
 
 
@@ -153,12 +156,38 @@ def test_old_ones_that_cannot_be_deleted_cost_no_new_one(folder, opened, emulato
     assert not {path.name for path in folder.iterdir()} & {"0", "1"}
 
 
-def test_a_save_asks_nothing_about_older_checkpoints(opened, emulator):
-    checkpoints = opened()
-    state, _ = save_steps(checkpoints, fresh_state(), [100, 101, 102])
+def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
+    """One listing and one read of metadata; then what is known is not asked for again."""
+    steps = range(100, 104)
+    state, _ = save_steps(opened(), fresh_state(), steps)
     before = emulator.requests
-    save_steps(checkpoints, state, [103, 104])
-    asked = " ".join(name for name, n in emulator.requests.items() if n > before.get(name, 0))
-    assert "%2F104%2F" in asked
-    assert "%2F100%2F" not in asked
-    assert "%2F101%2F" not in asked
+
+    def asked() -> dict[str, int]:
+        nonlocal before
+        earlier, before = before, emulator.requests
+        new = {name: n - earlier.get(name, 0) for name, n in before.items()}
+        return {name.replace("%2F", "/"): n for name, n in new.items() if n}
+
+    checkpoints = opened()
+    stored = [checkpoints.stored(step) for step in reversed(checkpoints.steps_to_resume())]
+    resolved = resolve_growth(build(CONFIG), stored)
+    assert checkpoints.latest_step() == steps[-1]
+    start = restore_or_initialize(
+        checkpoints, Checkpoint(), abstract(state), pytest.fail, CONFIG, [].append, resolved
+    )
+    counts = asked()
+    assert counts["LIST run/checkpoints/"] == 1
+    reads = {name: n for name, n in counts.items() if name.endswith("/metadata/metadata")}
+    assert sum(n for name, n in reads.items() if "/download/" in name) == 1
+    assert all(f"/{steps[-1]}/" in name for name in reads)
+    state, _ = save_steps(checkpoints, start.state, [200])
+    # Orbax lists and opens each step when its manager is made; nobody else asks about them.
+    marks = [n for name, n in asked().items() if name.endswith("/commit_success.txt")
+             and any(f"/{step}/" in name for step in steps)]  # fmt: skip
+    assert len(marks) == len(steps)
+    assert max(marks) <= 2
+    save_steps(checkpoints, state, [201])
+    later = asked()
+    assert any("/201/" in name for name in later)
+    assert not [name for name in later for step in (*steps, 200) if f"/{step}/" in name]
+    assert "LIST run/checkpoints/" not in later

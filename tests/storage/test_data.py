@@ -7,7 +7,7 @@ from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.token_store.manifest import read_manifest
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 from tests.refusals import refused

@@ -7,8 +7,8 @@ import fsspec
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.storage.bucket_errors import BucketFailure, is_outage, is_storage_error
-from MaxText.storage.paths import COMMIT_MARK, path_of
+from MaxText.storage.errors import ObjectStoreError, is_storage_error, is_unavailable
+from MaxText.storage.paths import COMMIT_MARK, parse_path
 from tests.refusals import refused
 from tests.storage.emulator import Fault
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("clients")
 
 
 def test_files_and_folders(bucket):
-    folder = path_of(f"{bucket}/run", "base_output_directory")
+    folder = parse_path(f"{bucket}/run", "base_output_directory")
     folder.mkdir(parents=True, exist_ok=True)
     assert not (folder / "a").exists()
     (folder / "a").write_text("one")
@@ -32,7 +32,7 @@ def test_files_and_folders(bucket):
 
 
 def test_what_others_write_is_seen(bucket, emulator):
-    folder = path_of(f"{bucket}/run", "x")
+    folder = parse_path(f"{bucket}/run", "x")
     (folder / "a").write_text("one")
     assert [path.name for path in folder.iterdir()] == ["a"]
     emulator.write(f"{bucket}/run/b", b"two")  # as TensorStore or another host
@@ -42,7 +42,7 @@ def test_what_others_write_is_seen(bucket, emulator):
 
 @pytest.mark.parametrize("status", [503, 429, 0, -1])
 def test_a_failure_that_passes_is_not_seen(bucket, emulator, no_waits, status):
-    file = path_of(f"{bucket}/file", "x")
+    file = parse_path(f"{bucket}/file", "x")
     with emulator.failing(Fault(status, times=2)):
         file.write_text("one")
     with emulator.failing(Fault(status, times=3)):
@@ -53,25 +53,28 @@ def test_a_failure_that_passes_is_not_seen(bucket, emulator, no_waits, status):
 
 
 def test_a_bucket_that_does_not_answer_is_not_an_empty_one(bucket, emulator, no_waits):
-    file = path_of(f"{bucket}/folder/file", "x")
+    file = parse_path(f"{bucket}/folder/file", "x")
     file.write_text("one")
     with emulator.failing(Fault(503)):
         for ask in (
             file.exists, file.is_file, file.is_dir, file.parent.exists, file.parent.is_dir,
             lambda: [*file.parent.iterdir()], file.read_text, lambda: file.write_text("two"),
         ):  # fmt: skip
-            with pytest.raises(BucketFailure, match="503") as caught:
+            with pytest.raises(ObjectStoreError, match="503") as caught:
                 ask()
             assert caught.value.errno == errno.EIO
-            assert is_outage(caught.value)
+            assert is_unavailable(caught.value)
     assert file.read_text() == "one"
 
 
 def test_a_bucket_that_refuses(bucket, emulator, no_waits):
-    file = path_of(f"{bucket}/folder/file", "x")
-    with emulator.failing(Fault(403)), pytest.raises(BucketFailure, match="folder/file") as caught:
+    file = parse_path(f"{bucket}/folder/file", "x")
+    with (
+        emulator.failing(Fault(403)),
+        pytest.raises(ObjectStoreError, match="folder/file") as caught,
+    ):
         file.write_text("one")
-    assert not is_outage(caught.value)
+    assert not is_unavailable(caught.value)
     assert isinstance(caught.value, UserError)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.errno) == (str(caught.value), caught.value.errno)
@@ -85,25 +88,25 @@ def test_its_file_system_is_sent_to_other_processes(bucket):
 
 def test_other_storage_and_a_missing_package(monkeypatch):
     for path in ("s3://b/x", "hf://b/x", "nothing://b"):
-        refused("base_output_directory", path_of, path, "base_output_directory")
+        refused("base_output_directory", parse_path, path, "base_output_directory")
     monkeypatch.setattr("MaxText.storage.paths._has_client", lambda: False)
     with pytest.raises(UserError, match=r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"):
-        path_of("gs://b/x", "base_output_directory")
+        parse_path("gs://b/x", "base_output_directory")
 
 
 def test_names_are_taken_to_the_letter(bucket):
     for name in ("run1", "run2", "run?"):
-        path_of(f"{bucket}/{name}/file", "x").write_text(name)
-    path_of(f"{bucket}/run?", "x").rmtree()
-    assert {path.name for path in path_of(bucket, "x").iterdir()} == {"run1", "run2"}
+        parse_path(f"{bucket}/{name}/file", "x").write_text(name)
+    parse_path(f"{bucket}/run?", "x").rmtree()
+    assert {path.name for path in parse_path(bucket, "x").iterdir()} == {"run1", "run2"}
 
 
 def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
-    step = path_of(f"{bucket}/run/3", "x")
+    step = parse_path(f"{bucket}/run/3", "x")
     (step / COMMIT_MARK).write_text("")
     (step / "items" / "array").mkdir(parents=True)
     (step / "items" / "array" / "0").write_text("numbers")
-    with emulator.failing(Fault(503, where="DELETE .*array")), pytest.raises(BucketFailure):
+    with emulator.failing(Fault(503, where="DELETE .*array")), pytest.raises(ObjectStoreError):
         step.rmtree()
     assert (step / "items" / "array" / "0").exists()
     assert not (step / COMMIT_MARK).exists()

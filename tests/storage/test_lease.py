@@ -18,13 +18,13 @@ from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
-QUICK = {"renewed_every": 0.2, "expires_after": 1.0, "settling": 0.1}
+QUICK = {"renewal_seconds": 0.2, "timeout_seconds": 1.0, "takeover_seconds": 0.1}
 HOLDER = f"""
 import os, socket, sys, time
-from MaxText.storage.paths import prepare_clients
+from MaxText.storage.paths import register_filesystems
 from MaxText.storage.lease import Lease
 
-prepare_clients("a test")
+register_filesystems("a test")
 facts = dict(host=socket.gethostname(), process=os.getpid(), started="now")
 Lease(sys.argv[1], facts, **{QUICK}).acquire()
 print("held", flush=True)

@@ -5,14 +5,14 @@ import time
 import pytest
 
 from MaxText.metrics.json_lines import JsonLines, read_rows, stream_rows
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
 
 @pytest.fixture
 def file(bucket):
-    return path_of(f"{bucket}/run/metrics.jsonl", "base_output_directory")
+    return parse_path(f"{bucket}/run/metrics.jsonl", "base_output_directory")
 
 
 def write(file, steps, keep=lambda row: True, segment_bytes=200):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from MaxText.layers.model import Model
-from MaxText.training.optimizer import make_optimizer, per_parameter
+from MaxText.training.optimizer import make_optimizer, map_param_names
 from MaxText.training.schedule import learning_rate_schedule
 from tests.growth.growing import by_name
 from tests.small_models import tiny_config
@@ -41,11 +41,11 @@ def steps_of(gradients, **keys):
       gradients: one value for all elements, or a function from a shape.
     """
     optimizer, parameters = optimizer_of(**keys)
-    params = per_parameter(parameters, lambda name: jnp.full(parameters[name].shape, 2.0))
+    params = map_param_names(parameters, lambda name: jnp.full(parameters[name].shape, 2.0))
     update, state, found = jax.jit(optimizer.update), optimizer.init(params), []
     for gradient in gradients:
         make = gradient if callable(gradient) else functools.partial(jnp.full, fill_value=gradient)
-        given = per_parameter(parameters, lambda name: make(parameters[name].shape))  # noqa: B023
+        given = map_param_names(parameters, lambda name: make(parameters[name].shape))  # noqa: B023
         updates, state = update(given, state, params)
         found.append(by_name(updates))
     return found, state
@@ -101,7 +101,7 @@ def test_switches_keep_the_paths_of_the_optimizer_state():
 
     def structure(**keys):
         optimizer, parameters = optimizer_of(**keys)
-        params = per_parameter(parameters, lambda name: jnp.zeros(()))
+        params = map_param_names(parameters, lambda name: jnp.zeros(()))
         return jax.tree.structure(jax.eval_shape(optimizer.init, params))
 
     plain = structure()

@@ -15,7 +15,7 @@ from MaxText.inference.engine import Engine
 from MaxText.inference.token_choice import Choice
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
-from MaxText.training.assembly import assemble
+from MaxText.training.assembly import setup_train
 from MaxText.training.objective import is_in_nats
 from tests.small_models import random_batch, tiny_config, trainer
 
@@ -142,7 +142,7 @@ def test_what_is_refused(module):
         config = tiny_config(**KEYS)
         layout = make_layout(config.mesh, jax.devices()[:1])
         with pytest.raises(UserError, match=words):
-            assemble(config, layout)
+            setup_train(config, layout)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))
     with pytest.raises(ConfigurationError, match=r"LowRank \(.*\) is not derived from"):
         tiny_config(**KEYS)

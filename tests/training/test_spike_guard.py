@@ -24,7 +24,7 @@ NAN, INF = np.nan, np.inf
 def _judged(values_SQ, rates_S):
     def one(state, inputs):
         step, values_Q, rate = inputs
-        verdict = spike_guard.judge(
+        decision = spike_guard.decide(
             SECTION,
             state,
             step,
@@ -33,7 +33,7 @@ def _judged(values_SQ, rates_S):
             update_norm=values_Q[2],
             learning_rate=rate,
         )
-        return verdict.state, (verdict.is_sound, verdict.metrics)
+        return decision.state, (decision.accept, decision.metrics)
 
     inputs = (jnp.arange(len(values_SQ)), values_SQ, rates_S)
     return jax.lax.scan(one, spike_guard.initial_state(SECTION), inputs)[1]

@@ -14,7 +14,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
-from MaxText.training.assembly import assemble
+from MaxText.training.assembly import setup_train
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, tiny_config, trainer
 
@@ -42,7 +42,7 @@ class Linear:
     def head_state(self, h_BTD, batch):
         return None
 
-    def logits(self, h_BTD, head_state, places_BT):
+    def logits(self, h_BTD, head_state, positions_BT):
         return h_BTD @ self.kernel
 
 
@@ -81,7 +81,7 @@ def test_sums_of_losses_and_their_gradients(alpha, chunks):
     (_, found), gradients = jax.value_and_grad(ours, has_aux=True)(params)
     (_, expected), wanted = jax.value_and_grad(plain, has_aux=True)(params)
     log_z = expected.pop("log_z", None)
-    assert_close(found.over_targets, expected, 2e-5)
+    assert_close(found.target_sums, expected, 2e-5)
     assert_close(gradients, wanted, 2e-5)
     if log_z is not None:
         np.testing.assert_allclose(found.log_z, log_z, rtol=1e-5)
@@ -224,14 +224,14 @@ def test_dropout_at_each_place(place):
 
 
 def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
-    assert (known_memory.memory_of(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
+    assert (known_memory.memory_stats(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
     config = tiny_config()
     layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
-    built = assemble(config, layout)
+    built = setup_train(config, layout)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
 
     def check(memory, microbatches=1):
-        monkeypatch.setattr(known_memory, "memory_of", lambda device: memory)
+        monkeypatch.setattr(known_memory, "memory_stats", lambda device: memory)
         known_memory.check_known_memory(built, BatchPlan.constant(8, 16), 1, microbatches)
 
     parameters = 4 * built.model.num_parameters

@@ -24,7 +24,7 @@ from MaxText.input_pipeline.document_sources.json_rows import (
     token_ids_error,
 )
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 
 
 def scan_records(

@@ -32,7 +32,7 @@ from MaxText.input_pipeline.document_sources.token_tables import (
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tar_archive import scan_members
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 
 # Unit of document positions.
 _UNITS = {

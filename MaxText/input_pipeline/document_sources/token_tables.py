@@ -11,7 +11,7 @@ from MaxText.input_pipeline.document_sources.arrow_tables import (
     is_list,
     is_list_of_integers,
 )
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 
 IGNORED = -100
 """Label of a position that does not count; any negative one is read as such."""

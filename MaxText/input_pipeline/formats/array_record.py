@@ -8,8 +8,8 @@ from array_record.python import (
     array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
+from MaxText.storage.errors import BadRecord
 from MaxText.storage.file_access import local_path
-from MaxText.storage.unreadable import BadRecord
 
 _UNIT = "record"
 _DAMAGE = (RuntimeError, IndexError, ValueError)

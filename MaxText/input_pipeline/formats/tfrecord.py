@@ -16,7 +16,7 @@ from typing import Protocol
 
 import google_crc32c
 
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4

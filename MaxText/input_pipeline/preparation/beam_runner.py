@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.token_shards import ShardJob, Tokenization, tokenize_shard
-from MaxText.storage.atomic import write_whole
+from MaxText.storage.atomic import atomic_write_text
 
 _REFUSED = ".refused"
 
@@ -51,5 +51,5 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> int:
         tokenize_shard(tokenization, job, lambda done: None)
     except UserError as error:
         path = tokenization.staging / "shards" / f"{job.number:06d}{_REFUSED}"
-        write_whole(path, str(error))
+        atomic_write_text(path, str(error))
     return job.number

@@ -37,7 +37,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     SourceEntry,
     Split,
 )
-from MaxText.storage.atomic import sync_file, write_whole
+from MaxText.storage.atomic import atomic_write_text, sync_file
 
 Show = Callable[[str], None]
 
@@ -116,7 +116,7 @@ def build_data_set(
     target = staging / "data_set"
     for path in tokenization.tokenizer.save(target):
         sync_file(path)
-    write_whole(target / MANIFEST_NAME, manifest.to_json())
+    atomic_write_text(target / MANIFEST_NAME, manifest.to_json())
     seconds = time.monotonic() - start
     _report(tokenization, shards, kept, manifest, seconds, show)
     return manifest
@@ -139,7 +139,7 @@ def _open_staging(tokenization: Tokenization, show: Show) -> None:
         for leftover in (staging / name).rglob("*.writing"):
             leftover.unlink()
     if not request.exists():
-        write_whole(request, tokenization.summary())
+        atomic_write_text(request, tokenization.summary())
 
 
 def _tokenize_all(

@@ -409,7 +409,7 @@ def _save_digest(path: Path | None, sha256: str) -> None:
     if path:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_whole(path, sha256)
+            atomic.atomic_write_text(path, sha256)
 
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:

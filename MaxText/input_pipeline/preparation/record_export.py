@@ -36,7 +36,7 @@ from MaxText.input_pipeline.preparation.record_shards import (
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import open_flat
 from MaxText.runtime.cores import num_cores
-from MaxText.storage.atomic import WRITING_SUFFIX, publish, write_whole, writing_name
+from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, publish, writing_name
 
 TEXT_FORMATS = ("text_tfrecord", "text_array_record")
 """Values of prepare_output_format that export the text itself."""
@@ -104,7 +104,7 @@ def export_records(
     files = [finished[job] for job in jobs]
     entries = {"num_files": len(files), "files": [file.model_dump() for file in files]}
     text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
-    write_whole(output / _ledger_name(preparation.prepare_output_format), text)
+    atomic_write_text(output / _ledger_name(preparation.prepare_output_format), text)
     for line in _report(files, shape):
         show(line)
 
@@ -128,7 +128,7 @@ def _open_output(output: Path, finished: Path, ledger: dict[str, Any]) -> None:
         for folder in (finished, output):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        write_whole(request, asked)
+        atomic_write_text(request, asked)
     for leftover in output.glob(f"*{WRITING_SUFFIX}"):
         leftover.unlink()
 
@@ -154,7 +154,7 @@ def _write(
     finished: Path, job: RecordFileJob, _advance: Callable[[int], None]
 ) -> tuple[RecordFileJob, FinishedFile]:
     file = write_record_file(job)
-    write_whole(_record_path(finished, job), file.model_dump_json())
+    atomic_write_text(_record_path(finished, job), file.model_dump_json())
     return job, file
 
 

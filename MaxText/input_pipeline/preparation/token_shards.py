@@ -51,7 +51,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     unigram_entropy,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer
-from MaxText.storage.atomic import publish, sync_file, write_whole, writing_name
+from MaxText.storage.atomic import atomic_write_text, publish, sync_file, writing_name
 
 # Text tokenized at a time: enough for several threads, but the tokenizers library takes some
 # hundred bytes per token.
@@ -198,7 +198,7 @@ def tokenize_shard(
         record = _record_path(tokenization.staging, job.number)
         record.unlink(missing_ok=True)
         found = _tokenize(tokenization, job, advance_within_shard)
-        write_whole(record, found.model_dump_json())
+        atomic_write_text(record, found.model_dump_json())
     if job.expected_sha256 not in ("", found.sha256):
         raise UserError(
             "Files of prepare_source changed while they were read. Run again when nothing writes "
@@ -412,7 +412,7 @@ def write_documents(
     for name in (OFFSETS_NAME, ROWS_NAME):
         sync_file(folder / name)
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
-    write_whole(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
+    atomic_write_text(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
     # Left over if the text has fewer shards than in an earlier process.
     for path in set(folder.glob("tokens-*")) - {folder / file.name for file in files}:
         path.unlink()

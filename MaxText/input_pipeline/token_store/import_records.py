@@ -33,10 +33,9 @@ from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
-from MaxText.storage.atomic import lock, sync_file, write_whole
+from MaxText.storage.atomic import atomic_write_text, lock, sync_file
+from MaxText.storage.errors import BadRecord, UnreadableFile, is_transient
 from MaxText.storage.file_access import FileInfo
-from MaxText.storage.transient import is_transient
-from MaxText.storage.unreadable import BadRecord, UnreadableFile
 
 _LAYOUT = 1
 _HEADER_NAME = "import.json"
@@ -191,13 +190,13 @@ def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
         if entry["dtype"] != widest:
             _rewrite(_path(job.folder, "tokens", number), entry["dtype"], widest)
             entry["dtype"] = widest
-            write_whole(_path(job.folder, "file", number), json.dumps(entry))
+            atomic_write_text(_path(job.folder, "file", number), json.dumps(entry))
     firsts = np.cumsum([0, *(array.size for array in sizes)])
     ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
     np.save(job.folder / OFFSETS_NAME, ends)
     names = [file.path.rsplit("/", 1)[-1] for file in job.files]
     origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
-    write_whole(job.folder / SOURCE_FILES_NAME, json.dumps(origins))
+    atomic_write_text(job.folder / SOURCE_FILES_NAME, json.dumps(origins))
     header = {
         "dtype": widest,
         "num_tokens": [entry["num_tokens"] for entry in entries],
@@ -206,7 +205,7 @@ def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
         "skipped": bad,
         "files": [file.path for file in job.files],
     }
-    write_whole(job.folder / _HEADER_NAME, json.dumps(header))
+    atomic_write_text(job.folder / _HEADER_NAME, json.dumps(header))
     return int(firsts[-1]), int(ends[-1])
 
 
@@ -248,7 +247,7 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
         "has_labels": labels is not None,
         "bad": bad,
     }
-    write_whole(_path(job.folder, "file", number), json.dumps(entry))
+    atomic_write_text(_path(job.folder, "file", number), json.dumps(entry))
 
 
 def _raise_if_unreadable(problem: BadRecord) -> None:

@@ -21,8 +21,8 @@ import pydantic
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
+from MaxText.storage.errors import UnreadableFile
 from MaxText.storage.file_access import FileInfo, file_infos, path_type
-from MaxText.storage.unreadable import UnreadableFile
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"

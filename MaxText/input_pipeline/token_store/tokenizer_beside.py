@@ -11,8 +11,8 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.byte_tokenizer import BYTE_NAMES
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json
+from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url, local_path
-from MaxText.storage.transient import is_transient
 
 _SINGLE_FILES = re.compile(
     rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"

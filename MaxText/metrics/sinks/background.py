@@ -51,7 +51,7 @@ class Background:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             # At interpreter exit, libraries would wait for the same thing as the thread.
-            processes.leave_behind()
+            processes.mark_thread_hung()
             self._give_up("it was still busy at the end of the run")
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from etils import epath
 
 from MaxText.metrics.events import Event
 from MaxText.metrics.json_lines import JsonLines
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -25,7 +25,7 @@ class MetricsFile:
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
-        path = path_of(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
+        path = parse_path(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
         self._rows = JsonLines(path, None if self._is_shared else self._before(first_step))
 
     def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:

@@ -13,7 +13,7 @@ from MaxText.metrics.events import Event
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.metrics.latest_object import LatestObject
 from MaxText.metrics.sinks.hyperparameters import hyperparameter_summaries
-from MaxText.storage.paths import is_bucket
+from MaxText.storage.paths import is_object_store_path
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -80,7 +80,7 @@ class TensorBoard:
         return file.name
 
     def _folder_of_writer(self) -> str:
-        if not is_bucket(self._folder):
+        if not is_object_store_path(self._folder):
             return str(self._folder)
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard_")

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from MaxText.input_pipeline.document_sources.token_records import holds_text, read_ids
 from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 from tests.hostile.files import tar_archive, torch_file
 from tests.input_pipeline.document_sources.written_corpora import COMPRESS
 from tests.input_pipeline.token_store import token_files

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 
 RECORDS = [b"", b"a", b"\x00" * 5, bytes(range(256))]
 # What tensorflow 2.21.0 writes for the first three of them.

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.storage.unreadable import BadRecord
+from MaxText.storage.errors import BadRecord
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused

@@ -15,26 +15,25 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from MaxText.checkpointing.description import Unreadable
-from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.rewinds import Rewind
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.iterator import BatchIterator
-from MaxText.run.starting_data import standing_rewinds
-from MaxText.run.starting_point import Start
-from MaxText.runtime.agreement import on_all_processes
+from MaxText.run.restore import RestoreResult, active_rollbacks
+from MaxText.runtime.processes import all_processes_agree
 
 # Metrics reported with a rollback: medians over this many steps right before it, and over those
 # before them. Gao et al. and others saw such signs before spikes; they need not be the cause.
-_SHORTLY_BEFORE, _BEFORE_THAT = 16, 64
+_LATE_STEPS, _EARLY_STEPS = 16, 64
 _WATCHED = ("update_norm", "log_z", "grad_norm", "param_norm", "loss")
-_ROSE = 1.1
+_RISE_FACTOR = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Trouble:
-    """Reason for a rollback: step at which it was noticed, first suspicious step."""
+class RollbackTrigger:
+    """Reason for a rollback, the step that revealed it, and the first suspicious step."""
 
     noticed: int
     began: int
@@ -50,28 +49,28 @@ class _Snapshot:
     position: Mapping[str, Any]
 
 
-class Recovery:
-    """Detects trouble in the metrics of reported steps, and rolls back.
+class RollbackController:
+    """Detects from metrics of reported steps when to roll back, and does so.
 
     Attributes:
-      trouble: Set when the run should roll back; cleared by `go_back`.
-      rewinds: Rollbacks over all restarts of the run.
+      trigger: Set when the run should roll back; cleared by `roll_back`.
+      num_rollbacks: Over all restarts of the run.
     """
 
     def __init__(
         self,
         section: Guard,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         emit: Callable[..., None],
         batches: BatchIterator,
         abstract_state: Any,
-        start: Start,
+        start: RestoreResult,
     ):
         """Reads the rollbacks of earlier starts; `emit` is EventStream.emit."""
-        self.trouble: Trouble | None = None
-        recorded = standing_rewinds(start, batches)
-        known = [int(start.metadata.get("rewinds", 0)), *(rewind.number for rewind in recorded)]
-        self.rewinds = max(known)
+        self.trigger: RollbackTrigger | None = None
+        recorded = active_rollbacks(start, batches)
+        known = [int(start.metadata.get("rewinds", 0)), *(rollback.number for rollback in recorded)]
+        self.num_rollbacks = max(known)
         self._batches = batches
         self._abstract_state = abstract_state
         self._section = section
@@ -79,13 +78,13 @@ class Recovery:
         self._emit = emit
         self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
         self._history: collections.deque[dict[str, float]] = collections.deque(
-            maxlen=_SHORTLY_BEFORE + _BEFORE_THAT + 2 * section.skip_step_interval
+            maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * section.skip_step_interval
         )
         self._begin(start.state)
-        for rewind in recorded:
+        for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
-            if rewind.to >= start.first_step:
-                emit("rewind", step=rewind.to, again=True, **rewind.facts())
+            if rollback.to >= start.first_step:
+                emit("rewind", step=rollback.to, again=True, **rollback.facts())
 
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
@@ -95,7 +94,7 @@ class Recovery:
     @property
     def is_healthy(self) -> bool:
         """Whether the last `guard_healthy_steps` steps were all applied."""
-        if self.trouble is not None:
+        if self.trigger is not None:
             return False
         return self._last_skipped < 0 or (
             self._seen - self._last_skipped >= self._section.guard_healthy_steps
@@ -118,16 +117,16 @@ class Recovery:
                 step=self._last_skipped,
                 what="update",
                 count=skipped,
-                reason=numbers if self._last_skipped == step else "an outlier, or not finite",
+                reason=numbers if self._last_skipped == step else "an outlier or not finite",
             )
         for each in range(self._seen + 1, step + 1):
             # Between reports only the last skip is known; any earlier step may be one, too.
-            self._checkpoints.observe(each, each > self._last_skipped)
+            self._checkpoints.update_health(each, each > self._last_skipped)
         self._seen = step
         self._history.append({"step": step, **metrics})
-        self.trouble = self._trouble(step, metrics)
+        self.trigger = self._find_trigger(step, metrics)
 
-    def _trouble(self, step: int, metrics: Mapping[str, float]) -> Trouble | None:
+    def _find_trigger(self, step: int, metrics: Mapping[str, float]) -> RollbackTrigger | None:
         section = self._section
         if "recent_skips" not in metrics:
             return None
@@ -135,14 +134,14 @@ class Recovery:
         window = section.skip_step_interval
         if section.rewind_after_skips and recent >= section.rewind_after_skips:
             reason = f"{recent} of the last {window} steps were skipped"
-            return Trouble(step, int(metrics["skips_began"]), reason)
+            return RollbackTrigger(step, int(metrics["skips_began"]), reason)
         if section.rewind_on_rise and rise > section.rewind_on_rise:
             reason = f"the loss rose to {rise:.0%} above its lowest median"
-            return Trouble(step, int(metrics["rise_began"]), reason)
+            return RollbackTrigger(step, int(metrics["rise_began"]), reason)
         if recent == window:
             raise Diverged(
-                f"each of the last {window} updates was left out, the newest is step {step}: "
-                "stopped. Lower the learning rate, or look at the data."
+                f"all of the last {window} steps were skipped, up to step {step}: stopped. Lower "
+                "the learning rate, or inspect the data."
             )
         return None
 
@@ -153,113 +152,116 @@ class Recovery:
         """
         period = self._section.rewind_snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
-            self._snapshots.append(_Snapshot(step, copied(state), position))
+            self._snapshots.append(_Snapshot(step, copy_to_host(state), position))
 
-    def go_back(self) -> Any:
+    def roll_back(self) -> Any:
         """Rolls back to the last healthy state and excludes the suspicious data.
 
         Returns the restored state. Raises Diverged without a healthy one, or at max_rewinds.
         """
-        trouble, batches = self.trouble, self._batches
-        assert trouble is not None
-        signs = self._signs(trouble.began)
-        if self.rewinds >= self._section.max_rewinds:
-            healthy = self._checkpoints.latest_good(before=trouble.began)
+        trigger, batches = self.trigger, self._batches
+        assert trigger is not None
+        signs = self._warning_signs(trigger.began)
+        if self.num_rollbacks >= self._section.max_rewinds:
+            healthy = self._checkpoints.last_healthy(before=trigger.began)
             if healthy is not None:
                 # A restart takes the newest checkpoint, which must predate the trouble.
-                self._checkpoints.go_back_to(healthy)
+                self._checkpoints.roll_back_to(healthy)
                 signs = f"{signs} A restart resumes from step {healthy}."
             raise Diverged(
-                f"step {trouble.noticed}: {trouble.reason}, and the run has gone back "
-                f"{self.rewinds} times (max_rewinds): stopped. {signs} Lower the learning rate, "
-                "look at the data, or begin again from an earlier checkpoint."
+                f"step {trigger.noticed}: {trigger.reason}, and the run has rolled back "
+                f"{self.num_rollbacks} times (max_rewinds): stopped. {signs} Lower the learning "
+                "rate, inspect the data, or start again from an earlier checkpoint."
             )
-        target, source, state, position = self._last_good(trouble, signs)
-        holes = batches.position.get("excluded", ())
-        began = max(target + 1, trouble.began - self._section.rewind_margin)
-        first, end = batches.sample_range(began)[0], batches.sample_range(trouble.noticed)[1]
-        rewind = Rewind(
-            number=self.rewinds + 1,
+        target, source, state, position = self._last_healthy(trigger, signs)
+        excluded = batches.position.get("excluded", ())
+        began = max(target + 1, trigger.began - self._section.rewind_margin)
+        first, end = batches.sample_range(began)[0], batches.sample_range(trigger.noticed)[1]
+        rollback = Rollback(
+            number=self.num_rollbacks + 1,
             to=target + 1,
-            noticed=trouble.noticed,
-            began=trouble.began,
+            noticed=trigger.noticed,
+            began=trigger.began,
             samples=(first, end),
             source=source,
-            reason=f"{trouble.reason}. {signs}".strip(),
+            reason=f"{trigger.reason}. {signs}".strip(),
             data=batches.identity,
         )
-        self._checkpoints.go_back_to(target)
-        self._checkpoints.record_rewind(rewind)
+        self._checkpoints.roll_back_to(target)
+        self._checkpoints.record_rollback(rollback)
         if position is None:
             batches.seek(target + 1)
         else:
             batches.resume(position)
-        for hole in (*holes, (first, end)):
-            batches.exclude(*hole)
+        for samples in (*excluded, (first, end)):
+            batches.exclude(*samples)
         while self._snapshots and self._snapshots[-1].step > target:
             self._snapshots.pop()
         while self._history and self._history[-1]["step"] > target:
             self._history.pop()
-        self.rewinds = rewind.number
-        self.trouble = None
+        self.num_rollbacks = rollback.number
+        self.trigger = None
         self._begin(state)
-        self._emit("rewind", step=rewind.to, **rewind.facts())
+        self._emit("rewind", step=rollback.to, **rollback.facts())
         return state
 
-    def _last_good(self, trouble: Trouble, signs: str) -> tuple[int, str, Any, Any]:
+    def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:
         """Returns step, source, state and data position of the newest usable healthy state."""
-        snapshot = next((s for s in reversed(self._snapshots) if s.step < trouble.began), None)
+        snapshot = next((s for s in reversed(self._snapshots) if s.step < trigger.began), None)
         while True:
-            good = self._checkpoints.latest_good(before=trouble.began)
-            if snapshot is not None and (good is None or snapshot.step >= good):
-                state = placed(snapshot.shards, self._abstract_state)
+            healthy = self._checkpoints.last_healthy(before=trigger.began)
+            if snapshot is not None and (healthy is None or snapshot.step >= healthy):
+                state = copy_to_devices(snapshot.shards, self._abstract_state)
                 source = f"copy of step {snapshot.step} in memory"
                 return snapshot.step, source, state, snapshot.position
-            if good is None:
+            if healthy is None:
                 raise Diverged(
-                    f"step {trouble.noticed}: {trouble.reason}, and there is no good state before "
-                    f"step {trouble.began} to go back to: stopped. {signs} Lower the learning "
-                    "rate, look at the data, or save more often (checkpoint_period, "
+                    f"step {trigger.noticed}: {trigger.reason}, and there is no healthy state "
+                    f"before step {trigger.began} to roll back to: stopped. {signs} Lower the "
+                    "learning rate, inspect the data, or save more often (checkpoint_period, "
                     "rewind_snapshot_period)."
                 )
             restored, reason = None, "another process could not read it"
             try:
-                restored = self._checkpoints.restore(good, self._abstract_state)
-            except Unreadable as error:
+                restored = self._checkpoints.restore(healthy, self._abstract_state)
+            except CheckpointCorruptedError as error:
                 reason = str(error)
-            if on_all_processes(restored is not None):
+            if all_processes_agree(restored is not None):
                 assert restored is not None
-                return good, f"checkpoint of step {good}", restored[0], restored[1]
-            self._checkpoints.mark_unreadable(good)
-            self._checkpoints.show(f"!!! WARNING: THE CHECKPOINT OF STEP {good} IS BAD: {reason}")
+                return healthy, f"checkpoint of step {healthy}", restored[0], restored[1]
+            self._checkpoints.mark_corrupted(healthy)
+            self._checkpoints.show(
+                f"WARNING: cannot restore the checkpoint of step {healthy}: {reason}. Trying an "
+                "earlier one."
+            )
 
-    def _signs(self, began: int) -> str:
+    def _warning_signs(self, began: int) -> str:
         """Describes metrics that rose shortly before a step."""
         rows = [row for row in self._history if row["step"] < began]
-        late = rows[-_SHORTLY_BEFORE:]
-        early = rows[-_SHORTLY_BEFORE - _BEFORE_THAT : -_SHORTLY_BEFORE]
-        if len(early) < _SHORTLY_BEFORE // 2:
+        late = rows[-_LATE_STEPS:]
+        early = rows[-_LATE_STEPS - _EARLY_STEPS : -_LATE_STEPS]
+        if len(early) < _LATE_STEPS // 2:
             return ""
         risen = []
         for name in _WATCHED:
             values = [[row.get(name, math.nan) for row in part] for part in (early, late)]
             before, after = (statistics.median(part) for part in values)
-            if before > 0 and after > _ROSE * before:
+            if before > 0 and after > _RISE_FACTOR * before:
                 risen.append(f"{name} by {after / before - 1:.0%}")
         if not risen:
-            return f"Nothing that is watched had risen in the {len(late)} updates before."
-        return f"In the {len(late)} updates before, these had risen: {', '.join(risen)}."
+            return f"No watched metric rose in the {len(late)} steps before."
+        return f"Metrics that rose in the {len(late)} steps before: {', '.join(risen)}."
 
 
-def copied(state: Any) -> Any:
+def copy_to_host(state: Any) -> Any:
     """Returns each array as a list of (device, NumPy shard)."""
     return jax.tree.map(
         lambda x: [(shard.device, np.array(shard.data)) for shard in x.addressable_shards], state
     )
 
 
-def placed(shards: Any, abstract_state: Any) -> Any:
-    """Restores the result of `copied` with the shardings of `abstract_state`."""
+def copy_to_devices(shards: Any, abstract_state: Any) -> Any:
+    """Restores the result of `copy_to_host` with the shardings of `abstract_state`."""
 
     def place(leaf: jax.ShapeDtypeStruct, parts: list[tuple[Any, np.ndarray]]) -> jax.Array:
         # Copies, because a CPU device may alias the buffer and then donate it.

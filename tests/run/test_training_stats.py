@@ -8,8 +8,8 @@ from MaxText.cost.peak_flops import PeakFlops, from_data_sheet, peak_flops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
-from MaxText.run.quantities import Quantities
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
+from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config
 
 WINDOW = 16
@@ -17,14 +17,14 @@ WINDOW = 16
 STAGES = BatchPlan((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
 
 
-def quantities(plan, num_devices=2, num_updates=8, **keys):
+def stats(plan, num_devices=2, num_steps=8, **keys):
     config = tiny_config(**keys)
     peak = PeakFlops(1.0, "a data sheet")
-    return Quantities(Model(config.model), config.batch, plan, num_devices, num_updates, peak)
+    return TrainingStats(Model(config.model), config.batch, plan, num_devices, num_steps, peak)
 
 
 def test_sums_over_steps():
-    ours = quantities(STAGES)
+    ours = stats(STAGES)
     flops = 0.0
     for step in range(8):
         assert ours.flops_before(step) == flops
@@ -42,7 +42,7 @@ def test_sums_over_steps():
 
 @pytest.mark.parametrize("mlm_training", [False, True])
 def test_the_printed_formula_gives_the_printed_number(mlm_training):
-    ours = quantities(BatchPlan.constant(4, WINDOW), mlm_training=mlm_training)
+    ours = stats(BatchPlan.constant(4, WINDOW), mlm_training=mlm_training)
     count = ours.flops(0)
     # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
     assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
@@ -93,11 +93,13 @@ TOKENS = 4 * 16  # of an update
 
 @pytest.fixture(scope="module")
 def spending():
-    return quantities(BatchPlan.constant(4, WINDOW), num_devices=1, num_updates=100)
+    return stats(BatchPlan.constant(4, WINDOW), num_devices=1, num_steps=100)
 
 
 def begun(how, first_step, metadata, stored_step=9):
-    return Start(None, first_step, None, "", how, metadata, f"/runs/old/{stored_step}", stored_step)
+    return RestoreResult(
+        None, first_step, None, "", how, metadata, f"/runs/old/{stored_step}", stored_step
+    )
 
 
 def saved(lineage, step, run_name):

@@ -5,26 +5,28 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import description, layout, reading
-from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.rewinds import Rewind
+from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.saved import differences
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.given_parameters import (
+    corruption_as_user_error,
     open_parameters,
-    unreadable_is_user_error,
 )
 from MaxText.errors import UserError
-from MaxText.growth.placing import grown_moments, grown_parameters
+from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.record import Record
-from MaxText.growth.settling import Growth, Settled
-from MaxText.runtime.agreement import on_all_processes
+from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
+from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.runtime.processes import all_processes_agree
 
 Show = Callable[[str], None]
 
 
-class Start(NamedTuple):
+class RestoreResult(NamedTuple):
     """The restored start of a run.
 
     Attributes:
@@ -37,7 +39,7 @@ class Start(NamedTuple):
       stored_step: The step after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)}.
       growth: How the parameters grew; None if they did not.
-      rewinds: Rollbacks of the run, including those after the checkpoint.
+      rollbacks: Of the run, including those after the checkpoint.
     """
 
     state: Any
@@ -50,50 +52,50 @@ class Start(NamedTuple):
     stored_step: int | None = None
     changes: Mapping[str, tuple[str, str]] = {}
     growth: Record | None = None
-    rewinds: tuple[Rewind, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
 
 
 def restore_or_initialize(
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     section: Checkpoint,
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
     show: Show = print,
-    settled: Settled | None = None,
-) -> Start:
+    resolved: ResolvedGrowth | None = None,
+) -> RestoreResult:
     """Restores own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
 
     Args:
       abstract_state: A train state of jax.ShapeDtypeStruct with target shardings, on any mesh.
       initialize: Creates a fresh state, called unless a whole state is restored.
-      settled: Result of growth.settling.settle; None if nothing can grow.
+      resolved: Result of growth.resolve.resolve_growth; None if nothing can grow.
 
     Raises:
       UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
     """
     if section.load_full_state_path and section.load_parameters_path:
         raise UserError(
-            "load_full_state_path and load_parameters_path are both set: clear one. The first "
-            "brings parameters, optimizer state and step, the second only parameters."
+            "load_full_state_path and load_parameters_path are both set: set only one. The first "
+            "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
     _show_order(checkpoints, section, steps, show)
     began = time.perf_counter()
     if steps:
-        _check_is_a_run(checkpoints.stored(steps[0]))
+        _check_has_train_state(checkpoints.stored(steps[0]))
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
         start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
-    elif settled and settled.growth:
-        start = _grow(settled.growth, abstract_state, initialize)
+    elif resolved and resolved.growth:
+        start = _grow(resolved.growth, abstract_state, initialize)
     elif section.load_parameters_path:
         start = _load_parameters(
             section.load_parameters_path, abstract_state, initialize, config_flat, show
         )
     else:
-        start = Start(initialize(), 0, None, "scratch", "scratch")
-        return start._replace(rewinds=checkpoints.rewinds())
+        start = RestoreResult(initialize(), 0, None, "scratch", "scratch")
+        return start._replace(rollbacks=checkpoints.rollbacks())
     show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
     for warning in import_modules.changes(start.metadata):
         show(warning)
@@ -105,13 +107,13 @@ def restore_or_initialize(
             show(f"  {name}: {old} -> {new}")
     return start._replace(
         changes=changes,
-        growth=settled.record if settled else None,
-        rewinds=checkpoints.rewinds(),
+        growth=resolved.record if resolved else None,
+        rollbacks=checkpoints.rollbacks(),
     )
 
 
 def _show_order(
-    checkpoints: Checkpoints, section: Checkpoint, steps: list[int], show: Show
+    checkpoints: CheckpointManager, section: Checkpoint, steps: list[int], show: Show
 ) -> None:
     full, params = section.load_full_state_path, section.load_parameters_path
     if not section.enable_checkpointing:
@@ -135,22 +137,22 @@ def _show_order(
         show(f"  {number + 1}. {name:<31}{what}{mark}")
 
 
-def _check_is_a_run(stored: layout.Stored) -> None:
+def _check_has_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
     """Rejects parameters that convert.py wrote into a folder of this name."""
-    if description.metadata_if_any(stored).get(layout.PARAMETERS_ONLY):
+    if stored.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
         raise UserError(
-            f"{stored} holds imported parameters and no train state, so no run can resume there. "
+            f"{stored} contains imported parameters and no train state, so it cannot be resumed. "
             f"Start another run_name with load_parameters_path={stored.folder.parent.parent}."
         )
 
 
 def _resume(
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     steps: list[int],
     abstract_state: Any,
     config_flat: Mapping[str, Any],
     show: Show,
-) -> Start:
+) -> RestoreResult:
     failures = []
     for step in steps:
         reason = None
@@ -159,41 +161,43 @@ def _resume(
             restored = checkpoints.restore(step, abstract_state, config_flat, show)
             after = int(restored[0].step)
             if after != step + 1:
-                restored, reason = None, f"it holds the state after step {after - 1}: renamed?"
-        except description.Unreadable as error:
+                restored, reason = None, f"it contains step {after - 1}: renamed?"
+        except CheckpointCorruptedError as error:
             reason = str(error)
-        if on_all_processes(restored is not None):
+        if all_processes_agree(restored is not None):
             assert restored is not None
             state, position, metadata = restored
             first_step = step + 1
             checkpoints.resume_from(step)
             source = f"checkpoint of step {step}"
             folder = str(checkpoints.stored(step))
-            return Start(state, first_step, position, source, "resume", metadata, folder, step)
-        checkpoints.mark_unreadable(step)
+            return RestoreResult(
+                state, first_step, position, source, "resume", metadata, folder, step
+            )
+        checkpoints.mark_corrupted(step)
         failures.append(f"step {step}: {reason or 'another process could not read it'}")
-        show(f"warning: a checkpoint cannot be read; trying the one before it. {failures[-1]}")
+        show(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
         f"no checkpoint in {checkpoints.directory} can be read:\n"
         + "\n".join(f"  {failure}" for failure in failures)
-        + "\nNothing was changed. Restore the files, or start anew with another run_name."
+        + "\nNothing was changed. Restore the files, or start from scratch with another run_name."
     )
 
 
 def _load_full_state(
     path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
-) -> Start:
-    stored = layout.find(path, "load_full_state_path")
-    with unreadable_is_user_error("load_full_state_path", stored):
-        described, position = description.describe(stored), None
-        if (stored.folder / layout.POSITION).exists():
-            position = description.read_position(stored, described)
+) -> RestoreResult:
+    stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
+    with corruption_as_user_error("load_full_state_path", stored):
+        position, metadata = None, stored.metadata.values
+        if (stored.folder / checkpoint_files.POSITION).exists():
+            position = stored.position()
         else:
-            show(f"  no data position beside {stored}: data begins at its step")
-        state = reading.read_state(stored, abstract_state, config_flat, show)
-    return Start(
+            show(f"  {stored} has no data position: data begins at its step")
+        state = reading.restore_state(stored, abstract_state, config_flat, show)
+    return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
-        described.metadata, str(stored), stored.step,
+        metadata, str(stored), stored.step,
     )  # fmt: skip
 
 
@@ -203,25 +207,74 @@ def _load_parameters(
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
     show: Show,
-) -> Start:
+) -> RestoreResult:
     params = abstract_state.params
     given = open_parameters(path, "load_parameters_path", params, config_flat, show)
     # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())
-    return Start(
+    return RestoreResult(
         state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
     )
 
 
-def _grow(growth: Growth, abstract_state: Any, initialize: Callable[[], Any]) -> Start:
+def _grow(
+    growth: PendingGrowth, abstract_state: Any, initialize: Callable[[], Any]
+) -> RestoreResult:
     state, source = initialize(), growth.source
     moments = state.opt_state
     if growth.moments != "zeroed":
-        moments = grown_moments(growth, abstract_state.opt_state, moments)
-    params = grown_parameters(growth, abstract_state.params, state.params)
+        moments = grow_opt_state(growth, abstract_state.opt_state, moments)
+    params = grow_params(growth, abstract_state.params, state.params)
     state = dataclasses.replace(state, params=params, opt_state=moments)
     words = f"parameters grown from {source.folder}"
-    return Start(
+    return RestoreResult(
         state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
+    )
+
+
+def restore_data_position(
+    start: RestoreResult, batches: BatchIterator, steps: int, show: Callable[[str], None] = print
+) -> int:
+    """Moves the data to a start, applies the exclusions of rollbacks, returns the last step.
+
+    Raises UserError if the stored position counts in other data.
+    """
+    if start.position is None:
+        batches.seek(start.first_step)
+    else:
+        try:
+            batches.resume(start.position)
+        except UserError as error:
+            if start.how != "growth":
+                raise
+            raise UserError(f"growth_data=continue: {error} Or set growth_data=restart.") from None
+    for rollback in active_rollbacks(start, batches):
+        first, end = rollback.samples
+        # The state may predate the rollback target: the excluded samples come after both.
+        if batches.exclude_once(first, end):
+            show(
+                f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
+                f"{rollback.noticed} (rewinds.json): {rollback.reason}"
+            )
+    return final_step(batches, steps)
+
+
+def active_rollbacks(start: RestoreResult, batches: BatchIterator) -> list[Rollback]:
+    """Returns the recorded rollbacks that apply to the run's current data."""
+    return [each for each in start.rollbacks if not batches.differences(each.data)]
+
+
+def final_step(batches: BatchIterator, steps: int) -> int:
+    """Returns the last step of the run, from 0: of `steps`, or the last one with data."""
+    num_steps = batches.num_steps
+    return (steps if num_steps is None else min(steps, num_steps)) - 1
+
+
+def complete_message(start: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
+    """Returns the message for a run without a step left."""
+    limit = "steps" if last_step + 1 == steps else "num_epoch"
+    return (
+        f"The run is complete: {start.source}, steps={steps}, num_epoch={num_epoch}. "
+        f"Raise {limit} to continue."
     )

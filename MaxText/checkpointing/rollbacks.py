@@ -10,14 +10,14 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.checkpointing.whole_files import read_sealed, write_sealed
 from MaxText.errors import UserError
+from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
 
 _FILE = "rewinds.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rewind:
+class Rollback:
     """A rollback.
 
     Attributes:
@@ -44,27 +44,27 @@ class Rewind:
         return facts
 
 
-def write_rewinds(folder: epath.Path, rewinds: Sequence[Rewind]) -> None:
+def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
     """Writes the rollbacks atomically; call it on one process only."""
-    rows = [dataclasses.asdict(rewind) for rewind in rewinds]
+    rows = [dataclasses.asdict(rollback) for rollback in rollbacks]
     folder.mkdir(parents=True, exist_ok=True)
-    write_sealed(folder / _FILE, "rewinds", rows)
+    write_json_with_digest(folder / _FILE, "rewinds", rows)
 
 
-def read_rewinds(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rewind, ...]:
+def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rollback, ...]:
     """Returns the rollbacks in order, none if missing or damaged; UserError if storage fails."""
     path = folder / _FILE
     try:
-        rows = read_sealed(path, "rewinds") or []
-        return tuple(Rewind(**row | {"samples": tuple(row["samples"])}) for row in rows)
+        rows = read_json_with_digest(path, "rewinds") or []
+        return tuple(Rollback(**row | {"samples": tuple(row["samples"])}) for row in rows)
     except OSError as error:
         raise UserError(
-            f"{path}, which says what the run leaves out, cannot be read: {error}. Mend the "
-            "folder; without the file the run may meet the same trouble again."
+            f"cannot read {path}: {error}. Fix the folder; without the file the run would train "
+            "again on data that rollbacks excluded."
         ) from error
     except (ValueError, LookupError, TypeError) as error:
         show(
-            f"!!! WARNING: {path} CANNOT BE READ: {error}. Where the run went back after the "
-            "checkpoint that it starts from, it may meet the same trouble again."
+            f"WARNING: cannot read {path}: {error}. The run may repeat rollbacks that happened "
+            "after the checkpoint it resumes from."
         )
         return ()

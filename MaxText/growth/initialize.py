@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.checkpointing.matching import Leaf, path_name
+from MaxText.checkpointing.matching import ArraySpec, mismatches, path_name
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import Index, LeafPlan, new_part
-from MaxText.growth.settling import Growth
-from MaxText.training.optimizer import DIRECTION
+from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
+from MaxText.growth.resolve import PendingGrowth
+from MaxText.training.optimizer import BASE_TRANSFORM
 
 _SECOND_MOMENT = "nu"  # optax's name, in Adam and in Muon's Adam
 _OPT_STATE = "opt_state/"
 
 
-def grown_parameters(growth: Growth, abstract_params: Any, fresh_params: Any) -> Any:
+def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) -> Any:
     """Returns the parameters of the larger model, with the shardings of `abstract_params`.
 
     `fresh_params` are drawn for the larger model with these shardings, and deleted array by array.
@@ -38,7 +38,7 @@ def grown_parameters(growth: Growth, abstract_params: Any, fresh_params: Any) ->
     return jax.tree_util.tree_map_with_path(place, abstract_params)
 
 
-def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
+def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
     """Returns a fresh optimizer state with the smaller model's moments and counts.
 
     First moments of new slots are zero. Their second moments are zero with growth_moments=reused;
@@ -56,34 +56,28 @@ def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any)
         stored = growth.source.read_other(_OPT_STATE + name)
         means = None
         if growth.moments == "warmed" and _SECOND_MOMENT in name.split("/"):
-            means = _means_over_slots(leaf, stored)
+            means = _mean_over_slots(leaf, stored)
         fresh[name].delete()
         fresh[name] = _placed(leaf, stored, wanted[name], means)
     return jax.tree.unflatten(structure, [fresh[name] for name in names])
 
 
 def _moment_plans(
-    growth: Growth, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, LeafPlan]:
-    plans, problems = {}, []
+    growth: PendingGrowth, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, ParamGrowth]:
+    others = growth.source.others
+    plans, expected = {}, {}
     for name, leaf in wanted.items():
-        if name.split("/")[0] != str(DIRECTION):
+        if name.split("/")[0] != str(BASE_TRANSFORM):
             continue  # the schedule's step
-        new = Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
-        old = growth.source.others.get(_OPT_STATE + name)
+        new = ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         parameter = _parameter_of(name, growth.plan.leaves)
-        if parameter and parameter.new.shape == new.shape:
-            expected = parameter.old.shape
-        else:
-            expected, parameter = new.shape, LeafPlan(name, new, new, None, None, None)
-        if old is None:
-            problems.append(f"missing     {_OPT_STATE}{name}: wanted [{_sizes(expected)}]")
-        elif old.shape != expected:
-            problems.append(
-                f"other shape {_OPT_STATE}{name}: stored {old}, wanted [{_sizes(expected)}]"
-            )
-        else:
-            plans[name] = parameter._replace(old=old, new=new)
+        if parameter is None or parameter.new.shape != new.shape:
+            parameter = ParamGrowth(name, new, new, None, None, None)
+        path = _OPT_STATE + name
+        expected[path] = new._replace(shape=parameter.old.shape)
+        plans[name] = parameter._replace(old=others.get(path, new), new=new)
+    problems = mismatches({path: others[path] for path in expected if path in others}, expected)
     if problems:
         raise UserError(
             f"growth_moments={growth.moments}: {growth.source.folder} does not hold the state of "
@@ -93,17 +87,13 @@ def _moment_plans(
     return plans
 
 
-def _parameter_of(path: str, leaves: Mapping[str, LeafPlan]) -> LeafPlan | None:
+def _parameter_of(path: str, leaves: Mapping[str, ParamGrowth]) -> ParamGrowth | None:
     names = path.split("/")
     ends = ("/".join(names[start:]) for start in range(len(names)))
     return next((leaves[end] for end in ends if end in leaves), None)
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
-    return ",".join(map(str, shape))
-
-
-def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
+def _mean_over_slots(leaf: ParamGrowth, stored: np.ndarray) -> np.ndarray | None:
     """Returns the mean over stored slots for every new slot, if any."""
     if leaf.slots is None or leaf.slots.new <= leaf.slots.old:
         return None
@@ -111,13 +101,13 @@ def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
     means = stored.mean(axis, dtype=np.float32, keepdims=True)
     one_slot = tuple(1 if i == axis else size for i, size in enumerate(leaf.new.shape))
     same = leaf._replace(
-        old=Leaf(means.shape, means.dtype), new=leaf.new._replace(shape=one_slot), slots=None
+        old=ArraySpec(means.shape, means.dtype), new=leaf.new._replace(shape=one_slot), slots=None
     )
-    return np.broadcast_to(new_part(same, means), leaf.new.shape)
+    return np.broadcast_to(grow_shard(same, means), leaf.new.shape)
 
 
 def _placed(
-    leaf: LeafPlan,
+    leaf: ParamGrowth,
     stored: np.ndarray,
     wanted: jax.ShapeDtypeStruct,
     drawn: jax.Array | np.ndarray | None,
@@ -131,13 +121,13 @@ def _placed(
     def part(index: Index | None) -> np.ndarray:
         assert index is not None  # jax passes one for each device
         if shards:
-            return new_part(leaf, stored, index, np.asarray(shards[_span(index, leaf)]))
-        return new_part(leaf, stored, index, 0.0 if drawn is None else np.asarray(drawn[index]))
+            return grow_shard(leaf, stored, index, np.asarray(shards[_span(index, leaf)]))
+        return grow_shard(leaf, stored, index, 0.0 if drawn is None else np.asarray(drawn[index]))
 
     return jax.block_until_ready(jax.make_array_from_callback(wanted.shape, sharding, part))
 
 
-def _span(index: Index, leaf: LeafPlan) -> tuple[tuple[int, int], ...]:
+def _span(index: Index, leaf: ParamGrowth) -> tuple[tuple[int, int], ...]:
     return tuple(piece.indices(size)[:2] for piece, size in zip(index, leaf.new.shape, strict=True))
 
 

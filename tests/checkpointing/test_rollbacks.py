@@ -5,15 +5,19 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.rewinds import Rewind, read_rewinds
+from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks
 from MaxText.config.data_sections import Data
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.run.starting_data import begin_data, complete
-from MaxText.run.starting_point import Start, restore_or_initialize
+from MaxText.run.restore import (
+    RestoreResult,
+    complete_message,
+    restore_data_position,
+    restore_or_initialize,
+)
 
 
 def batches(seed=0):
@@ -21,47 +25,47 @@ def batches(seed=0):
     return train_loader(data, plan=BatchPlan.constant(4, 8), vocab_size=50)
 
 
-def rewind(number=1, to=6, samples=(28, 36)):
-    return Rewind(number, to, 8, 7, samples, "checkpoint", "bad text", batches().identity)
+def rollback(number=1, to=6, samples=(28, 36)):
+    return Rollback(number, to, 8, 7, samples, "checkpoint", "bad text", batches().identity)
 
 
-def recorded(folder, *rewinds, **keys):
-    checkpoints = Checkpoints(folder, Checkpoint(**keys))
-    for each in rewinds:
-        checkpoints.record_rewind(each)
-    return Checkpoints(folder, Checkpoint(**keys)).rewinds()
+def recorded(folder, *rollbacks, **keys):
+    checkpoints = CheckpointManager(folder, Checkpoint(**keys))
+    for each in rollbacks:
+        checkpoints.record_rollback(each)
+    return CheckpointManager(folder, Checkpoint(**keys)).rollbacks()
 
 
 def test_a_restart_finds_them_all(tmp_path):
     folder = tmp_path / "checkpoints"
-    first, second = rewind(), rewind(2, samples=(40, 44))
+    first, second = rollback(), rollback(2, samples=(40, 44))
     assert recorded(folder) == ()
     assert recorded(folder, enable_checkpointing=False) == ()
     assert not folder.exists()
     assert recorded(folder, first, second) == (first, second)
-    third = rewind(3)
+    third = rollback(3)
     assert recorded(folder, third) == (first, second, third)
     assert [path.name for path in folder.iterdir()] == ["rewinds.json"]
     # Also one without a checkpoint.
     start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), None, lambda: None, {}, [].append
+        CheckpointManager(folder, Checkpoint()), Checkpoint(), None, lambda: None, {}, [].append
     )
-    assert (start.how, start.rewinds) == ("scratch", (first, second, third))
+    assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
 
 
 @pytest.mark.parametrize(
     "change", [lambda t: t[:-9], lambda t: t.replace("28", "29"), lambda t: "[]", lambda t: "é"]
 )
 def test_a_damaged_file_counts_as_none(tmp_path, change):
-    recorded(tmp_path, rewind())
+    recorded(tmp_path, rollback())
     folder, file, lines = epath.Path(tmp_path), tmp_path / "rewinds.json", []
     file.write_text(change(file.read_text()))
-    assert read_rewinds(folder, lines.append) == ()
+    assert read_rollbacks(folder, lines.append) == ()
     assert "rewinds.json" in lines[0]
     file.unlink()
     file.mkdir()
     with pytest.raises(UserError, match=r"rewinds\.json"):
-        read_rewinds(folder, print)
+        read_rollbacks(folder, print)
 
 
 def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
@@ -69,9 +73,9 @@ def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
     went_back.seek(6)
     went_back.exclude(28, 36)
     lines = []
-    start = Start(None, 2, {"step": 2, "samples": 8, **restarted.identity}, "", "resume")
-    start = start._replace(rewinds=(rewind(),))
-    assert begin_data(start, restarted, 20, lines.append) == 19
+    start = RestoreResult(None, 2, {"step": 2, "samples": 8, **restarted.identity}, "", "resume")
+    start = start._replace(rollbacks=(rollback(),))
+    assert restore_data_position(start, restarted, 20, lines.append) == 19
     (line,) = lines
     assert all(fact in line for fact in ("28 to 35", "step 8", "bad text"))
     rows = [next(restarted).tokens_BT.tolist() for _ in range(2, 12)]
@@ -81,26 +85,26 @@ def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
     assert [next(later).tokens_BT.tolist() for _ in range(2, 7)] == rows[:5]
     # A checkpoint from after it says so itself.
     start = start._replace(first_step=12, position=went_back.position)
-    assert begin_data(start, later, 20, lines.append) == 19
+    assert restore_data_position(start, later, 20, lines.append) == 19
     assert later.position == went_back.position
     assert len(lines) == 1
 
 
 def test_samples_of_other_data_are_others():
     other = batches(seed=1)
-    start = Start(None, 0, None, "", "scratch", rewinds=(rewind(),))
-    begin_data(start, other, 20, pytest.fail)
+    start = RestoreResult(None, 0, None, "", "scratch", rollbacks=(rollback(),))
+    restore_data_position(start, other, 20, pytest.fail)
     assert other.position["excluded"] == []
 
 
 def test_where_data_begins_and_ends():
-    start = Start(None, 0, None, "", "growth")
+    start = RestoreResult(None, 0, None, "", "growth")
     finite = SimpleNamespace(num_steps=7, seek=lambda step: None)
-    assert [begin_data(start, finite, steps) for steps in (10, 5)] == [6, 4]
+    assert [restore_data_position(start, finite, steps) for steps in (10, 5)] == [6, 4]
     start = start._replace(position={"step": 0, "samples": 12, **batches(seed=1).identity})
     with pytest.raises(UserError, match=r"^growth_data=continue: .*growth_data=restart"):
-        begin_data(start, batches(), 10)
+        restore_data_position(start, batches(), 10)
     with pytest.raises(UserError, match=r"^(?!growth)"):
-        begin_data(start._replace(how="resume"), batches(), 10)
-    assert "steps=7, num_epoch=-1. Raise steps " in complete(start, 7, 6, -1)
-    assert "num_epoch=1. Raise num_epoch " in complete(start, 9, 6, 1)
+        restore_data_position(start._replace(how="resume"), batches(), 10)
+    assert "steps=7, num_epoch=-1. Raise steps " in complete_message(start, 7, 6, -1)
+    assert "num_epoch=1. Raise num_epoch " in complete_message(start, 9, 6, 1)

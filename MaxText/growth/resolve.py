@@ -4,24 +4,23 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import layout
-from MaxText.checkpointing.description import metadata_if_any
+from MaxText.checkpointing import checkpoint_files
 from MaxText.config.catalogue import build, flat
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.growth import zoom
 from MaxText.growth.growth_plan import GrowthPlan, Mode
-from MaxText.growth.record import Record, latest, make_record, old_slots, sizes
-from MaxText.growth.source import Source, open_source
+from MaxText.growth.record import Record, existing_slots, from_metadata, make_record, sizes
+from MaxText.growth.source import SourceCheckpoint, open_source
 from MaxText.layers.pattention import slot_place, slots_by_place
 
 _RATE = "growth_old_slots_learning_rate"
 
 
-class Growth(NamedTuple):
+class PendingGrowth(NamedTuple):
     """Parameters that are to grow."""
 
-    source: Source  # the smaller model
+    source: SourceCheckpoint  # the smaller model
     plan: GrowthPlan
     mode: Mode  # initialization of new slots
     moments: str  # optimizer state: "zeroed", "reused" or "warmed"
@@ -29,26 +28,28 @@ class Growth(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
+class ResolvedGrowth:
     """A configuration with a fixed zoom, and its growth."""
 
     config: Config  # to build a model of
-    growth: Growth | None = None  # to be done at the start of this run
+    growth: PendingGrowth | None = None  # to be done at the start of this run
     # How the run's parameters grew, now or at its first start, or None. Saved with each checkpoint
     # (run/lineage.py), as the source may be gone by then.
     record: Record | None = None
     lines: Sequence[str] = ()  # messages for the user
 
     @property
-    def old_slots(self) -> dict[str, int]:
-        return old_slots(self.record)
+    def existing_slots(self) -> dict[str, int]:
+        return existing_slots(self.record)
 
     @property
     def old_slots_learning_rate(self) -> float:
         return self.record["old_slots_learning_rate"] if self.record else 1.0
 
 
-def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
+def resolve_growth(
+    config: Config, own: Sequence[checkpoint_files.StoredCheckpoint]
+) -> ResolvedGrowth:
     """Resolves a run's growth without reading arrays; raises UserError if parameters do not fit.
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
@@ -57,7 +58,9 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
     if own:
         return _as_recorded(config, own, is_resumed=True)
     if section.load_full_state_path:
-        stored = layout.find(section.load_full_state_path, "load_full_state_path")
+        stored = checkpoint_files.resolve_checkpoint(
+            section.load_full_state_path, "load_full_state_path"
+        )
         return _as_recorded(config, [stored], is_resumed=False)
     if not section.load_parameters_path:
         if _asked_rate(config):
@@ -65,35 +68,41 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
                 f"{_words(_asked_rate(config))}: has no effect without load_parameters_path, the "
                 "smaller model: a new run has no old slots."
             )
-        return Settled(config)
-    return settle_source(config, open_source(section.load_parameters_path, flat(config)))
+        return ResolvedGrowth(config)
+    return resolve_growth_from(config, open_source(section.load_parameters_path, flat(config)))
 
 
 def _as_recorded(
-    config: Config, checkpoints: Sequence[layout.Stored], *, is_resumed: bool
-) -> Settled:
+    config: Config, checkpoints: Sequence[checkpoint_files.StoredCheckpoint], *, is_resumed: bool
+) -> ResolvedGrowth:
     """Resolves a run that restores a full state, its own or another run's."""
-    metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
-    record = latest(metadata)
+    newest_first = (stored.try_metadata() for stored in reversed(checkpoints))
+    metadata = next(filter(None, newest_first), {})
+    record = from_metadata(metadata)
     # The zoom that the run was trained with, whoever fixed it. One that the user sets stays, and
     # restoring reports the difference.
     keys = zoom.inherited(zoom.stored_config(metadata), config)
-    if not metadata.get(layout.PARAMETERS_ONLY):  # else no run to resume, which restoring reports
+    if not metadata.get(
+        checkpoint_files.PARAMETERS_ONLY
+    ):  # else no run to resume, which restoring reports
         record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
         keys |= rate
     lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
-    return Settled(_with(config, keys), None, record, lines)
+    return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
 def _recorded_rate(
-    config: Config, record: Record | None, stored: layout.Stored, is_resumed: bool
+    config: Config,
+    record: Record | None,
+    stored: checkpoint_files.StoredCheckpoint,
+    is_resumed: bool,
 ) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth_old_slots_learning_rate
-    if record is None or not old_slots(record):
+    if record is None or not existing_slots(record):
         if _asked_rate(config):
             raise UserError(
-                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so there are no old "
-                "ones. learning_rate_overrides sets rates by name."
+                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so it has no "
+                "pre-existing ones. learning_rate_overrides sets rates by name."
             )
         return record, {}
     recorded = record["old_slots_learning_rate"]
@@ -101,9 +110,8 @@ def _recorded_rate(
         return record, {_RATE: recorded} if recorded != 1 else {}
     if is_resumed and asked != recorded:
         raise UserError(
-            f"{_RATE}={asked:g}: since it grew, this run has trained its old slots with "
-            f"{recorded:g} ({stored}), and it goes on so. Leave the key out. To train on with "
-            "another rate, start another run_name with "
+            f"{_RATE}={asked:g} conflicts with the checkpoint ({recorded:g}, {stored}). Remove the "
+            "key. To change the rate, start another run_name with "
             f"load_full_state_path={stored.folder.parent.parent}."
         )
     return {**record, "old_slots_learning_rate": asked}, {}
@@ -114,7 +122,7 @@ def _asked_rate(config: Config) -> dict[str, float]:
     return {} if asked is None or asked == 1 else {_RATE: asked}
 
 
-def settle_source(config: Config, source: Source) -> Settled:
+def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGrowth:
     """Resolves a run without checkpoints; load_parameters_path names `source`."""
     from MaxText.conversion.weight_source import model_of
 
@@ -135,17 +143,17 @@ def settle_source(config: Config, source: Source) -> Settled:
     position = None
     if section.growth_data == "continue":
         position = {**source.position(), "step": 0}
-    asked = Growth(source, growth, mode, section.growth_moments, position)
+    asked = PendingGrowth(source, growth, mode, section.growth_moments, position)
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
     told = [f"Growth from {source.folder}: {changed}; growth_mode={mode}"]
     if growth.drops:
         told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
-    return Settled(_with(config, keys), asked, record, [*told, *lines])
+    return ResolvedGrowth(_with(config, keys), asked, record, [*told, *lines])
 
 
 def _settled_without_change(
-    config: Config, source: Source, keys: Mapping[str, float], lines: Sequence[str]
-) -> Settled:
+    config: Config, source: SourceCheckpoint, keys: Mapping[str, float], lines: Sequence[str]
+) -> ResolvedGrowth:
     section = config.checkpoint
     for name, value, unasked in (
         ("growth_moments", section.growth_moments, "zeroed"),
@@ -153,23 +161,23 @@ def _settled_without_change(
     ):
         if value != unasked:
             raise UserError(
-                f"{name}={value}: {source.folder} has the slots and layers of this model, so "
-                "nothing grows. load_full_state_path takes optimizer state and data position, too."
+                f"{name}={value} has no effect: {source.folder} already has this model's slots and "
+                "layers. To keep optimizer state and data position, use load_full_state_path."
             )
     # A model that convert.py grew is trained for the first time here.
-    grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
-    record = latest(source.metadata) if grown_by_itself else None
+    grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
+    record = from_metadata(source.metadata) if grown_by_itself else None
     asked = _asked_rate(config)
     if record:
         record = {**record, "old_slots_learning_rate": asked.get(_RATE, 1.0)}
-    if asked and not old_slots(record):
+    if asked and not existing_slots(record):
         raise UserError(
             f"{_words(asked)}: {source.folder} has the slots of this model, so none of them is "
             "new. learning_rate_overrides sets rates by name."
         )
     if keys:
         record = {**(record or make_record(GrowthPlan({}), section, keys)), "zoom": dict(keys)}
-    return Settled(_with(config, keys), None, record, lines)
+    return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
 def _with(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -180,14 +188,14 @@ def _words(keys: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in keys.items())
 
 
-def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
+def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint) -> None:
     stored = growth.stored_slots
     if number == -1:
         return
     if not stored:
         raise UserError(
-            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Leave the "
-            "key out."
+            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Remove "
+            "the key."
         )
     right = _slot_numbers(stored, zoom.stored_config(source.metadata))
     if number in right:
@@ -195,8 +203,8 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
     found = slots_by_place({name: str(slots) for name, slots in stored.items()})
     raise UserError(
         f"load_parameters_path_slot_number={number}: {source.folder} has slots {found}, which is "
-        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; leave "
-        "the key out."
+        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; "
+        "remove the key."
     )
 
 
@@ -216,7 +224,9 @@ def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]
     return sorted(set(counts.values()))
 
 
-def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> None:
+def _check_possible(
+    config: Config, growth: GrowthPlan, mode: Mode, source: SourceCheckpoint
+) -> None:
     section = config.checkpoint
     if growth.drops and not section.growth_allow_shrinking:
         raise UserError(
@@ -224,9 +234,7 @@ def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Sour
             "last slots, or layers evenly, set growth_allow_shrinking=true."
         )
     if (asked := _asked_rate(config)) and not growth.adds_slots:
-        raise UserError(
-            f"{_words(asked)}: no slots are added, so there are none to keep apart from them."
-        )
+        raise UserError(f"{_words(asked)}: no slots are added, so none counts as pre-existing.")
     if mode != "function_preserving":
         return
     if growth.layers:
@@ -240,10 +248,9 @@ def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Sour
     normalize_type = config.model.pattention.normalize_type
     if growth.adds_slots and normalize_type not in zoom.PRESERVING:
         raise UserError(
-            f"growth_mode=function_preserving: with normalize_type={normalize_type} every new "
-            "slot takes part in the normalisation of the others, whatever its key is, so the "
-            "function changes.\n  Set growth_mode=random. The function can be kept with "
-            f"{', '.join(zoom.PRESERVING)}."
+            f"growth_mode=function_preserving is impossible with normalize_type={normalize_type}: "
+            "new slots change the normalization of existing ones.\n  Set growth_mode=random. The "
+            f"function can be preserved with {', '.join(zoom.PRESERVING)}."
         )
     if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
         raise UserError(
@@ -252,7 +259,9 @@ def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Sour
         )
 
 
-def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> dict[str, float]:
+def _zoom_keys(
+    config: Config, growth: GrowthPlan, mode: Mode, source: SourceCheckpoint
+) -> dict[str, float]:
     stored = zoom.stored_config(source.metadata)
     if growth.slots and mode != "function_preserving":
         # As in TokenFormer's JAX code, the user sets the scale; one that is already fixed stays.
@@ -261,10 +270,10 @@ def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -
         return zoom.inherited(stored, config)
     if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:
         return {}
-    zooms = zoom.trained_with(stored, growth, config)
+    zooms = zoom.source_zoom_dims(stored, growth, config)
     if wrong := zoom.conflicts(zooms, config):
         raise UserError(
             "growth_mode=function_preserving keeps the zoom that the stored slots were trained "
-            f"with: {'; '.join(wrong)}.\n  Leave zoom_dim out, or set growth_mode=random."
+            f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth_mode=random."
         )
-    return zoom.keys_for(zooms, config)
+    return zoom.zoom_dim_overrides(zooms, config)

@@ -12,14 +12,14 @@ from MaxText.metrics.tables import byte_count, derived_quantities
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantities:
+class TrainingStats:
     """Sizes of a run; `peak` is that of one device."""
 
     model: Model
     batch: Batch
     plan: BatchPlan
     num_devices: int
-    num_updates: int
+    num_steps: int
     peak: PeakFlops
 
     def tokens(self, step: int) -> int:
@@ -31,7 +31,7 @@ class Quantities:
 
     @property
     def tokens_of_run(self) -> int:
-        return self.tokens_before(self.num_updates)
+        return self.tokens_before(self.num_steps)
 
     def tokens_per_device(self, step: int) -> float:
         return self.tokens(step) / self.num_devices
@@ -50,7 +50,7 @@ class Quantities:
 
     @property
     def flops_of_run(self) -> float:
-        return self.flops_before(self.num_updates)
+        return self.flops_before(self.num_steps)
 
     def tflops_per_device(self, step: int) -> float:
         return self.flops(step).tflops(self.tokens_per_device(step))
@@ -65,7 +65,7 @@ class Quantities:
 
         `training_bytes` is the size of parameters, gradients and optimizer state.
         """
-        d, last = self.model.section.shape.dimensions, max(self.num_updates - 1, 0)
+        d, last = self.model.section.shape.dimensions, max(self.num_steps - 1, 0)
         flops, parameters = self.flops(last), self.model.num_parameters
         batches = ["Batch"]
         if self.plan.has_stages:
@@ -77,10 +77,10 @@ class Quantities:
                 f"{d.emb_dim}; training state of {byte_count(training_bytes)}",
                 *(
                     f"{name}: {stage.samples:,} sequences x {stage.length:,} tokens = "
-                    f"{self.tokens(stage.first_step):,} tokens per update"
+                    f"{self.tokens(stage.first_step):,} tokens per step"
                     for name, stage in zip(batches, self.plan.stages, strict=True)
                 ),
-                f"Run: {self.num_updates:,} updates, {self.tokens_of_run:,} tokens "
+                f"Run: {self.num_steps:,} steps, {self.tokens_of_run:,} tokens "
                 f"({self.tokens_of_run / parameters:.3g} per parameter), {self.flops_of_run:.3g} "
                 "FLOPs",
                 flops.line(self.tokens_per_device(last)),
@@ -92,7 +92,7 @@ class Quantities:
     def describe(self) -> str:
         """Returns all sizes as lines "name = formula = numbers = value"."""
         d = self.model.section.shape.dimensions
-        batch, last = self.batch, max(self.num_updates - 1, 0)
+        batch, last = self.batch, max(self.num_steps - 1, 0)
         stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
         parameters = self.model.num_parameters
         # Two matmuls per layer, 2 FLOPs each, 3x for training; causal counts half.
@@ -111,54 +111,29 @@ class Quantities:
             numbers += f" + 6 x {int(flops.depth_sums) // (6 * d.emb_dim)} x {d.emb_dim}"
         rows = [
             (
-                "sequences per update",
+                "sequences per step",
                 "per_device_batch_size x devices x gradient_accumulation_steps",
                 f"{batch.per_device_batch_size:g} x {self.num_devices} x "
                 f"{batch.gradient_accumulation_steps}",
                 stage.samples,
             ),
-            (
-                "tokens per update",
-                "sequences x max_target_length",
-                f"{stage.samples} x {d.max_target_length}",
-                tokens,
+            ("tokens per step", "sequences x max_target_length",
+             f"{stage.samples} x {d.max_target_length}", tokens),
+            *(
+                (f"stage from step {stage.first_step}", "sequences x length",
+                 f"{self.plan.rows(stage)} x {stage.length}", self.tokens(stage.first_step))
+                for stage in (self.plan.stages if self.plan.has_stages else ())
             ),
-            (
-                "tokens of the run",
-                "updates x tokens per update",
-                f"{self.num_updates} x {tokens}" if not self.plan.has_stages else "see stages",
-                self.tokens_of_run,
-            ),
-            (
-                "tokens per parameter",
-                "tokens of the run / parameters",
-                f"{self.tokens_of_run} / {parameters}",
-                self.tokens_of_run / parameters,
-            ),
-            (
-                "FLOPs per token",
-                formula,
-                numbers,
-                flops.per_token,
-            ),
-            (
-                "FLOPs of the run",
-                "tokens of the run x FLOPs per token",
-                "",
-                f"{self.flops_of_run:.3e}",
-            ),
+            ("tokens of the run", "steps x tokens per step",
+             "see stages" if self.plan.has_stages else f"{self.num_steps} x {tokens}",
+             self.tokens_of_run),
+            ("tokens per parameter", "tokens of the run / parameters",
+             f"{self.tokens_of_run} / {parameters}", self.tokens_of_run / parameters),
+            ("FLOPs per token", formula, numbers, flops.per_token),
+            ("FLOPs of the run", "tokens of the run x FLOPs per token", "",
+             f"{self.flops_of_run:.3e}"),
             ("peak of a device", "", "", f"{self.peak.tflops:.3g} TFLOP/s ({self.peak.source})"),
-        ]
-        if self.plan.has_stages:
-            rows[3:3] = [
-                (
-                    f"stage from step {stage.first_step}",
-                    "sequences x length",
-                    f"{self.plan.rows(stage)} x {stage.length}",
-                    self.tokens(stage.first_step),
-                )
-                for stage in self.plan.stages
-            ]
+        ]  # fmt: skip
         return "\n".join(
             [
                 derived_quantities(rows),

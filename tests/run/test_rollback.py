@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.description import Unreadable
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.config.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.metrics.event_stream import EventStream
-from MaxText.run.recovery import Recovery
-from MaxText.run.starting_point import Start
+from MaxText.run.restore import RestoreResult
+from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
@@ -27,7 +27,7 @@ def state_after(step, section=SECTION, last_skipped=-1):
     return TrainState(jnp.int32(step + 1), {"w": jnp.full(3, step)}, (), guard)
 
 
-class Checkpoints:
+class CheckpointManager:
     """Those of `good`; those of `damaged` cannot be read."""
 
     def __init__(self, good=(), damaged=()):
@@ -35,26 +35,26 @@ class Checkpoints:
         self.observed, self.given_up, self.lines, self.recorded = [], [], [], []
         self.show = self.lines.append
 
-    def observe(self, step, healthy):
+    def update_health(self, step, healthy):
         self.observed.append((step, healthy))
 
-    def latest_good(self, before):
+    def last_healthy(self, before):
         return max((step for step in self.good if step < before), default=None)
 
     def restore(self, step, abstract_state):
         if step in self.damaged:
-            raise Unreadable("array w is damaged")
+            raise CheckpointCorruptedError("array w is damaged")
         return state_after(step), {"step": step + 1, "excluded": []}, {}
 
-    def mark_unreadable(self, step):
+    def mark_corrupted(self, step):
         self.good.remove(step)
 
-    def go_back_to(self, step):
+    def roll_back_to(self, step):
         assert not self.recorded  # or a restart in between would resume in the past given up
         self.given_up.append(step)
 
-    def record_rewind(self, rewind):
-        self.recorded.append(rewind)
+    def record_rollback(self, rollback):
+        self.recorded.append(rollback)
 
 
 class Batches:
@@ -82,15 +82,17 @@ def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=()
     rows = []
     sink = types.SimpleNamespace(write=rows.append, flush=lambda: None, close=lambda: None)
     state = state_after(first_step - 1, section, last_skipped)
-    start = Start(state, first_step, None, "", "scratch", {"rewinds": rewinds})
-    start = start._replace(rewinds=recorded)
+    start = RestoreResult(state, first_step, None, "", "scratch", {"rewinds": rewinds})
+    start = start._replace(rollbacks=recorded)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), start.state
     )
-    batches, checkpoints = Batches(), checkpoints or Checkpoints()
-    recovery = Recovery(section, checkpoints, EventStream([sink]).emit, batches, abstract, start)
-    return recovery, checkpoints, batches, rows
+    batches, checkpoints = Batches(), checkpoints or CheckpointManager()
+    rollback = RollbackController(
+        section, checkpoints, EventStream([sink]).emit, batches, abstract, start
+    )
+    return rollback, checkpoints, batches, rows
 
 
 def metrics(num_skipped=0, last=-1, first=-1, recent=0, rise=0.0, began=0, **more):
@@ -107,33 +109,33 @@ def metrics(num_skipped=0, last=-1, first=-1, recent=0, rise=0.0, began=0, **mor
     } | more
 
 
-def in_trouble(recovery):
+def in_trouble(rollback):
     for step in range(60):
-        recovery.observe(step, metrics(log_z=2.0 if step < 45 else 3.0, param_norm=5.0))
-    recovery.observe(60, metrics(num_skipped=3, last=60, first=57, recent=3))
-    assert recovery.trouble is not None
+        rollback.observe(step, metrics(log_z=2.0 if step < 45 else 3.0, param_norm=5.0))
+    rollback.observe(60, metrics(num_skipped=3, last=60, first=57, recent=3))
+    assert rollback.trigger is not None
 
 
 def test_updates_between_two_reports_are_known_by_the_later_one():
-    recovery, checkpoints, _, rows = made()
-    recovery.observe(4, metrics())
-    recovery.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
+    rollback, checkpoints, _, rows = made()
+    rollback.observe(4, metrics())
+    rollback.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
     assert checkpoints.observed == [(step, step not in (5, 6, 7)) for step in range(10)]
     (skip,) = rows
     assert (skip.kind, skip.step, skip.facts["count"]) == ("skip", 7, 2)
-    assert recovery.trouble is None
-    assert not recovery.is_healthy
-    recovery.observe(11, metrics(num_skipped=2, last=7, first=6, recent=2))
-    assert recovery.is_healthy
+    assert rollback.trigger is None
+    assert not rollback.is_healthy
+    rollback.observe(11, metrics(num_skipped=2, last=7, first=6, recent=2))
+    assert rollback.is_healthy
     # Skips before a restart are remembered.
     assert made(first_step=40)[0].is_healthy
     assert not made(first_step=40, last_skipped=38)[0].is_healthy
 
 
 def test_back_to_the_newest_good_checkpoint_before_the_trouble():
-    recovery, checkpoints, batches, rows = made(Checkpoints(good=(10, 50, 58)))
-    in_trouble(recovery)
-    state = recovery.go_back()
+    rollback, checkpoints, batches, rows = made(CheckpointManager(good=(10, 50, 58)))
+    in_trouble(rollback)
+    state = rollback.roll_back()
     assert int(state.step) == 51
     assert checkpoints.given_up == [50]
     # From two updates before the first suspicious one; what was left out before stays so.
@@ -141,19 +143,19 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     row = rows[-1]
     assert (row.kind, row.step) == ("rewind", 51)
     assert "log_z by 50%" in row.facts["reason"]
-    assert recovery.rewinds == 1
-    assert recovery.trouble is None
+    assert rollback.num_rollbacks == 1
+    assert rollback.trigger is None
 
-    (rewind,) = checkpoints.recorded
-    assert (rewind.number, rewind.to, rewind.samples) == (1, 51, (220, 244))
-    other = dataclasses.replace(rewind, number=2, data={"seed": 8})
+    (record,) = checkpoints.recorded
+    assert (record.number, record.to, record.samples) == (1, 51, (220, 244))
+    other = dataclasses.replace(record, number=2, data={"seed": 8})
     # A restart from a checkpoint before it, whose metadata know of no rewind, tells of it again.
-    restarted, _, _, again = made(first_step=41, recorded=(rewind, other))
+    restarted, _, _, again = made(first_step=41, recorded=(record, other))
     assert [(each.step, each.facts) for each in again] == [(51, row.facts | {"again": True})]
-    assert restarted.rewinds == 1
+    assert restarted.num_rollbacks == 1
     # From one after it, where its row still stands.
-    restarted, _, _, again = made(first_step=60, recorded=(rewind,), rewinds=1)
-    assert (again, restarted.rewinds) == ([], 1)
+    restarted, _, _, again = made(first_step=60, recorded=(record,), rewinds=1)
+    assert (again, restarted.num_rollbacks) == ([], 1)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +168,11 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
 )
 def test_the_nearest_good_state(good, damaged, period, to, first):
     section = SECTION.model_copy(update={"rewind_snapshot_period": period})
-    recovery, checkpoints, batches, _ = made(Checkpoints(good, damaged), section)
+    rollback, checkpoints, batches, _ = made(CheckpointManager(good, damaged), section)
     for step in (39, 49, 59):
-        recovery.snapshot(step, state_after(step, section), {"step": step + 1})
-    in_trouble(recovery)
-    state = recovery.go_back()
+        rollback.snapshot(step, state_after(step, section), {"step": step + 1})
+    in_trouble(rollback)
+    state = rollback.roll_back()
     assert int(state.step) == to
     np.testing.assert_array_equal(state.params["w"], np.full(3, to - 1))
     assert batches.calls[0] == ("resume", to)
@@ -188,30 +190,30 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
     ],
 )
 def test_where_there_is_no_way_back(good, rewinds, match, given_up):
-    recovery, checkpoints, _, _ = made(Checkpoints(good=good), rewinds=rewinds)
-    in_trouble(recovery)
+    rollback, checkpoints, _, _ = made(CheckpointManager(good=good), rewinds=rewinds)
+    in_trouble(rollback)
     with pytest.raises(Diverged, match=match):
-        recovery.go_back()
+        rollback.roll_back()
     assert checkpoints.given_up == given_up
 
 
 def test_a_rise_and_skipped_steps_alone():
-    recovery, _, _, _ = made()
-    recovery.observe(60, metrics(rise=0.2, began=40))
-    assert recovery.trouble is None
-    recovery.observe(61, metrics(rise=0.3, began=40))
-    assert recovery.trouble.began == 40
-    assert "30%" in recovery.trouble.reason
+    rollback, _, _, _ = made()
+    rollback.observe(60, metrics(rise=0.2, began=40))
+    assert rollback.trigger is None
+    rollback.observe(61, metrics(rise=0.3, began=40))
+    assert rollback.trigger.began == 40
+    assert "30%" in rollback.trigger.reason
     # Without rollbacks, a run whose steps are all skipped ends.
-    recovery, *_ = made(section=SECTION.model_copy(update={"rewind_after_skips": 0}))
+    rollback, *_ = made(section=SECTION.model_copy(update={"rewind_after_skips": 0}))
     with pytest.raises(Diverged, match="128"):
-        recovery.observe(127, metrics(num_skipped=128, last=127, first=0, recent=128))
+        rollback.observe(127, metrics(num_skipped=128, last=127, first=0, recent=128))
 
 
 def test_without_the_guard_all_updates_are_sound():
-    recovery, checkpoints, _, rows = made(section=Guard(skip_step_on_spikes=False))
-    recovery.observe(3, {"loss": 3.0})
+    rollback, checkpoints, _, rows = made(section=Guard(skip_step_on_spikes=False))
+    rollback.observe(3, {"loss": 3.0})
     assert checkpoints.observed == [(step, True) for step in range(4)]
-    assert recovery.trouble is None
-    assert recovery.is_healthy
+    assert rollback.trigger is None
+    assert rollback.is_healthy
     assert rows == []

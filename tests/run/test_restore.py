@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
@@ -80,7 +80,7 @@ def test_refused_paths(tmp_path, saved_run):
     section = Checkpoint(load_parameters_path="a", load_full_state_path="b")
     with pytest.raises(UserError, match="load_full_state_path and load_parameters_path"):
         start(tmp_path, section)
-    checkpoints = Checkpoints(tmp_path / "newer" / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(tmp_path / "newer" / "checkpoints", Checkpoint())
     checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
     checkpoints.close()
     with pytest.raises(UserError, match="schema 10000"):
@@ -125,7 +125,7 @@ def test_masked_and_empty_optimizer_states_come_back(tmp_path):
         optax.scale_by_schedule(lambda count: 1.0),
     )
     state = TrainState(jnp.int32(1), params, transform.init(params))
-    checkpoints = Checkpoints(tmp_path / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", Checkpoint())
     checkpoints.save(0, state, None, checkpoint_metadata(CONFIG, params))
     checkpoints.close()
     result, _ = start(tmp_path, state=state, initialize=pytest.fail)

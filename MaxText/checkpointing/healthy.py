@@ -4,27 +4,13 @@ from collections.abc import Callable
 
 from etils import epath
 
-from MaxText.checkpointing.whole_files import read_sealed, write_sealed
 from MaxText.errors import UserError
+from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
 
 _FILE = "good.json"
 
 
-def read_good_steps(folder: epath.Path) -> tuple[list[int], str]:
-    """Returns the healthy steps under a `checkpoints` folder, and a problem with the file or ""."""
-    path = folder / _FILE
-    try:
-        return read_sealed(path, "good") or [], ""
-    except OSError as error:
-        raise UserError(
-            f"{path}, which says which checkpoints are good, cannot be read: {error}. "
-            "Mend the folder, or delete the file: no checkpoint then counts as healthy."
-        ) from error
-    except ValueError as error:
-        return [], f"{path} CANNOT BE READ: {error}. No checkpoint counts as good."
-
-
-class GoodSteps:
+class HealthyCheckpoints:
     """Promotes checkpoints after healthy steps and remembers them across restarts.
 
     A step's loss is that of the state before it, so a state can be bad before any metric shows it.
@@ -33,7 +19,6 @@ class GoodSteps:
     """
 
     def __init__(self, folder: epath.Path, healthy_steps: int, show: Callable[[str], None]):
-        self._folder = folder
         self._path = folder / _FILE
         self._healthy_steps = healthy_steps
         self._show = show
@@ -45,11 +30,23 @@ class GoodSteps:
     def steps(self) -> set[int]:
         """Healthy checkpoints, some of which may have been deleted since."""
         if self._steps is None:
-            self._written, damage = read_good_steps(self._folder)
-            if damage:
-                self._show(f"!!! WARNING: {damage}")
+            self._written = self._read()
             self._steps = set(self._written)
         return self._steps
+
+    def _read(self) -> list[int]:
+        try:
+            return read_json_with_digest(self._path, "good") or []
+        except OSError as error:
+            raise UserError(
+                f"cannot read {self._path}: {error}. Fix the folder, or delete the file: no "
+                "checkpoint then counts as healthy."
+            ) from error
+        except ValueError as error:
+            self._show(
+                f"WARNING: cannot read {self._path}: {error}. No checkpoint counts as healthy."
+            )
+            return []
 
     def watch(self, step: int) -> None:
         if self._healthy_steps == 0:
@@ -57,7 +54,7 @@ class GoodSteps:
         elif step not in self.steps:
             self._waiting[step] = 0
 
-    def observe(self, step: int, healthy: bool) -> None:
+    def update(self, step: int, healthy: bool) -> None:
         """Counts a step, in order; an unhealthy one restarts the count."""
         for saved in [saved for saved in self._waiting if saved < step]:
             self._waiting[saved] = self._waiting[saved] + 1 if healthy else 0
@@ -72,7 +69,7 @@ class GoodSteps:
         self._steps = {step for step in self.steps if not is_gone(step)}
         self._waiting = {s: count for s, count in self._waiting.items() if not is_gone(s)}
 
-    def to_keep(self) -> set[int]:
+    def steps_to_preserve(self) -> set[int]:
         """Returns the newest healthy step and the next candidate, else never promoted in time."""
         newest = max(self.steps, default=-1)
         next_one = min((step for step in self._waiting if step > newest), default=-1)
@@ -82,10 +79,10 @@ class GoodSteps:
     def changed(self) -> bool:
         return sorted(self.steps) != self._written
 
-    def write(self, is_on_disk: Callable[[int], bool]) -> None:
-        """Writes the file atomically; asks `is_on_disk` (costs requests) for new steps only."""
-        kept = sorted(step for step in self.steps if step in self._written or is_on_disk(step))
+    def write(self, is_finalized: Callable[[int], bool]) -> None:
+        """Writes the file atomically; asks `is_finalized` (costs requests) for new steps only."""
+        kept = sorted(step for step in self.steps if step in self._written or is_finalized(step))
         if kept == self._written:
             return
-        write_sealed(self._path, "good", kept)
+        write_json_with_digest(self._path, "good", kept)
         self._written = kept

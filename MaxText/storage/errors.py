@@ -1,0 +1,145 @@
+"""Errors of files and object stores, and whether a retry may help."""
+
+import errno
+import re
+from collections.abc import Iterator
+
+from MaxText.errors import UserError
+
+# TensorStore's messages when its own retries (some minutes) failed: codes of absl::Status, which
+# also stand for HTTP status codes.
+_UNAVAILABLE = re.compile(
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b"
+    r"|http_response_code='(408|429|5)"
+)
+_PERMISSION_DENIED = re.compile(r"http_response_code='40[13]'")
+# TensorStore's message about a local file.
+_OS_ERROR = re.compile(r"\[OS error (\d+)")
+# These errors say that the file is missing or of another type: damage, not a storage failure.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+
+# Answers of storage that works: missing, not permitted, or of another type.
+_ANSWERS = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    FileExistsError,
+)
+_PERMANENT = {
+    errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
+    errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
+}  # fmt: skip
+_TIMEOUT, _TOO_MANY = 408, 429  # HTTP status codes
+
+
+class ObjectStoreError(OSError, UserError):
+    """An object store that fails after retries: errno EIO if transient, else EINVAL.
+
+    An OSError for file readers and writers, a UserError for programs that exit with it.
+    """
+
+    def __init__(self, message: str, is_transient: bool = True):
+        super().__init__(errno.EIO if is_transient else errno.EINVAL, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+    def __reduce__(self):
+        return type(self), (self.strerror, self.errno == errno.EIO)
+
+
+class UnreadableFile(UserError):
+    """A file that cannot be read now: missing, not permitted, or on failing storage."""
+
+    def __init__(self, message: str, path: str = ""):
+        super().__init__(message)
+        self.path = path
+
+
+class BadRecord(UserError):
+    """A damaged record, skipped with on_bad_record=skip and otherwise fatal.
+
+    `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are
+    lost.
+    """
+
+    def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
+        super().__init__(f"{path} at {unit} {offset}: {reason}")
+        self.path, self.offset, self.reason, self.unit = path, offset, reason, unit
+        self.is_last = False
+
+    def __reduce__(self):
+        return type(self), (self.path, self.offset, self.reason, self.unit)
+
+
+def is_unavailable(error: BaseException) -> bool:
+    """Returns whether an error or its cause is an outage of an object store."""
+    return _message_matches(error, _UNAVAILABLE, errno.EIO)
+
+
+def is_permission_denied(error: BaseException) -> bool:
+    """Returns whether an error or its cause is an object store that denies access."""
+    return _message_matches(error, _PERMISSION_DENIED, errno.EINVAL)
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Returns whether storage failed (EIO, EACCES, ...), unlike damaged or missing files."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ObjectStoreError):
+            return True
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno not in _DAMAGE
+        if found := _OS_ERROR.search(str(cause)):
+            return int(found[1]) not in _DAMAGE
+        cause = cause.__cause__ or cause.__context__
+    return is_unavailable(error) or is_permission_denied(error)
+
+
+def is_transient(error: BaseException, remote: bool) -> bool:
+    """Returns whether a failure or one of its causes may be gone on retry.
+
+    Remote clients raise OSErrors without errno, which on a local disk mean damaged contents.
+    """
+    return any(_is_transient(cause, remote) for cause in _causes(error))
+
+
+def is_client_error(error: Exception) -> bool:
+    """Returns whether a remote client's error blames the request: retries cannot help."""
+    # gcsfs has `code`, aiohttp `status`; google.auth has neither if credentials are missing.
+    status = getattr(error, "code", None) or getattr(error, "status", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status not in (_TIMEOUT, _TOO_MANY)
+    return type(error).__name__ == "DefaultCredentialsError"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _message_matches(error: BaseException, pattern: re.Pattern[str], number: int) -> bool:
+    for cause in _causes(error):
+        if isinstance(cause, ObjectStoreError):
+            return cause.errno == number
+        # TensorStore raises ValueError, and Orbax wraps it.
+        if isinstance(cause, ValueError | RuntimeError) and pattern.search(str(cause)):
+            return True
+    return False
+
+
+def _is_transient(error: BaseException, remote: bool) -> bool:
+    if isinstance(error, _ANSWERS):
+        return False
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
+        return error.errno is not None and error.errno not in _PERMANENT
+    if isinstance(error, OSError):
+        return remote
+    module = type(error).__module__.partition(".")[0]
+    if not remote or not isinstance(error, Exception) or module in ("builtins", "MaxText"):
+        return False
+    return not is_client_error(error)
