@@ -10,7 +10,7 @@ from MaxText.experiments.solved_plan import budget_in_words, changes_in_words, p
 from MaxText.experiments.solving import UNITS
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import RunRecord
-from MaxText.reports.content import Section, Table
+from MaxText.reports.page import Section, Table
 from MaxText.reports.writing import write_report
 
 _LABELS_OF_TITLE = 3  # more would not fit on a line

@@ -12,8 +12,7 @@ from MaxText.config.training_sections import Monitoring
 from MaxText.metrics.events import Event, Record, Sink, Tracker
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.metrics.sinks.background import Background
-from MaxText.metrics.sinks.event_file import EventFile
-from MaxText.metrics.sinks.metrics_file import MetricsFile
+from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.metrics.sinks.tensorboard import TensorBoard
 from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases
 

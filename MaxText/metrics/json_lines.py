@@ -41,15 +41,16 @@ class JsonLines:
         self._open(keep)
 
     def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+        is_remote = is_bucket(self.path)
         existing = list(_segments(self.path)) or [self.path]
         lines: list[str] = []
         for segment in existing:
-            if keep is not None or self._is_object_store():
+            if keep is not None or is_remote:
                 lines = _kept(segment, keep or (lambda _row: True))
         self._number = len(existing) - 1
         self._segment = existing[-1]
         self._last = lines[-1] if lines else ""
-        if self._is_object_store():
+        if is_remote:
             self._begin(lines)
             return
         # Line-buffered, so that a killed process loses no finished row.
@@ -65,7 +66,7 @@ class JsonLines:
         self._object = LatestObject(_segment(self.path, self._number))
         self._full: list[LatestObject] = []  # full segments still being written
 
-    def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Atomically removes the newest rows, for which `keep` is false."""
         if self._file is None:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
@@ -145,9 +146,6 @@ class JsonLines:
         elif self._file is not None:
             self.flush()
             self._file.close()
-
-    def _is_object_store(self) -> bool:
-        return is_bucket(self.path)
 
 
 def _segment(path: epath.Path, number: int) -> epath.Path:

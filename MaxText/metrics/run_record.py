@@ -20,13 +20,7 @@ from MaxText.storage.paths import path_of
 CONFIG_FILE = "config.yml"
 
 State = Literal["running", "killed", "completed", "diverged", "interrupted", "preempted", "error"]
-_ENDS: dict[str, State] = {
-    "completed": "completed",
-    "diverged": "diverged",
-    "interrupted": "interrupted",
-    "preempted": "preempted",
-    "error": "error",
-}
+_END_STATES: tuple[State, ...] = ("completed", "diverged", "interrupted", "preempted", "error")
 
 # Numeric or null fields, besides tags, which contain a slash.
 _NUMBERS = ("seconds", "data_seconds", "updates", "count")
@@ -216,7 +210,8 @@ def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
         if row["attempt"] != attempt:
             break
         if row["event"] == "stop":
-            return _ENDS.get(str(row.get("reason")), "error")
+            reason = row.get("reason")
+            return reason if reason in _END_STATES else "error"
     patience = max(_SILENT_SECONDS, _SILENT_ROWS * (rows[-1].get("seconds") or 0.0))
     return "running" if silent_for < patience else "killed"
 

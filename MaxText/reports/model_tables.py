@@ -8,8 +8,8 @@ from MaxText.config.values import to_yaml
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
 from MaxText.reports import wording
-from MaxText.reports.content import Section, Table, Verbatim
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
+from MaxText.reports.page import Section, Table, Verbatim
 
 _NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 

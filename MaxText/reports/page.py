@@ -9,10 +9,34 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from MaxText.reports.chart import Bars
-from MaxText.reports.content import Section, Table
 from MaxText.reports.wording import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verbatim:
+    """Preformatted text, folded under `caption` if there is one."""
+
+    text: str
+    caption: str = ""
+    is_open: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section of the page: plain text, never interpreted as HTML."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    table: Table | None = None
+    texts: Sequence[Verbatim] = ()
 
 
 @dataclasses.dataclass(frozen=True)

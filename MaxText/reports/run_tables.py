@@ -10,8 +10,8 @@ from MaxText.metrics.goodput import NOTHING, PARTS
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
 from MaxText.reports import wording
-from MaxText.reports.content import Section, Table
 from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks
+from MaxText.reports.page import Section, Table
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
 

@@ -1,23 +1,25 @@
-"""Writes the report of one or several runs: report.html and its figures."""
+"""Writes report.html and its figures for one or several runs, and a run's loss_curve.png."""
 
 import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from etils import epath
+
 from MaxText.errors import UserError
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunRecord, read_run
 from MaxText.reports import model_tables, run_tables
 from MaxText.reports.chart import AxisName, Bars, Chart, colour_of
-from MaxText.reports.content import Section
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, arrange
-from MaxText.reports.page import Page, render
+from MaxText.reports.page import Page, Section, render
 from MaxText.reports.page_data import page_json
 from MaxText.reports.pictures import draw_bars, draw_chart
-from MaxText.reports.run_charts import goodput_bars, loss_charts, quantity_charts
+from MaxText.reports.run_charts import goodput_bars, loss_chart, loss_charts, quantity_charts
 
 PAGE_FILE = "report.html"
+_LOSS_CURVE = "loss_curve.png"
 
 # Figure -> chart and axis.
 _PICTURES: Mapping[str, tuple[str, AxisName]] = {
@@ -95,6 +97,24 @@ def write_report(
             "write to."
         ) from error
     return output / PAGE_FILE
+
+
+def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
+    """Draws loss over steps and tokens; returns the path, or None if there is nothing to draw.
+
+    Raises UserError if the folder has no readable events.
+    """
+    run = read_run(run_folder)
+    axes = Axes([run])
+    chart = loss_chart(arrange([run]), axes)
+    if chart is None:
+        return None
+    picture = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
+    if picture is None:
+        return None
+    path = run.folder / _LOSS_CURVE
+    path.write_bytes(picture)
+    return path
 
 
 def warnings_about(

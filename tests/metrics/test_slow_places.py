@@ -15,8 +15,7 @@ from MaxText.metrics import event_stream, json_lines
 from MaxText.metrics.event_stream import EventStream
 from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.sinks.background import Background
-from MaxText.metrics.sinks.event_file import EventFile
-from MaxText.metrics.sinks.metrics_file import MetricsFile
+from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.runtime import processes
 from tests.house.sources import REPOSITORY
 

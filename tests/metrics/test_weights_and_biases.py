@@ -19,7 +19,7 @@ from MaxText.errors import UserError
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import Event
 from MaxText.metrics.sinks.background import Background
-from MaxText.metrics.sinks.event_file import EventFile
+from MaxText.metrics.sinks.jsonl_sinks import EventFile
 from MaxText.metrics.sinks.offline_history import records
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases

@@ -9,7 +9,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import read_run
-from MaxText.reports.content import Section, Table, Verbatim
+from MaxText.reports.page import Section, Table, Verbatim
 from MaxText.reports.writing import write_report
 from tests.reports.run_files import RunFiles, completed
 

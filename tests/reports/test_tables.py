@@ -7,9 +7,9 @@ import pytest
 from MaxText.experiments.outcome import aligned
 from MaxText.metrics.run_record import read_run
 from MaxText.reports import model_tables, run_tables, wording
-from MaxText.reports.content import Section
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, arrange
+from MaxText.reports.page import Section
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from tests.reports.run_files import RunFiles, completed
 

@@ -45,7 +45,7 @@ def test_a_restart_or_rewind_removes_rows_of_older_segments(file, first):
     rows.flush()
     rows.settle(time.monotonic() + 60)
     assert steps(file) == [*range(first + 9)]
-    rows.cut_back(lambda row: row["step"] < first)
+    rows.truncate(lambda row: row["step"] < first)
     rows.append({"step": first})
     rows.close()
     assert steps(file) == [*range(first + 1)]

@@ -4,15 +4,15 @@ import logging
 import pathlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
+from MaxText.config.values import to_yaml
 from MaxText.metrics.events import Event
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.metrics.latest_object import LatestObject
-from MaxText.metrics.sinks.hyperparameters import hyperparameter_summaries
 from MaxText.storage.paths import is_bucket
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -104,3 +104,19 @@ class TensorBoard:
             for summary in hyperparameter_summaries(self._config, _COMPARED):
                 self._writer.file_writer.add_summary(summary)
         return self._writer
+
+
+def hyperparameter_summaries(config_flat: Mapping[str, Any], metrics: Sequence[str]) -> list[Any]:
+    """Returns the two tensorboardX Summary messages that the HParams page needs.
+
+    The experiment names the columns, a session start has this run's values. `metrics` are scalar
+    tags to compare runs by.
+    """
+    from tensorboardX.summary import hparams
+
+    values = {
+        name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
+        for name, value in config_flat.items()
+    }
+    experiment, session_start, _ = hparams(values, dict.fromkeys(metrics))
+    return [experiment, session_start]
