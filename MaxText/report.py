@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def report(options: Options) -> bool:
     """Writes the report once and says where; returns whether a run is still running."""
-    from MaxText.reports.finding import find_runs
+    from MaxText.reports.discovery import find_runs
     from MaxText.reports.writing import warnings_about, write_report
 
     found = find_runs(options.places)

@@ -11,7 +11,7 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
-from MaxText.metrics.tables import ruled_table, share
+from MaxText.metrics.tables import format_table, share
 
 _GIB = 2**30
 _MIB = 2**20
@@ -75,7 +75,7 @@ def memory_lines(target: targets.Target, memory: MemoryBreakdown, program: HloMo
     total = ["peak", f"{memory.total / _MIB:,.2f}", ""]
     lines = [
         "",
-        ruled_table(["memory per device", "MiB", "share"], rows, total, right={1, 2}),
+        format_table(["memory per device", "MiB", "share"], rows, total, right={1, 2}),
         f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
     ]
     if limit:

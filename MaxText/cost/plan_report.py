@@ -10,7 +10,7 @@ from MaxText.cost.abstract_step import Program
 from MaxText.cost.cost_table import MFU_RULE
 from MaxText.cost.job_plan import USABLE_SHARE, Plan
 from MaxText.cost.plan_search import command_with_plan
-from MaxText.metrics.tables import WIDTH, ruled_table, short_count
+from MaxText.metrics.tables import WIDTH, format_table, short_count
 
 _GB = 1e9
 
@@ -66,7 +66,7 @@ def _memory(plan: Plan) -> str:
         rows.append(("temporaries of the optimizer", memory.update, ""))
     share = memory.total / plan.hardware.memory
     verdict = "fits" if plan.fits else "does not fit, try --fit"
-    table = ruled_table(
+    table = format_table(
         ["memory per device", "GB", "largest"],
         [[name, f"{size / _GB:.3f}", note] for name, size, note in rows],
         [
@@ -101,7 +101,7 @@ def _communication(plan: Plan) -> list[str]:
         for axis, size, num_bytes, speed, seconds in rows
     )
     header = ["communication per step", "devices", "GB received", "GB/s", "seconds"]
-    return [ruled_table(header, cells, total, right=(1, 2, 3, 4))]
+    return [format_table(header, cells, total, right=(1, 2, 3, 4))]
 
 
 def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
@@ -113,7 +113,7 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
         cells = [name, f"{seconds:.4g}", f"{mfu:.1%}", f"{speed:,.0f}"]
         return cells + _days_and_cost(plan, seconds, tokens, price)
 
-    table = ruled_table(
+    table = format_table(
         ["time", "s per step", "MFU", "tokens/s/device", "days", *["cost"] * (price is not None)],
         [row("best case", time.lower), row("worst case", time.upper)],
         row("estimate", time.estimate),
@@ -172,7 +172,7 @@ def format_proposals(
         for plan in plans
     ]
     header = ["mesh", "batch", "remat_policy", "GB", "s per step", "MFU", "days"]
-    table = ruled_table(
+    table = format_table(
         header + ["cost"] * (price is not None),
         rows,
         ["(other meshes are slower or do not fit)"],

@@ -40,12 +40,12 @@ def _two(before: RunRecord, after: RunRecord) -> RunRecord:
         ]
 
     # The start of a stage is not a restart of the chain.
-    marks = [row for row in after.marks if row["event"] != "start"]
+    events = [row for row in after.events if row["event"] != "start"]
     return dataclasses.replace(
         after,
         steps=[*before.steps, *shifted(after.steps)],
         evaluations=[*before.evaluations, *shifted(after.evaluations)],
-        marks=[*before.marks, *shifted(marks)],
+        events=[*before.events, *shifted(events)],
         goodput=_goodput(before.goodput, after.goodput, attempt),
     )
 

@@ -188,7 +188,7 @@ def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> 
     from MaxText.experiments.outcome import DIVERGED, FINISHED, is_over, record_of
     from MaxText.experiments.set_progress import SetProgress
     from MaxText.metrics.run_record import read_run
-    from MaxText.reports.wording import loss
+    from MaxText.reports.formatting import loss
 
     finished = [run for run in runs if is_over(run)]
     show(f"{len(runs)} runs in {folder}, {len(finished)} finished before")

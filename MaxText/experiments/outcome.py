@@ -13,7 +13,7 @@ from MaxText.experiments.seed_statistics import Difference, Summary, in_words, p
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run
 from MaxText.metrics.tables import short_count
-from MaxText.reports.wording import ABSENT, loss, operations
+from MaxText.reports.formatting import ABSENT, loss, operations
 
 COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is resumed.

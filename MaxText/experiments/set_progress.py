@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from MaxText.experiments.comparison_plan import Run
-from MaxText.metrics.step_line import duration
+from MaxText.metrics.step_line import format_duration
 
 _SECONDS_BETWEEN_LINES = 60.0
 
@@ -98,7 +98,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         self._run, self._steps = None, 0
         self._done += run.weight
         self._update(0)
-        took = duration(self._now() - self._run_began)
+        took = format_duration(self._now() - self._run_began)
         self.line(f"{self._name(run)}: {result}, {took}{self.left()}")
 
     def pass_over(self, run: Run, why: str) -> None:
@@ -120,7 +120,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
             return ""
         start = statistics.fmean(self._starts) if self._starts else 0.0
         seconds = rest * elapsed / worked + start * (self._waiting + is_starting)
-        return f", about {duration(seconds)} left"
+        return f", about {format_duration(seconds)} left"
 
     def _part(self, steps: int) -> float:
         if self._run is None:

@@ -27,8 +27,8 @@ UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
 # Largest values to search.
-_MOST = {STEPS: 10**12}
-_MOST_OF_OTHERS = 2**20
+_LARGEST_VALUES = {STEPS: 10**12}
+_LARGEST_OTHER = 2**20
 _LONGEST_WALK = 512  # candidates tried until one breaks no rule
 # Matrix sizes stay multiples of these, for hardware efficiency, if at least _TIMES as large:
 # coarser steps would leave no choice.
@@ -192,7 +192,7 @@ class _Search:
         bounds = dict(all_keys()[self.key].bounds)
         self._bound = int(bounds.get("ge", bounds.get("gt", 0) + 1))
         self.keep_to_multiples_of(_multiple(self.start) if free == WIDTH else 1)
-        self.most = min(_MOST.get(free, _MOST_OF_OTHERS), int(bounds.get("le", 10**12)))
+        self.most = min(_LARGEST_VALUES.get(free, _LARGEST_OTHER), int(bounds.get("le", 10**12)))
         self._at = functools.cache(self._amount_at)
 
     @property

@@ -37,7 +37,7 @@ _LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
 class RunRecord:
     """Recorded data of a run; rows are those of events.jsonl (docs/report.md).
 
-    `facts` is the newest start or resume row, `marks` all rows except steps and evaluations.
+    `facts` is the newest start or resume row, `events` all rows except steps and evaluations.
     """
 
     folder: epath.Path
@@ -46,7 +46,7 @@ class RunRecord:
     facts: Mapping[str, Any]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
-    marks: list[dict[str, Any]]
+    events: list[dict[str, Any]]
     state: State
     goodput: Goodput
 
@@ -137,13 +137,13 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
         facts=facts,
         steps=steps,
         evaluations=_of_kind(kept, "evaluation"),
-        marks=[row for row in kept if row["event"] not in ("step", "evaluation")],
+        events=[row for row in kept if row["event"] not in ("step", "evaluation")],
         state=state,
         goodput=measure_goodput(rows, replaced),
     )
 
 
-def real_folder(folder: str | PathLike[str]) -> str:
+def resolve_run_dir(folder: str | PathLike[str]) -> str:
     """Returns the canonical path of a folder, with symlinks resolved."""
     text = str(folder)
     # Buckets have no links; epath.Path.resolve follows none.
@@ -185,7 +185,7 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     replaced: set[int] = set()
     standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
 
-    def go_back(kinds: Sequence[str], step: int) -> None:
+    def roll_back(kinds: Sequence[str], step: int) -> None:
         for kind in kinds:
             while standing[kind] and standing[kind][-1][0] >= step:
                 replaced.add(standing[kind].pop()[1])
@@ -193,9 +193,9 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     for index, row in enumerate(rows):
         kind = row["event"]
         if kind == "rewind" and isinstance(row.get("to"), int):
-            go_back(("step", "evaluation"), row["to"])
+            roll_back(("step", "evaluation"), row["to"])
         elif kind in standing:
-            go_back((kind,), row["step"])
+            roll_back((kind,), row["step"])
             standing[kind].append((row["step"], index))
     return replaced
 

@@ -39,7 +39,7 @@ def parameter_table(
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
     return "\n".join(
         [
-            ruled_table(header, rows, total, right=(3, 4)),
+            format_table(header, rows, total, right=(3, 4)),
             f"{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}",
         ]
     )
@@ -56,7 +56,7 @@ def _shapes(shapes: Sequence[Sequence[int]]) -> str:
     return " x ".join(words) or "scalar"
 
 
-def ruled_table(
+def format_table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     total: Sequence[str],

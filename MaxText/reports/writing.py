@@ -10,12 +10,12 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunRecord, read_run
 from MaxText.reports import model_tables, run_tables
-from MaxText.reports.chart import AxisName, Bars, Chart, colour_of
+from MaxText.reports.chart import AxisName, Bars, Chart, color_of
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import Entry, arrange
+from MaxText.reports.entries import Entry, group_runs
+from MaxText.reports.figures import draw_bars, draw_chart
 from MaxText.reports.page import Page, Section, render
 from MaxText.reports.page_data import page_json
-from MaxText.reports.pictures import draw_bars, draw_chart
 from MaxText.reports.run_charts import goodput_bars, loss_chart, loss_charts, quantity_charts
 
 PAGE_FILE = "report.html"
@@ -57,7 +57,7 @@ def write_report(
     Raises:
       UserError: The folder cannot be written.
     """
-    entries = arrange(runs, groups)
+    entries = group_runs(runs, groups)
     title = title or _title(entries)
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
@@ -77,9 +77,9 @@ def write_report(
             *model_tables.memory(entries),
             *model_tables.lineage(entries),
             *model_tables.samples(entries),
-            *run_tables.happenings(entries),
+            *run_tables.event_table(entries),
         ],
-        colours=_colours(entries),
+        colors=_colors(entries),
         refresh=refresh,
     )
     try:
@@ -106,7 +106,7 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     """
     run = read_run(run_folder)
     axes = Axes([run])
-    chart = loss_chart(arrange([run]), axes)
+    chart = loss_chart(group_runs([run]), axes)
     if chart is None:
         return None
     picture = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
@@ -121,7 +121,7 @@ def warnings_about(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
     """Returns why the losses of these runs cannot be compared, or only with care."""
-    return model_tables.warnings(arrange(runs, groups))
+    return model_tables.warnings(group_runs(runs, groups))
 
 
 def _title(entries: Sequence[Entry]) -> str:
@@ -143,13 +143,13 @@ def _made(runs: Sequence[RunRecord], refresh: int) -> str:
     )
 
 
-def _colours(entries: Sequence[Entry]) -> dict[str, str]:
-    colours = {}
+def _colors(entries: Sequence[Entry]) -> dict[str, str]:
+    colors = {}
     if sum(len(entry.runs) for entry in entries) > 1:
         for entry in entries:
             for name in (*entry.runs, entry.label):
-                colours[name] = colour_of(entry.colour)
-    return colours
+                colors[name] = color_of(entry.color)
+    return colors
 
 
 def _pictures(

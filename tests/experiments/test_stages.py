@@ -140,7 +140,7 @@ def test_a_chain_is_drawn_over_what_was_spent_since_its_beginning(trained):
     assert (np.diff(places["time"]) > 0).all()
     assert [row["step"] for row in record.evaluations] == [5, 9]
     assert len(record.goodput.attempts) == 2
-    assert sum(row["event"] == "start" for row in record.marks) == 1
+    assert sum(row["event"] == "start" for row in record.events) == 1
 
 
 def test_a_stage_that_was_interrupted_resumes(trained):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.reports.finding import find_runs
+from MaxText.reports.discovery import find_runs
 from tests.house.sources import REPOSITORY
 from tests.reports.run_files import RunFiles, completed
 

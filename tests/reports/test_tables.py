@@ -6,16 +6,16 @@ import pytest
 
 from MaxText.experiments.outcome import aligned
 from MaxText.metrics.run_record import read_run
-from MaxText.reports import model_tables, run_tables, wording
+from MaxText.reports import formatting, model_tables, run_tables
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import all_runs, arrange
+from MaxText.reports.entries import all_runs, group_runs
 from MaxText.reports.page import Section
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from tests.reports.run_files import RunFiles, completed
 
 
 def entries_of(*folders, groups=None):
-    return arrange([read_run(folder) for folder in folders], groups)
+    return group_runs([read_run(folder) for folder in folders], groups)
 
 
 def overview_of(entries):
@@ -49,7 +49,7 @@ def test_all_tables(completed_run, eventful_run, told):
     sections = [
         Section("Runs", table=run_tables.overview(both)),
         Section("Time of one", table=run_tables.goodput_table(one)),
-        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.happenings(one),
+        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
         *model_tables.configuration(both), *model_tables.cost(both), *model_tables.memory(one),
     ]  # fmt: skip
     assert model_tables.configuration(one) == model_tables.lineage(one) == []
@@ -88,7 +88,7 @@ def test_mfu_of_peaks_that_were_measured_differently_is_not_compared(tmp_path, s
     ]
     entries, drawn = entries_of(*folders), source == "data sheet"
     assert ("mfu" in [chart.name for chart in charts_of(entries, quantity_charts)]) == drawn
-    assert all((row["MFU"] != wording.ABSENT) == drawn for row in overview_of(entries).values())
+    assert all((row["MFU"] != formatting.ABSENT) == drawn for row in overview_of(entries).values())
     notes = " ".join(model_tables.cost(entries)[0].paragraphs)
     assert ("MFU is not compared" in notes) == (not drawn)
 

@@ -6,13 +6,13 @@ from typing import Any
 from etils import epath
 
 from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, Event
-from MaxText.metrics.json_lines import JsonLines
+from MaxText.metrics.json_lines import JsonlFile
 from MaxText.storage.paths import path_of
 
 METRICS_FILE = "metrics.jsonl"
 
 
-class EventFile(JsonLines):
+class EventFile(JsonlFile):
     """Appends each event as a row; `lost` is the cost of the rows removed on resume."""
 
     def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
@@ -42,7 +42,7 @@ class EventFile(JsonLines):
         self.append(event.row())
 
 
-class MetricsFile(JsonLines):
+class MetricsFile(JsonlFile):
     """Appends the metrics of each report under MaxText's tags, with the time in Unix seconds.
 
     Evaluation metrics join the row of their step, if that was reported and the file is not shared.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from MaxText.metrics.events import Event
-from MaxText.metrics.step_line import StepReport, duration
+from MaxText.metrics.step_line import StepReport, format_duration
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
@@ -49,8 +49,8 @@ class Terminal:
             facts = event.facts
             first, end = facts["samples"]
             self.line(
-                f"GOING BACK to step {facts['to']}, {facts['source']}, leaving out samples {first} "
-                f"to {end - 1}. Noticed at step {facts['noticed']}: {facts['reason']}"
+                f"Rolling back to step {facts['to']} ({facts['source']}), skipping samples {first} "
+                f"to {end - 1}. Reason (step {facts['noticed']}): {facts['reason']}"
             )
         if event.report is not None:
             is_step = isinstance(event.report, StepReport)
@@ -108,5 +108,5 @@ class Terminal:
             f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
         )
         if report.seconds_left is not None:
-            numbers += f"  {duration(report.seconds_left)} left"
+            numbers += f"  {format_duration(report.seconds_left)} left"
         self._bar.update(self._task, completed=report.step + 1, numbers=numbers)

@@ -10,14 +10,14 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
-from MaxText.metrics.run_record import RunRecord, read_run, real_folder
+from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
 from MaxText.storage.paths import path_of
 
 COMPARISON_FILE = "comparison.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class DiscoveredRuns:
     """Runs and their groups.
 
     Attributes:
@@ -31,13 +31,13 @@ class Found:
     problems: list[str]
 
 
-def find_runs(places: Sequence[str]) -> Found:
+def find_runs(places: Sequence[str]) -> DiscoveredRuns:
     """Reads the runs in folders of runs at any depth; a comparison.json defines groups.
 
     Raises:
       UserError: A folder is missing or has no run, or a named run cannot be read.
     """
-    found = Found([], {}, [])
+    found = DiscoveredRuns([], {}, [])
     for place in places:
         try:
             _add(place, found)
@@ -48,15 +48,15 @@ def find_runs(places: Sequence[str]) -> Found:
     return found
 
 
-def _add(place: str, found: Found) -> None:
+def _add(place: str, found: DiscoveredRuns) -> None:
     folder = path_of(str(place), "RUN")
     if not folder.exists():
         raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
     if not folder.is_dir():
         raise UserError(f"{place} is a file. Give the folder of a run.")
-    known = {real_folder(run.folder) for run in found.runs}
+    known = {resolve_run_dir(run.folder) for run in found.runs}
     if (folder / EVENTS_FILE).exists():
-        if real_folder(folder) not in known:
+        if resolve_run_dir(folder) not in known:
             found.runs.append(read_run(folder))
         return
     inside = list(_folders_of_runs(folder, set()))
@@ -68,7 +68,7 @@ def _add(place: str, found: Found) -> None:
     problems: list[str] = []
     for each in inside:
         try:
-            if real_folder(each) not in known:
+            if resolve_run_dir(each) not in known:
                 found.runs.append(read_run(each))
         except UserError as error:
             # A run that has just begun must not hide the others.
@@ -85,7 +85,7 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
 
     `visited` collects real paths, because links may form cycles.
     """
-    real = real_folder(folder)
+    real = resolve_run_dir(folder)
     if real in visited:
         return
     visited.add(real)
