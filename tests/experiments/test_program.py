@@ -73,7 +73,7 @@ def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
         read_run(configs / "out" / "grown" / "seed_0" / f"stage_{number}") for number in (1, 2)
     )
     assert small.flops == grown.inherited_flops > 0
-    (growth,) = [row for row in grown.marks if row["event"] == "growth"]
+    (growth,) = [row for row in grown.events if row["event"] == "growth"]
     assert growth["slots"] == "16 -> 48 (attention), 64 -> 192 (feed-forward)"
     assert grown.final_loss == pytest.approx(small.final_loss, abs=1e-4)
     assert '"growth"' in (configs / "out" / "report.html").read_text()
