@@ -13,8 +13,8 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.experiments import comparison_request
-from MaxText.experiments.comparing import compare
+from MaxText.experiments import compare_args
+from MaxText.experiments.runner import compare
 
 USAGE = """
 Trains configurations under one budget, with several seeds, and reports how they differ.
@@ -36,12 +36,13 @@ laid over every configuration. Besides:
   seeds=1         runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names
                   them
   sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
-                  YAML file as `sweep:`. `stages:` there is a chain of runs (docs/compare.md)
+                  YAML file as `sweep:`. `stages:` there is a chain of runs:
+                  docs/how-to/compare_architectures.md
   launch=print    print one line per run instead of running, and the line that gathers the results
   num_devices=N   devices a run is made for, by default those of this machine
   output=FOLDER   by default maxtext_output/compare_<names>_<match>
 
-docs/compare.md says how budgets are solved and how differences are judged.
+docs/how-to/compare_architectures.md says how budgets are solved and how differences are judged.
 """
 
 _OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
@@ -50,7 +51,7 @@ _OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 def main() -> int:
     """Exit codes: 0 done, 2 a mistake of the user or a run that failed, 130 Ctrl-C."""
     arguments = sys.argv[1:]
-    asked, problems = comparison_request.read(arguments)
+    asked, problems = compare_args.parse_args(arguments)
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
         command_line.parse("compare.py", [*asked.configs[:1], *asked.keys], USAGE)

@@ -33,7 +33,7 @@ Keys (key=value) are those of train.py. In addition:
   price_per_chip_hour=X   price of a TPU chip or a GPU, in any currency
   --fit                   search for a mesh, microbatch size and remat policy that fit
 
-docs/plan.md explains the estimates and their errors.
+docs/how-to/estimate_memory_and_cost.md explains the estimates and their errors.
 """
 
 

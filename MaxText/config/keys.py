@@ -48,7 +48,7 @@ def key(
     """Declares one key.
 
     Args:
-      meaning: One line, shown by --help and in docs/configuration.md.
+      meaning: One line, shown by --help and in docs/reference/configuration.md.
       unit: For example "steps", "tokens", "seconds".
       only_if: Other keys and the values under which this one has an effect.
       only_if_any: The same for keys of which one is enough.

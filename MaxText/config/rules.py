@@ -291,7 +291,7 @@ def _target_loss(target_eval_loss, eval_interval):
         return "target_eval_loss can never be seen: eval_interval=-1 evaluates never"
 
 
-# ---- Checkpoints and growth (docs/growth.md)
+# ---- Checkpoints and growth (docs/how-to/train_and_grow_tokenformer.md)
 
 
 @rule()
@@ -388,7 +388,7 @@ def _target_named(compile_topology):
     if not compile_topology:
         return (
             "which machine to compile for is not named\n"
-            "compile_topology=v5p-8, or another one of docs/train_compile.md"
+            "compile_topology=v5p-8, or another one of docs/how-to/compile_ahead_of_time.md"
         )
 
 

@@ -1,4 +1,4 @@
-"""docs/add_an_architecture.md: its code is that of the examples, its commands are accepted."""
+"""The tutorial on architectures: its code is that of the examples, its commands are accepted."""
 
 import re
 import shlex
@@ -8,11 +8,11 @@ import yaml
 
 from MaxText.config.loading import load
 from MaxText.cost import plan_args as planning
-from MaxText.experiments import comparison_request as comparison
+from MaxText.experiments import compare_args as comparison
 from MaxText.experiments.conformance import CHECKS
 from tests.house.sources import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "add_an_architecture.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "tutorials" / "add_an_architecture.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    python MaxText/(\w+\.py) (.*)$", PAGE, re.MULTILINE)
 
 
@@ -49,7 +49,7 @@ def test_commands(program, words):
             arguments = planning.parse_args(arguments).arguments
         load(arguments, program)
     elif program == "compare.py":
-        asked, problems = comparison.read(arguments)
+        asked, problems = comparison.parse_args(arguments)
         assert not problems
         for path in asked.configs:
             load([path])

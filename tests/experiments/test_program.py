@@ -50,7 +50,7 @@ def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(
     assert trained.returncode == 0, trained.stderr
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    assert "4 runs in out, 3 finished before" in done.stdout
+    assert "4 runs in out, 3 already complete" in done.stdout
     assert done.stdout.count(": started") == 1
     assert losses(configs / "out") == found
 
@@ -88,7 +88,7 @@ def test_mistakes_are_found_without_jax_and_leave_nothing(configs, users_environ
     assert "3 problems" in done.stderr
     assert "Traceback" not in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "MaxText.experiments.comparing" in imported
+    assert "MaxText.experiments.runner" in imported
     assert imported.isdisjoint({"jax", "numpy", "scipy", "flax"})
     assert sorted(configs.iterdir()) == before
 

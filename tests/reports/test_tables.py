@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from MaxText.experiments.outcome import aligned
+from MaxText.experiments.comparison_results import aligned
 from MaxText.metrics.run_record import read_run
 from MaxText.reports import formatting, model_tables, run_tables
 from MaxText.reports.curves import Axes

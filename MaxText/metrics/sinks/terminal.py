@@ -17,6 +17,32 @@ _SOURCES = {
 }
 
 
+def start_bar(*columns: Any) -> Any:
+    """Starts a rich progress bar in the last line of stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(
+        *columns,
+        console=Console(stderr=True),
+        # Lines come through `print_above`; other output stays on its own stream.
+        redirect_stdout=False,
+        redirect_stderr=False,
+        transient=True,
+    )
+    bar.start()
+    return bar
+
+
+def print_above(bar: Any, text: str, show: Callable[[str], None]) -> None:
+    """Prints a line, above the bar if there is one."""
+    if bar is not None and sys.stdout.isatty():
+        # Both streams are the terminal: printed past the bar, the line would tear it.
+        bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        show(text)
+
+
 class Terminal:
     """Prints steps, evaluations and compilations."""
 
@@ -64,11 +90,7 @@ class Terminal:
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        if self._bar is not None and sys.stdout.isatty():
-            # Both streams are the terminal: printed past the bar, the line would tear it.
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._show(text)
+        print_above(self._bar, text, self._show)
 
     def flush(self) -> None:
         pass
@@ -82,23 +104,16 @@ class Terminal:
         if not (sys.stderr.isatty() and jax.process_index() == 0):
             return
         from rich import progress
-        from rich.console import Console
 
-        self._bar = progress.Progress(
+        self._bar = start_bar(
             progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             progress.BarColumn(),
             progress.TextColumn("{task.fields[numbers]}"),
             progress.TimeElapsedColumn(),
-            console=Console(stderr=True),
-            # Lines come through `line`; other output stays on its own stream.
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=True,
         )
         self._task = self._bar.add_task(
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )
-        self._bar.start()
 
     def _move(self, report: StepReport) -> None:
         if self._bar is None:

@@ -1,0 +1,195 @@
+"""Runs train.py in subprocesses, with a log, a lock on the folder, and step progress.
+
+The comparing program opens no accelerator itself, so that all are free for the runs.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from MaxText.config.catalogue import all_keys
+from MaxText.config.config_files import REPOSITORY
+from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.saved import resolved_yaml
+from MaxText.early_signals import handled
+from MaxText.errors import UserError
+from MaxText.experiments.comparison_plan import Run
+from MaxText.metrics.events import EVENTS_FILE
+
+TRAIN = REPOSITORY / "MaxText" / "train.py"
+_LOCK = ".running"
+_POLL_SECONDS = 0.25
+_TAIL_BYTES = 1 << 16  # of an events file, enough for at least one whole row
+_PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
+
+_COUNT_DEVICES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from MaxText.errors import UserError
+from MaxText.runtime import start_up
+start_up.choose_platform(sys.argv[2])
+try:
+    print("devices", len(start_up.find_devices(sys.argv[2])))
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def key_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns environment variables that would override a run's keys."""
+    names = {f"M_{name.upper()}" for name in (*all_keys(), *ALIASES)}
+    return sorted(names.intersection(environment))
+
+
+def subprocess_env() -> dict[str, str]:
+    """Returns the environment without key variables: keys are resolved."""
+    leave_out = key_variables(os.environ)
+    return {name: value for name, value in os.environ.items() if name not in leave_out}
+
+
+def train_command(config: Path) -> list[str]:
+    """Returns the command that trains a configuration."""
+    # A relative path with "=" (labels contain it) would parse as key=value.
+    is_like_key = "=" in str(config) and not config.is_absolute()
+    return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
+
+
+def count_devices(hardware: str) -> int:
+    """Returns the device count of this machine; raises UserError if none."""
+    command = [sys.executable, "-c", _COUNT_DEVICES, str(REPOSITORY), hardware]
+    done = subprocess.run(
+        command, env=subprocess_env(), capture_output=True, text=True, check=False
+    )
+    words = done.stdout.split()
+    if done.returncode or words[:1] != ["devices"]:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise UserError(f"cannot count the devices of this machine: {lines[-1]}")
+    return int(words[1])
+
+
+def tail(log: Path, count: int = 12) -> str:
+    """Returns the end of a log, indented."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[int]:
+    """Locks a folder against other commands; yields the file descriptor.
+
+    Runs inherit it, so one that outlives a killed command still holds the folder. Raises UserError
+    if the folder is locked or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the comparison's folder {folder}: {error}. "
+            "Set output= to another folder."
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(
+                    f"{folder} is locked by another compare.py process or one of its runs. Wait "
+                    "for it, stop it, or set output= to another folder."
+                ) from error
+            # The file system has no locks: continue without one.
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Raises SystemExit on SIGTERM and SIGHUP, so no run outlives the program."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    with handled((signal.SIGTERM, signal.SIGHUP), stop):
+        yield
+
+
+def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
+    """Runs train.py to its end; returns the exit code, negative for a signal.
+
+    `on_steps` periodically receives the number of completed steps. On KeyboardInterrupt and other
+    exceptions, the run is interrupted and awaited before the exception propagates.
+    """
+    write_config(run)
+    run.folder.mkdir(exist_ok=True)
+    with run.log.open("ab") as log:
+        process = subprocess.Popen(
+            train_command(run.config_path),
+            env=subprocess_env(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(descriptor,),
+            # In its own process group, Ctrl-C reaches it exactly once, through us.
+            process_group=0,
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(_POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    on_steps(num_completed_steps(run.folder))
+        except BaseException:
+            _terminate(process)
+            raise
+
+
+def write_config(run: Run) -> None:
+    """Writes the run's configuration next to its folder."""
+    try:
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {run.folder}: {error}. Set output= to another folder."
+        ) from error
+
+
+def _terminate(process: subprocess.Popen) -> None:
+    """Interrupts a run and waits; kills it on a second Ctrl-C or timeout."""
+    # Shells ignore SIGINT in a script's background jobs, and the run inherits that.
+    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM if is_deaf else signal.SIGINT)
+    try:
+        process.wait(_PATIENCE_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def num_completed_steps(folder: Path) -> int:
+    """Returns the number of steps that a run has recorded so far."""
+    try:
+        with (folder / EVENTS_FILE).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # half written, or cut at the start of the tail
+        if isinstance(row, dict) and row.get("event") == "step":
+            return int(row["step"]) + 1
+    return 0
