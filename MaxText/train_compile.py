@@ -27,9 +27,9 @@ docs/how-to/compile_ahead_of_time.md has the machines and the rules."""
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake of the user or too little memory, 130 Ctrl-C."""
+    """Exit codes: 0 done, 2 user error or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
-    with command_line.ending_well("stopped: nothing was written"):
+    with command_line.ending_well("Interrupted. Nothing was written."):
         target = targets.find(config.run.compile_topology)
         targets.prepare_environment(target)
         from MaxText.cost.ahead_of_time import train_compile

@@ -21,9 +21,9 @@ from MaxText.layers.model import Model
 from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, format_table, share
 
 MFU_RULE = (
-    "MFU is the model's own operations per second over the device's peak (PaLM, appendix B): "
-    "products of matrices only, forward and backward, nothing that is computed again; causal "
-    "attention counts half (MaxText's rule; PaLM counts all of it)."
+    "MFU is the model's FLOP/s divided by the device's peak (PaLM, appendix B). It counts matmuls "
+    "only, forward and backward, without recomputation; causal attention counts half (MaxText's "
+    "rule; PaLM counts all of it)."
 )
 
 

@@ -115,10 +115,10 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
     file = path / EVENTS_FILE
     if not file.exists():
         if not path.exists():
-            raise UserError(f"{path}: there is no such folder. Give the folder of a run.")
+            raise UserError(f"{path}: no such folder. Give the folder of a run.")
         raise UserError(
-            f"{path} has no {EVENTS_FILE}, so no run has recorded there. Give the folder of a run, "
-            "which is base_output_directory/run_name."
+            f"{path} contains no {EVENTS_FILE}, so it is not the folder of a run. Give "
+            "base_output_directory/run_name."
         )
     changed = last_change(file)
     rows = read_rows(file)
@@ -170,13 +170,12 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
         if wrong:
             raise UserError(
                 f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "
-                "wrote it; only records of this version can be read."
+                "wrote it; only files of this version are readable."
             )
     if not any(row["event"] in ("start", "resume") for row in rows):
         raise UserError(
-            f"{file} has {len(rows)} whole rows and none of them is a start: the run has not got "
-            "so far yet, or the beginning of the file was removed. Try again when it has done its "
-            "first step."
+            f"{file} has {len(rows)} complete rows and no start row: the run has not started yet, "
+            "or the beginning of the file was removed. Retry after its first step."
         )
 
 
@@ -228,7 +227,7 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise UserError(
-            f"{file} holds no keys with values. Restore it, or remove it to read the run without "
-            "its configuration."
+            f"{file} is not a mapping of keys to values. Restore it, or remove it to read the run "
+            "without its configuration."
         )
     return {str(name): value for name, value in config.items()}

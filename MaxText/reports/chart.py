@@ -28,9 +28,9 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS: dict[str, tuple[str, str]] = {
     "checkpoint": ("line-ns-open", "|"),
     "restart": ("diamond", "D"),
-    "skipped update": ("x-thin-open", "x"),
+    "skipped step": ("x-thin-open", "x"),
     "skipped record": ("cross-thin-open", "+"),
-    "rewind": ("triangle-left", "<"),
+    "rollback": ("triangle-left", "<"),
     "growth": ("star", "*"),
     "diverged or failed": ("x", "X"),
 }

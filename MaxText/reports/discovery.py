@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
+from MaxText.storage.file_access import natural_key
 from MaxText.storage.paths import path_of
 
 COMPARISON_FILE = "comparison.json"
@@ -31,53 +31,53 @@ class DiscoveredRuns:
     problems: list[str]
 
 
-def find_runs(places: Sequence[str]) -> DiscoveredRuns:
+def find_runs(paths: Sequence[str]) -> DiscoveredRuns:
     """Reads the runs in folders of runs at any depth; a comparison.json defines groups.
 
     Raises:
       UserError: A folder is missing or has no run, or a named run cannot be read.
     """
-    found = DiscoveredRuns([], {}, [])
-    for place in places:
+    discovered = DiscoveredRuns([], {}, [])
+    for path in paths:
         try:
-            _add(place, found)
+            _add(path, discovered)
         except OSError as error:
             raise UserError(
-                f"{place} cannot be read: {error.strerror or error}. Check its permissions."
+                f"cannot read {path}: {error.strerror or error}. Check its permissions."
             ) from error
-    return found
+    return discovered
 
 
-def _add(place: str, found: DiscoveredRuns) -> None:
-    folder = path_of(str(place), "RUN")
+def _add(path: str, discovered: DiscoveredRuns) -> None:
+    folder = path_of(str(path), "RUN")
     if not folder.exists():
-        raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
+        raise UserError(f"{path}: no such folder. Give the folder of a run.")
     if not folder.is_dir():
-        raise UserError(f"{place} is a file. Give the folder of a run.")
-    known = {resolve_run_dir(run.folder) for run in found.runs}
+        raise UserError(f"{path} is a file. Give the folder of a run.")
+    known = {resolve_run_dir(run.folder) for run in discovered.runs}
     if (folder / EVENTS_FILE).exists():
         if resolve_run_dir(folder) not in known:
-            found.runs.append(read_run(folder))
+            discovered.runs.append(read_run(folder))
         return
     inside = list(_folders_of_runs(folder, set()))
     if not inside:
         raise UserError(
-            f"{place} has no {EVENTS_FILE}, and no folder in it has one, so no run has recorded "
-            "there. Give the folder of a run, which is base_output_directory/run_name."
+            f"{path} contains no {EVENTS_FILE}, also not in its subfolders, so it is not the "
+            "folder of a run. Give base_output_directory/run_name."
         )
     problems: list[str] = []
     for each in inside:
         try:
             if resolve_run_dir(each) not in known:
-                found.runs.append(read_run(each))
+                discovered.runs.append(read_run(each))
         except UserError as error:
             # A run that has just begun must not hide the others.
-            problems.append(f"Left out: {error}")
+            problems.append(f"Skipped: {error}")
     if len(problems) == len(inside):
-        raise UserError("\n".join([f"No run in {place} can be read.", *problems]))
-    found.problems.extend(problems)
+        raise UserError("\n".join([f"No run in {path} is readable.", *problems]))
+    discovered.problems.extend(problems)
     for label, members in _groups(folder).items():
-        found.groups.setdefault(label, []).extend(members)
+        discovered.groups.setdefault(label, []).extend(members)
 
 
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
@@ -92,15 +92,9 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
     if (folder / EVENTS_FILE).exists():
         yield folder
         return
-    for child in sorted(folder.iterdir(), key=_natural_order):
+    for child in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
         if child.is_dir():
             yield from _folders_of_runs(child, visited)
-
-
-def _natural_order(path: epath.Path) -> list[int | str]:
-    """Sort key that orders numbers in names by value: run_2 before run_10."""
-    # Text and numbers alternate, so that only like types are compared.
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
@@ -109,13 +103,13 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
     if not file.exists():
         return {}
     try:
-        found: Any = json.loads(file.read_text())
+        content: Any = json.loads(file.read_text())
         return {
             str(label): [str(folder / member) for member in members]
-            for label, members in found["groups"].items()
+            for label, members in content["groups"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f'{file} is not of the form {{"groups": {{label: [folder, ...]}}}}: '
-            f"{type(error).__name__}: {error}. Restore it, or remove it to see each run alone."
+            f"{type(error).__name__}: {error}. Restore it, or remove it to show runs ungrouped."
         ) from error

@@ -24,7 +24,7 @@ def configuration(entries: Sequence[Entry]) -> list[Section]:
     runs = all_runs(entries)
     if len(runs) < 2:
         return []
-    title = "Configuration: what differs"
+    title = "Configuration differences"
     without = [name for name, run in runs.items() if not run.config]
     known = {name: run.config for name, run in runs.items() if run.config}
     notes = [f"No config.yml: {', '.join(without)}."] if without else []
@@ -95,8 +95,8 @@ def memory(entries: Sequence[Entry]) -> list[Section]:
     rows = [[name, *(column.get(name, formatting.ABSENT) for column in columns)] for name in names]
     header = ["", *runs] if len(runs) > 1 else ["", "size"]
     note = (
-        "State and cache are those of the whole model. The compiled step is per device, as the "
-        "compiler planned it: arguments that are aliased serve as outputs, too."
+        "State and cache are of the whole model. The compiled step is per device, as planned by "
+        "the compiler; aliased arguments are also outputs."
     )
     return [Section("Memory", [note], Table(header, rows))]
 
@@ -180,13 +180,12 @@ def warnings(entries: Sequence[Entry]) -> list[str]:
         (
             "tokenizer",
             "tokenizers",
-            "A loss per token depends on how text is cut into tokens, so these losses cannot be "
-            "compared.",
+            "A loss per token depends on the tokenization, so these losses cannot be compared.",
         ),
         (
             "vocab_size",
             "sizes of the vocabulary",
-            "Losses per token can be compared only if the ids mean the same.",
+            "Losses per token are comparable only if token ids have the same meaning.",
         ),
         (
             "identity",

@@ -97,17 +97,17 @@ def render(page: Page) -> str:
     )
 
 
-_NO_CHARTS = "<section><h2>Curves</h2><p>No update is on record yet.</p></section>"
+_NO_CHARTS = "<section><h2>Curves</h2><p>No step is recorded yet.</p></section>"
 
 
 def _charts(charts_json: str, library: str, program: str) -> str:
     return (
         '<section id="curves"><h2>Curves</h2>\n'
-        "<noscript><p>The curves need JavaScript. The pictures beside this file show them "
-        "without.</p></noscript>\n"
+        "<noscript><p>The curves need JavaScript. The PNG files beside this page show them "
+        "without it.</p></noscript>\n"
         '<div id="controls"></div>\n<div id="charts"></div>\n'
-        '<p class="hint">Drag over a stretch to enlarge it, double-click to go back. A click on a '
-        "name hides it.</p>\n"
+        '<p class="hint">Drag to zoom in, double-click to reset. Click a name to hide its '
+        "curve.</p>\n"
         f'<script type="application/json" id="data">{charts_json}</script>\n'
         f"<script>{library}</script>\n<script>{program}</script>\n</section>"
     )

@@ -172,17 +172,16 @@ def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -
 
 def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
     """Returns (kind of mark or None, text)."""
-    kind = row["event"]
+    kind, reason = row["event"], row.get("reason") or "no reason given"
     if kind == "checkpoint":
         return "checkpoint", "checkpoint"
     if kind in ("start", "resume") and row["attempt"] > 0:
         lost = (row.get("lost") or {}).get("steps") or 0
-        return "restart", f"restart {row['attempt']}, {lost:,} updates lost"
+        return "restart", f"restart {row['attempt']}, {lost:,} steps lost"
     if kind == "skip":
-        what = "update" if is_step_skip(row) else "record"
-        return f"skipped {what}", f"skipped: {row.get('reason') or 'no reason given'}"
+        return f"skipped {'step' if is_step_skip(row) else 'record'}", f"skipped: {reason}"
     if kind == "rewind":
-        return "rewind", f"back to step {row.get('to')}: {row.get('reason') or 'no reason given'}"
+        return "rollback", f"rollback to step {row.get('to')}: {reason}"
     if kind == "growth":
         return "growth", "growth"
     if kind == "stop" and row.get("reason") in ("diverged", "error"):

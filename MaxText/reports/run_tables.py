@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
+from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE, is_step_skip
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
@@ -25,7 +25,7 @@ def overview(entries: Sequence[Entry]) -> Table:
         "state",
         "validation loss",
         "training loss",
-        "updates",
+        "steps",
         "tokens",
         "FLOPs",
         "time running",
@@ -90,7 +90,7 @@ def _training_loss(run: RunRecord) -> str:
     if run.training_loss is None:
         return formatting.ABSENT
     loss, updates = run.training_loss
-    return f"{formatting.loss(loss)} (mean of the last {updates:,} updates)"
+    return f"{formatting.loss(loss)} (mean of the last {updates:,} steps)"
 
 
 def _with_ancestors(own: float, inherited: float, words) -> str:
@@ -156,11 +156,11 @@ def _goodput_of_one(present: Mapping[str, str], run: RunRecord) -> Table:
 
 def event_table(entries: Sequence[Entry]) -> list[Section]:
     """Returns starts, stops, skipped steps, and other unusual events."""
-    rows, left_out = [], 0
+    rows, omitted = [], 0
     for name, run in all_runs(entries).items():
-        told = [(row, words) for row in run.events if (words := _event_text(row))]
-        left_out += max(len(told) - _MAX_LISTED, 0)
-        for row, words in told[-_MAX_LISTED:]:
+        described = [(row, words) for row in run.events if (words := _event_text(row))]
+        omitted += max(len(described) - _MAX_LISTED, 0)
+        for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
             step = formatting.whole(row.get("step"))
             rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["attempt"]), step, words])
@@ -169,8 +169,8 @@ def event_table(entries: Sequence[Entry]) -> list[Section]:
     header = ["run", "time", "attempt", "step", "what"]
     if len(all_runs(entries)) == 1:
         header, rows = header[1:], [row[1:] for row in rows]
-    note = [f"{left_out:,} earlier rows are left out."] if left_out else []
-    return [Section("What happened", note, Table(header, rows))]
+    note = [f"{omitted:,} earlier rows are omitted."] if omitted else []
+    return [Section("Events", note, Table(header, rows))]
 
 
 def _event_text(row: Mapping[str, Any]) -> str:
@@ -183,10 +183,10 @@ def _event_text(row: Mapping[str, Any]) -> str:
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
     if kind == "skip":
         count = row.get("count") or 1
-        what = row.get("what") or "update"
+        what = "step" if is_step_skip(row) else "record"
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
     if kind == "rewind":
-        return f"rewind to step {row.get('to')}: {reason}"
+        return f"rollback to step {row.get('to')}: {reason}"
     if kind == "growth":
         known = ("time", "event", "phase", "attempt", "step", "seconds")
         return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)
@@ -200,5 +200,5 @@ def _start_text(row: Mapping[str, Any]) -> str:
     lost = row.get("lost") or {}
     if lost.get("steps"):
         seconds = math.fsum((lost.get("seconds") or {}).values())
-        words += f"; {lost['steps']:,} updates lost, {formatting.spent_time(seconds)} of work"
+        words += f"; {lost['steps']:,} steps lost, {formatting.spent_time(seconds)} of work"
     return words

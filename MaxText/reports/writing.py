@@ -93,8 +93,7 @@ def write_report(
         _replace(output / PAGE_FILE, render(page).encode("utf-8"))
     except OSError as error:
         raise UserError(
-            f"output={output} cannot be written: {error.strerror}. Give a folder that you may "
-            "write to."
+            f"cannot write to output={output}: {error.strerror}. Set output= to a writable folder."
         ) from error
     return output / PAGE_FILE
 
@@ -135,7 +134,7 @@ def _made(runs: Sequence[RunRecord], refresh: int) -> str:
     now = datetime.datetime.now().astimezone()
     folders = ", ".join(str(run.folder) for run in runs[:8])
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
-    again = f" The page loads itself again every {refresh} seconds." if refresh else ""
+    again = f" The page reloads every {refresh} seconds." if refresh else ""
     return (
         f"Made by MaxText/report.py on {now:%Y-%m-%d at %H:%M:%S %Z} from {folders}{more}.{again} "
         "Goodput is the share of the time running that went into useful steps; "

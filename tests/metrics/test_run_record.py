@@ -87,7 +87,7 @@ ROW = b'{"time": 1.0, "event": "step", "phase": "train", "attempt": 0, "step": 0
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"\x89PNG", "0 whole rows"), (ROW, r"row 1 .*seconds='1'")]
+    ("content", "message"), [(b"\x89PNG", "0 complete rows"), (ROW, r"row 1 .*seconds='1'")]
 )
 def test_rows_that_are_none(tmp_path, content, message):
     (tmp_path / "events.jsonl").write_bytes(content)

@@ -144,5 +144,5 @@ def test_folders_without_runs(tmp_path):
         with pytest.raises(UserError, match=message):
             find_runs([str(tmp_path / name)])
     file.write_text("")
-    with pytest.raises(UserError, match=r"(?s)No run in .*0 whole rows"):
+    with pytest.raises(UserError, match=r"(?s)No run in .*0 complete rows"):
         find_runs([str(tmp_path)])

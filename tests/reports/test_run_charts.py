@@ -56,9 +56,9 @@ def test_several_runs_have_a_color_each_and_shares_that_add_up(completed_run, ev
 def test_what_happened_is_marked_on_the_curve(eventful_run):
     chart = charts_of([eventful_run])["loss"]
     kinds = {mark.kind for mark in chart.marks}
-    assert kinds == {"checkpoint", "restart", "skipped update", "rewind", "diverged or failed"}
+    assert kinds == {"checkpoint", "restart", "skipped step", "rollback", "diverged or failed"}
     (restart,) = [mark for mark in chart.marks if mark.kind == "restart"]
-    assert restart.text == "restart 1, 20 updates lost (step 150)"
+    assert restart.text == "restart 1, 20 steps lost (step 150)"
     line = of_kind(chart, "line")[0].points["tokens"]
     x, y = restart.places["tokens"]
     assert (x, y) == (151 * TOKENS_PER_UPDATE, pytest.approx(np.interp(x, line.x, line.y)))

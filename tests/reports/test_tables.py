@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from MaxText.experiments.comparison_results import aligned
 from MaxText.metrics.run_record import read_run
+from MaxText.metrics.tables import format_table
 from MaxText.reports import formatting, model_tables, run_tables
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, group_runs
@@ -37,7 +37,10 @@ def started(folder, *, steps=3, **facts):
 def as_text(sections):
     lines = []
     for section in sections:
-        table = section.table and aligned(section.table.header, section.table.rows)
+        table = (
+            section.table
+            and format_table(section.table.header, section.table.rows, max_width=None).splitlines()
+        )
         texts = [verbatim.text for verbatim in section.texts]
         lines += [f"-- {section.title}", *section.paragraphs, *(table or []), *texts]
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<local time>", "\n".join(lines))
@@ -118,7 +121,7 @@ def test_a_running_run_says_how_long_it_takes_and_what_its_loss_is_the_mean_of(t
         run.add("step", 20.0, step, updates=10 if step else 1, **facts)
     row = overview_of(entries_of(run.write(old=False)))["run"]
     assert row["state"] == "running, 0:02:00 left"
-    assert row["training loss"] == "1.5000 (mean of the last 90 updates)"
+    assert row["training loss"] == "1.5000 (mean of the last 90 steps)"
 
 
 def test_lineage_is_one_tree_of_all_runs(tmp_path):
