@@ -25,7 +25,7 @@ from MaxText.errors import UserError
 USAGE = """
 usage: check_part.py MODULE[:CLASS] [key=value ...]
 
-Builds a small model with a part, on the CPU, and checks what every part has to do: causality, no
+Builds a small model with a part, on the CPU, and checks what every part must do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
 state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
 updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md).
@@ -34,7 +34,7 @@ updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md).
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
 
 MODULE is a module or the path of a .py file; without CLASS all of its parts are checked. Keys are
-those of train.py. Exits with 1 if something does not hold.
+those of train.py. Exits with 1 if a check fails.
 """
 
 _DEVICES = 8
@@ -47,7 +47,7 @@ _SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if all checks hold, 1 if not."""
+    """Returns 0 if all checks pass, 1 if not."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE.strip())
@@ -85,12 +85,12 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     if found["name"]:
         parts = [one for one in parts if found["name"] in (one.target.__name__, one.name)]
     if not parts:
-        raise UserError(f"{spec}: no part is registered there (MaxText.layers.part.register)")
+        raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts
 
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
-    """Prints what holds and what does not; whether something does not."""
+    """Prints the result of each check; returns whether one failed."""
     from MaxText.experiments import conformance
 
     chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
@@ -109,7 +109,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     for check in checks:
         problem = conformance.result(check, subject)
         if check.name == "decode state" and not decodes:
-            verdict = "not supported: no prefill and decode_step; decode.py will refuse it"
+            verdict = "not supported: no prefill and decode_step, so decode.py rejects it"
         else:
             verdict = "ok" if problem is None else f"FAILED: {problem}"
         print(f"  {check.name:<16}{verdict}")

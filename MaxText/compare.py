@@ -13,8 +13,8 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.experiments import comparison_request
-from MaxText.experiments.comparing import compare
+from MaxText.experiments import compare_args
+from MaxText.experiments.runner import compare
 
 USAGE = """
 Trains configurations under one budget, with several seeds, and reports how they differ.
@@ -25,21 +25,21 @@ Trains configurations under one budget, with several seeds, and reports how they
       'sweep={position_embedding: [rotary, learned], learning_rate: [1e-3, 3e-3]}'
   python MaxText/compare.py a.yml b.yml match=flops budget=1e15 free=[steps,width] launch=print
 
-The same command again goes on where it was stopped. Keys (key=value) are those of train.py and are
-laid over every configuration. Besides:
+Run the same command again to resume. Keys (key=value) are those of train.py and override every
+configuration. Options:
 
-  match=WHAT      what is made equal: params (the default), flops, tokens, or time of training
-  budget=AMOUNT   how much: 10M, 1e15, for time 10m or 1h; by default what the first file has
-  free=KEY        what is changed for it: width, depth, slots, steps or a whole-number key; one for
-                  all, or [one,for,each]. By default width for params, steps for the others
+  match=WHAT      equal budget: params (the default), flops, tokens, or time of training
+  budget=AMOUNT   its size: 10M, 1e15, for time 10m or 1h; by default that of the first file
+  free=KEY        key to solve for: width, depth, slots, steps or an integer key; one for all, or
+                  [one,for,each]. By default width for params, steps for the others
   tolerance=0.02  largest deviation from the budget
   seeds=1         runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names
                   them
   sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
                   YAML file as `sweep:`. `stages:` there is a chain of runs:
                   docs/how-to/compare_architectures.md
-  launch=print    print one line per run instead of running, and the line that gathers the results
-  num_devices=N   devices a run is made for, by default those of this machine
+  launch=print    print one command per run instead of running, and the one that reports results
+  num_devices=N   devices per run, by default those of this machine
   output=FOLDER   by default maxtext_output/compare_<names>_<match>
 
 docs/how-to/compare_architectures.md says how budgets are solved and how differences are judged.
@@ -49,14 +49,14 @@ _OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake of the user or a run that failed, 130 Ctrl-C."""
+    """Exit codes: 0 done, 2 user error or failed run, 130 Ctrl-C."""
     arguments = sys.argv[1:]
-    asked, problems = comparison_request.read(arguments)
+    args, problems = compare_args.parse_args(arguments)
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
-        command_line.parse("compare.py", [*asked.configs[:1], *asked.keys], USAGE)
-    with command_line.ending_well("stopped: the same command goes on where it stood"):
-        compare(asked, problems, sys.argv, lambda line: print(line, flush=True))
+        command_line.parse("compare.py", [*args.configs[:1], *args.keys], USAGE)
+    with command_line.ending_well("Interrupted. Run the same command to resume."):
+        compare(args, problems, sys.argv, lambda line: print(line, flush=True))
     return exit_codes.DONE
 
 

@@ -3,9 +3,11 @@
 Imports little: what comes before it is not covered.
 """
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
@@ -43,6 +45,21 @@ def leave_to_python() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]):
+    """Installs a handler for some signals in a block, unless the parent ignores them (nohup)."""
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _is_command() -> bool:

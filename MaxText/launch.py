@@ -17,9 +17,8 @@ early_signals.install(__name__)  # before the slow imports
 from MaxText.config import command_line
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
-from MaxText.launchers.commands import Commands, Retry
-from MaxText.launchers.local_processes import environment_of, free_port
-from MaxText.launchers.run_arguments import for_one_run, program
+from MaxText.launchers.commands import Commands, RetryPolicy, resolve_run_args, train_command
+from MaxText.launchers.local_processes import free_port, process_env
 from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
 
 USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
@@ -45,10 +44,10 @@ def show(line: str) -> None:
 def main() -> int:
     """Returns the exit code."""
     arguments = sys.argv[1:]
-    of_train: list[str] = []
+    train_args: list[str] = []
     if "--" in arguments:
         position = arguments.index("--")
-        arguments, of_train = arguments[:position], arguments[position + 1 :]
+        arguments, train_args = arguments[:position], arguments[position + 1 :]
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -58,47 +57,47 @@ def main() -> int:
         )
     start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where]
     with command_line.ending_well():
-        code = start(options, of_train)
+        code = start(options, train_args)
     return code
 
 
-def _local(options: argparse.Namespace, of_train: Sequence[str]) -> int:
-    run = for_one_run(of_train)
+def _local(options: argparse.Namespace, train_args: Sequence[str]) -> int:
+    run = resolve_run_args(train_args)
     logs = Path(options.logs or f"maxtext_output/logs/{run.run_name}")
-    job = supervision.Job(
-        [*program(), *run.arguments], options.number, options.devices, logs, run.folder
+    job = supervision.SupervisedJob(
+        [*train_command(), *run.arguments], options.number, options.devices, logs, run.folder
     )
     if options.dry_run:
         commands = Commands(show, dry_run=True)
         port = free_port()
         for process in range(job.number):
-            environment = environment_of({}, job.number, process, port, job.devices)
+            environment = process_env({}, job.number, process, port, job.devices)
             settings = [f"{name}={value}" for name, value in environment.items()]
             commands.run([*(["env", *settings] if settings else []), *job.command])
         return 0
-    policy = supervision.Policy(
+    policy = supervision.RestartPolicy(
         options.max_restarts if options.supervise else 0, options.backoff, options.grace
     )
     what = "1 process" if job.number == 1 else f"{job.number} processes"
-    show(f"launch: {what}; output is also in {logs}")
+    show(f"launch: {what}; logs are in {logs}")
     try:
-        return supervision.run(job, policy, show)
+        return supervision.supervise(job, policy, show)
     except OSError as error:
         raise UserError(f"cannot start the processes: {error}") from error
 
 
-def _gcloud(options: argparse.Namespace, of_train: Sequence[str]) -> int:
+def _gcloud(options: argparse.Namespace, train_args: Sequence[str]) -> int:
     commands = Commands(show, dry_run=options.dry_run)
     tpu = TpuVm(
         options.name, options.zone, options.project, options.type, options.version, options.spot,
-        Retry(options.tries, options.retry_seconds), tuple(options.gcloud),
+        RetryPolicy(options.tries, options.retry_seconds), tuple(options.gcloud),
     )  # fmt: skip
     launch = TpuVmLaunch(tpu, commands)
-    if "run" in options.actions and not of_train:
-        raise UserError("run needs the arguments of train.py, after --.")
-    if of_train and "run" not in options.actions:
-        raise UserError("arguments of train.py, after --, are for the action run.")
-    arguments = for_one_run(of_train).arguments if of_train else []
+    if "run" in options.actions and not train_args:
+        raise UserError("run requires the arguments of train.py, after --.")
+    if train_args and "run" not in options.actions:
+        raise UserError("arguments of train.py, after --, are only for the action run.")
+    arguments = resolve_run_args(train_args).arguments if train_args else []
     for action in options.actions:
         if action == "run":
             launch.run(arguments, options.max_restarts)
@@ -109,10 +108,10 @@ def _gcloud(options: argparse.Namespace, of_train: Sequence[str]) -> int:
     return 0
 
 
-def _slurm(options: argparse.Namespace, of_train: Sequence[str]) -> int:
+def _slurm(options: argparse.Namespace, train_args: Sequence[str]) -> int:
     commands = Commands(show, dry_run=options.dry_run)
     if options.action == "submit":
-        run = for_one_run(of_train)
+        run = resolve_run_args(train_args)
         job = slurm.SlurmJob(
             options.name or run.run_name, options.nodes, options.processes_per_node,
             options.gpus_per_node, options.sbatch, options.max_restarts,
@@ -121,7 +120,7 @@ def _slurm(options: argparse.Namespace, of_train: Sequence[str]) -> int:
         slurm.submit(job, run.arguments, commands, show)
         return 0
     if not options.job:
-        raise UserError(f"{options.action} needs --job=NUMBER, which submit has shown.")
+        raise UserError(f"{options.action} requires --job=NUMBER (printed by submit).")
     if options.action == "status":
         commands.run(["squeue", f"--jobs={options.job}"])
     else:
@@ -136,61 +135,63 @@ def _parser() -> argparse.ArgumentParser:
     )
     places = parser.add_subparsers(dest="where", required=True, metavar="local|gcloud|slurm")
     local = places.add_parser("local", help="processes of this machine")
-    local.add_argument("number", type=_positive, metavar="N", help="processes")
+    local.add_argument("number", type=_positive_int, metavar="N", help="number of processes")
     local.add_argument(
-        "--devices", type=_positive, metavar="K", help="of each: CPU devices or GPUs"
+        "--devices", type=_positive_int, metavar="K", help="devices (CPU or GPU) per process"
     )
-    local.add_argument("--supervise", action="store_true", help="start again after a failure")
+    local.add_argument("--supervise", action="store_true", help="restart after a failure")
     local.add_argument("--backoff", type=float, default=1.0, help="seconds before a restart")
     local.add_argument(
-        "--grace", type=float, default=60.0, help="seconds that processes have to end by themselves"
+        "--grace", type=float, default=60.0, help="grace period in seconds for processes to exit"
     )
     gcloud = places.add_parser("gcloud", help="Cloud TPU VMs")
     gcloud.add_argument(
         "actions", nargs="+", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS)
     )
-    gcloud.add_argument("--name", required=True, help="of the TPU VM")
+    gcloud.add_argument("--name", required=True, help="TPU VM name")
     gcloud.add_argument("--zone", required=True)
     gcloud.add_argument("--project", default=os.environ.get("CLOUDSDK_CORE_PROJECT", ""))
-    gcloud.add_argument("--type", default="", help="of the accelerator, as v5p-32")
-    gcloud.add_argument("--version", default="", help="of the runtime")
+    gcloud.add_argument("--type", default="", help="accelerator type, e.g. v5p-32")
+    gcloud.add_argument("--version", default="", help="runtime version")
     gcloud.add_argument("--spot", action="store_true", help="preemptible, cheaper")
     gcloud.add_argument(
         "--gcloud", action="append", default=[], metavar="FLAG",
-        help="a further flag of create and queue, as --gcloud=--service-account=NAME",
+        help="extra flag of create and queue, e.g. --gcloud=--service-account=NAME",
     )  # fmt: skip
-    gcloud.add_argument("--tries", type=_positive, default=100, help="while nothing is free")
+    gcloud.add_argument(
+        "--tries", type=_positive_int, default=100, help="attempts while no capacity is available"
+    )
     gcloud.add_argument("--retry-seconds", type=float, default=60.0)
-    gcloud.add_argument("--lines", type=_positive, default=50, help="of logs")
-    gcloud.add_argument("--follow", action="store_true", help="the logs as they grow")
-    gcloud.add_argument("--worker", default="all", help="whose logs")
-    by_slurm = places.add_parser("slurm", help="a job of SLURM")
+    gcloud.add_argument("--lines", type=_positive_int, default=50, help="number of log lines")
+    gcloud.add_argument("--follow", action="store_true", help="stream new log lines")
+    gcloud.add_argument("--worker", default="all", help="worker to read logs from")
+    by_slurm = places.add_parser("slurm", help="a SLURM job")
     by_slurm.add_argument("action", choices=("submit", "status", "stop"))
-    by_slurm.add_argument("--name", default="", help="of the job, by default run_name")
-    by_slurm.add_argument("--nodes", type=_positive, default=1)
-    by_slurm.add_argument("--processes-per-node", type=_positive, default=1)
+    by_slurm.add_argument("--name", default="", help="job name, by default run_name")
+    by_slurm.add_argument("--nodes", type=_positive_int, default=1)
+    by_slurm.add_argument("--processes-per-node", type=_positive_int, default=1)
     by_slurm.add_argument("--gpus-per-node", type=int, default=0)
     by_slurm.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
-        help="a further line, as --sbatch=--partition=long",
+        help="extra #SBATCH line, e.g. --sbatch=--partition=long",
     )  # fmt: skip
-    by_slurm.add_argument("--job", default="", help="number, for status and stop")
+    by_slurm.add_argument("--job", default="", help="job id, for status and stop")
     for place in (local, gcloud, by_slurm):
         place.add_argument("--dry-run", action="store_true", help="print the commands")
         place.add_argument(
-            "--max-restarts", type=_not_negative, default=10,
-            help="in a row without a new checkpoint; of a SLURM job in all",
+            "--max-restarts", type=_nonnegative_int, default=10,
+            help="maximum restarts without a new checkpoint (SLURM: in total)",
         )  # fmt: skip
     for place in (local, by_slurm):
-        place.add_argument("--logs", default="", help="folder for output of the processes")
+        place.add_argument("--logs", default="", help="log folder")
     return parser
 
 
-def _positive(text: str) -> int:
+def _positive_int(text: str) -> int:
     return _at_least(1, text)
 
 
-def _not_negative(text: str) -> int:
+def _nonnegative_int(text: str) -> int:
     return _at_least(0, text)
 
 

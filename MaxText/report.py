@@ -1,4 +1,4 @@
-"""Writes a page and pictures about runs: python MaxText/report.py RUN [RUN ...]"""
+"""Writes an HTML report and figures of runs: python MaxText/report.py RUN [RUN ...]"""
 
 import dataclasses
 import re
@@ -23,19 +23,18 @@ from MaxText.errors import UserError
 USAGE = """
 usage: report.py RUN [RUN ...] [output=DIR] [watch=SECONDS]
 
-Writes report.html, one file that needs no network, and pictures: losses, speed, where the time
-went, and what differs between runs. Also while they run. How to read it:
-docs/how-to/inspect_runs.md.
+Writes report.html, a self-contained page, and figures: losses, speed, goodput, and differences
+between runs. Works on finished and on active runs. How to read it: docs/how-to/inspect_runs.md.
 
   python MaxText/report.py runs/quickstart                   one run
   python MaxText/report.py runs/a runs/b output=report       two runs side by side
   python MaxText/report.py runs/comparison                   all runs in a folder, at any depth
   python MaxText/report.py runs/quickstart watch=60          again every minute while it runs
 
-RUN is the folder of a run (base_output_directory/run_name), or a folder that holds runs. Besides:
+RUN is the folder of a run (base_output_directory/run_name), or a folder of runs. Options:
 
-  output=DIR     folder of the files; by default RUN/report for one RUN and report for several
-  watch=SECONDS  writes again and again until no run is running any more; Ctrl-C ends it
+  output=DIR     output folder; by default RUN/report for one RUN and report for several
+  watch=SECONDS  rewrite the report periodically until all runs have ended; Ctrl-C stops it
 """
 
 _OPTION = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -44,43 +43,29 @@ _OPTIONS = ("output", "watch")
 
 @dataclasses.dataclass
 class Options:
-    """What the command line says.
+    """Parsed command line."""
 
-    Attributes:
-      places: folders of runs, or folders that hold some.
-      output: where the files go; None for the default.
-      watch: seconds between two reports; 0 for a single one.
-    """
-
-    places: list[str] = dataclasses.field(default_factory=list)
-    output: Path | None = None
-    watch: int = 0
+    run_paths: list[str] = dataclasses.field(default_factory=list)  # runs, or folders of runs
+    output: Path | None = None  # None for the default
+    watch: int = 0  # seconds between two reports; 0 for a single one
 
     @property
     def folder(self) -> Path:
-        """Where the files go.
-
-        Raises:
-          UserError: the run lies in a bucket, where a page cannot be opened.
-        """
+        """Output folder; UserError for a run in a bucket, where a page cannot be opened."""
         if self.output is not None:
             return self.output
-        if len(self.places) > 1:
+        if len(self.run_paths) > 1:
             return Path("report")
-        if "://" in self.places[0]:
+        if "://" in self.run_paths[0]:
             raise UserError(
-                f"{self.places[0]} is in a bucket; pages are written to a local disk. Add "
+                f"{self.run_paths[0]} is in a bucket, but reports are written to a local disk. Add "
                 "output=DIR."
             )
-        return Path(self.places[0]).expanduser() / "report"
+        return Path(self.run_paths[0]).expanduser() / "report"
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Reads the command line.
-
-    Raises:
-      UserError: an option is unknown or has no usable value, or no run is named.
-    """
+    """Parses the command line; UserError for an unknown option, a bad value, or no run."""
     options = Options()
     for argument in arguments:
         match = _OPTION.fullmatch(argument)
@@ -90,31 +75,31 @@ def parse(arguments: Sequence[str]) -> Options:
         elif name == "watch" and text.isascii() and text.isdigit() and int(text) > 0:
             options.watch = int(text)
         elif name == "output":
-            raise UserError("output= names no folder. Write for example output=report.")
+            raise UserError("output= is empty. Write for example output=report.")
         elif name == "watch":
             raise UserError(
-                f"watch={text}: seconds must be a whole number, 1 or more. For example watch=60."
+                f"watch={text}: must be a whole number of seconds, 1 or more. For example watch=60."
             )
         elif argument.startswith("-") or (name and not Path(argument).exists()):
             close = nearest(name or argument.strip("-").partition("=")[0], _OPTIONS)
             meant = f" Did you mean {close[0]}=?" if close else ""
             raise UserError(
-                f"{argument}: no such option.{meant} There are output=DIR and watch=SECONDS; "
-                "--help explains them."
+                f"{argument}: unknown option.{meant} Options are output=DIR and watch=SECONDS; see "
+                "--help."
             )
         else:
-            options.places.append(argument)
-    if not options.places:
-        raise UserError("no run is named. Write: python MaxText/report.py RUN [RUN ...]")
+            options.run_paths.append(argument)
+    if not options.run_paths:
+        raise UserError("no run is given. Write: python MaxText/report.py RUN [RUN ...]")
     return options
 
 
 def report(options: Options) -> bool:
-    """Writes the report once and says where; returns whether a run is still running."""
-    from MaxText.reports.finding import find_runs
+    """Writes the report once and prints its path; returns whether a run is still running."""
+    from MaxText.reports.discovery import find_runs
     from MaxText.reports.writing import warnings_about, write_report
 
-    found = find_runs(options.places)
+    found = find_runs(options.run_paths)
     is_running = any(run.state == "running" for run in found.runs)
     for warning in [*found.problems, *warnings_about(found.runs, found.groups)]:
         sys.stderr.write(f"warning: {warning}\n")
@@ -125,14 +110,14 @@ def report(options: Options) -> bool:
         warnings=found.problems,
         refresh=options.watch if is_running else 0,
     )
-    pictures = sorted(path.name for path in page.parent.glob("*.png"))
-    print(f"{page}\npictures beside it: {', '.join(pictures)}", flush=True)
+    figures = sorted(path.name for path in page.parent.glob("*.png"))
+    print(f"{page}\nfigures: {', '.join(figures)}", flush=True)
     return is_running
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake in the command line or an unreadable run, 130 Ctrl-C."""
-    # A path may hold what the terminal cannot show.
+    """Exit codes: 0 done, 2 user error or unreadable run, 130 Ctrl-C."""
+    # A path may contain characters that the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:

@@ -98,7 +98,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
-    from MaxText.cost.known_memory import check_known_memory
+    from MaxText.cost.device_memory import check_memory_lower_bound
     from MaxText.growth.resolve import resolve_growth
     from MaxText.metrics.tables import parameter_table
     from MaxText.training.assembly import setup_train
@@ -120,7 +120,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
 
     length, sizes = model.section.shape.max_target_length, config.batch
     plan = plan_batches(sizes, length, lambda size: mesh.rows_of_update(sizes, layout, size))
-    check_known_memory(built, plan, len(devices), sizes.gradient_accumulation_steps)
+    check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
         config, plan, eval_rows, *layout.share_of_batch(), stop.is_pending
     )

@@ -1,4 +1,4 @@
-"""Compiles a train step for devices that need not be there: python MaxText/train_compile.py ..."""
+"""Compiles a train step for devices that need not exist: python MaxText/train_compile.py ..."""
 
 import sys
 from pathlib import Path
@@ -22,19 +22,19 @@ USAGE = """Compiles the train step of a configuration for a named machine, witho
       compile_topology_num_slices=2 compiled_trainstep_file=step.bin
   python MaxText/train_compile.py configs/gpt2.yml compile_topology=h100-8
 
-Prints memory by cause, operations, bytes, what devices send each other, and the compiler's time
-estimate. docs/how-to/compile_ahead_of_time.md has the machines and the rules."""
+Prints memory by cause, FLOPs, bytes, communication, and the compiler's time estimate.
+docs/how-to/compile_ahead_of_time.md has the machines and the rules."""
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake of the user or too little memory, 130 Ctrl-C."""
+    """Exit codes: 0 done, 2 user error or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
-    with command_line.ending_well("stopped: nothing was written"):
+    with command_line.ending_well("Interrupted. Nothing was written."):
         target = targets.find(config.run.compile_topology)
         targets.prepare_environment(target)
-        from MaxText.cost.ahead_of_time import compile_ahead
+        from MaxText.cost.ahead_of_time import train_compile
 
-        compile_ahead(config, target, lambda line: print(line, flush=True))
+        train_compile(config, target, lambda line: print(line, flush=True))
     return exit_codes.DONE
 
 

@@ -158,7 +158,7 @@ def speed() -> None:
         place = find(row.hardware)
         plan = make_plan(configured(row.keys), place, peak_of(place), fused_attention=True)
         time, tokens = plan.time, plan.tokens_per_device
-        slow, fast, middle = (time.mfu(t, tokens) for t in (time.slow, time.fast, time.middle))
+        slow, fast, middle = (time.mfu(t, tokens) for t in (time.upper, time.lower, time.estimate))
         print(
             f"| {row.name} | {row.hardware} | {row.mfu:.1%} | {slow:.1%} to {fast:.1%} | "
             f"{middle:.1%} | {row.mfu / middle - 1:+.0%} |",
@@ -171,7 +171,7 @@ def memory(begin: str) -> None:
     from jax.experimental import topologies
 
     from MaxText.cost.abstract_step import make_program
-    from MaxText.cost.step_memory import memory_stats
+    from MaxText.cost.step_memory import estimate_memory
     from MaxText.layers.batch import batch_shapes
     from MaxText.parallelism.mesh import make_layout
     from MaxText.runtime import compiled_steps
@@ -188,7 +188,7 @@ def memory(begin: str) -> None:
         )[: shape.chips]
         config = configured(shape.keys)
         program = make_program(config, shape.chips, "tpu", devices[0].device_kind)
-        planned = memory_stats(program)
+        planned = estimate_memory(program)
         layout, batch = make_layout(config.mesh, devices), program.config.batch
         state = layout.abstract_state(
             make_initialize(program.model, program.optimizer, config.guard),

@@ -33,13 +33,13 @@ from MaxText.training.step import make_initialize
 _Function = TypeVar("_Function", bound=Callable)
 
 
-def remembered(function: _Function) -> _Function:
+def cached(function: _Function) -> _Function:
     """Caches results; a functools.lru_cache that type checkers accept for sections."""
     return cast(_Function, functools.lru_cache(maxsize=256)(function))
 
 
 @dataclasses.dataclass(frozen=True)
-class AbsentDevice:
+class FakeDevice:
     """A device by name: enough to shard arrays, not to compute."""
 
     id: int
@@ -96,7 +96,7 @@ class Program:
         Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
         before use. A pipeline stage has its own layers between embedding and head.
         """
-        return model_of(_local(self.model.section, self.layout))
+        return abstract_model(_local(self.model.section, self.layout))
 
     @property
     def local_rows(self) -> int:
@@ -126,8 +126,8 @@ class Program:
         """Shapes of a microbatch on one device.
 
         Parts of many sequences cost as much as whole ones of equal tokens. With fewer sequences
-        than parts, these are the first tokens; step_time.attention_to_other_parts adds pairs with
-        the other parts.
+        than parts, these are the first tokens; step_time.context_parallel_attention_flops adds
+        pairs with the other parts.
         """
         parts = self.layout.num_length_parts
         rows = math.gcd(self.local_rows, parts)
@@ -139,7 +139,7 @@ def make_program(
     config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
 ) -> Program:
     """Returns the program of a configuration; UserError if mesh or batch do not fit the devices."""
-    devices = _absent(num_devices, platform, device_kind, num_slices)
+    devices = _fake_devices(num_devices, platform, device_kind, num_slices)
     sizes = mesh_sizes(config.mesh, devices)
     # Only sizes matter: device placement within a slice is not modeled.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
@@ -153,21 +153,21 @@ def make_program(
     length = section.shape.max_target_length
     plan_batches(config.batch, length, lambda size: rows_of_update(config.batch, layout, size))
     check_lengths(length, config.batch, layout)
-    return Program(config, tuple(choices), layout, sizes, model_of(section), rows, length)
+    return Program(config, tuple(choices), layout, sizes, abstract_model(section), rows, length)
 
 
-@remembered
-def _absent(
+@cached
+def _fake_devices(
     num_devices: int, platform: str, device_kind: str, num_slices: int
-) -> tuple[AbsentDevice, ...]:
+) -> tuple[FakeDevice, ...]:
     return tuple(
-        AbsentDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
+        FakeDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
         for number in range(num_devices)
     )
 
 
-@remembered
-def model_of(section: ModelSection) -> Model:
+@cached
+def abstract_model(section: ModelSection) -> Model:
     return Model(section)
 
 
@@ -177,19 +177,21 @@ def _weights_of(section: ModelSection) -> ModelSection:
     return section.model_copy(update={"memory": memory})
 
 
-@remembered
+@cached
 def _optimizer(
     section: ModelSection, optimizer: Optimizer, schedule: Schedule
 ) -> optax.GradientTransformation:
-    parameters = model_of(section).parameters
+    parameters = abstract_model(section).parameters
     return make_optimizer(optimizer, learning_rate_schedule(schedule), parameters)
 
 
-@remembered
+@cached
 def _state_shapes(
     section: ModelSection, optimizer: Optimizer, schedule: Schedule, guard: Guard
 ) -> Any:
-    initialize = make_initialize(model_of(section), _optimizer(section, optimizer, schedule), guard)
+    initialize = make_initialize(
+        abstract_model(section), _optimizer(section, optimizer, schedule), guard
+    )
     return jax.eval_shape(initialize, jax.random.key(0))
 
 

@@ -1,16 +1,24 @@
-"""Implementation of train_compile.py."""
+"""Compiles a train step ahead of time, and reports its memory, FLOPs and communication."""
 
 from collections.abc import Callable
 
 import jax
 
 from MaxText.config.schema import Config
-from MaxText.cost import compiled_memory, compiled_report, saved_step, targets
-from MaxText.cost.compiling import compile_planned, plan_step
-from MaxText.cost.hlo import Program
+from MaxText.cost import device_memory, saved_step, targets
+from MaxText.cost.device_memory import MemoryBreakdown
+from MaxText.cost.flops import count_flops
+from MaxText.cost.hlo import HloModule
+from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
+from MaxText.cost.peak_flops import datasheet_peak
+from MaxText.metrics.tables import format_table, share
+
+_GIB = 2**30
+_MIB = 2**20
+_LARGE_ARRAYS = 8
 
 
-def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], None]) -> None:
+def train_compile(config: Config, target: targets.Target, show: Callable[[str], None]) -> None:
     """Compiles a train step for a machine, prints its cost, and saves it.
 
     Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
@@ -21,36 +29,103 @@ def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], 
     kind = devices[0].device_kind
     slices = f" in {num_slices} slices" if num_slices > 1 else ""
     show(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
-    planned = plan_step(config, devices)
+    planned = lower_train_step(config, devices)
     show("\n".join([f"mesh: {planned.layout.words}", *planned.lines]))
     stages, stage = planned.plan.stages, planned.plan.stages[-1]
     last = f", the last of {len(stages)} stages" if len(stages) > 1 else ""
     show(f"batch: {planned.plan.rows(stage)} x {stage.length} tokens{last}")
     try:
-        compiled, seconds = compile_planned(planned)
+        compiled, seconds = compile_lowered(planned)
     except jax.errors.JaxRuntimeError as error:
-        if compiled_memory.is_out_of_memory(error):
-            raise compiled_memory.out_of_memory(target, planned, error) from error
+        if device_memory.is_out_of_memory(error):
+            raise device_memory.out_of_memory(target, planned, error) from error
         raise
     show(f"compiled in {seconds:.1f} s")
     program = _program(compiled, show)
-    needed = compiled_memory.memory_by_cause(planned, compiled)
-    compiled_memory.check_fits(target, planned, needed, program)
-    for line in compiled_report.memory_lines(target, needed, program):
+    needed = device_memory.memory_breakdown(planned, compiled)
+    device_memory.check_fits(target, planned, needed, program)
+    for line in memory_lines(target, needed, program):
         show(line)
-    for line in compiled_report.cost_lines(planned, compiled, program):
+    for line in cost_lines(planned, compiled, program):
         show(line)
     if path := config.run.compiled_trainstep_file:
         signature = saved_step.save(path, planned, compiled)
         show(f"\nsaved: {path}, signature {signature[:16]}...")
-        show("train.py takes it with the same configuration and compiled_trainstep_file")
+        show(f"To use it: train.py with the same configuration and compiled_trainstep_file={path}")
 
 
-def _program(compiled: jax.stages.Compiled, show: Callable[[str], None]) -> Program:
+def _program(compiled: jax.stages.Compiled, show: Callable[[str], None]) -> HloModule:
     """Returns the compiled program, empty if the compiler cannot print it."""
     try:
-        return Program(compiled.as_text() or "")
+        return HloModule(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        show(f"the compiler cannot show this program, so what follows lacks its parts: {reason}")
-        return Program("")
+        show(f"the compiler cannot print this program, so its buffers are not listed: {reason}")
+        return HloModule("")
+
+
+def memory_lines(target: targets.Target, memory: MemoryBreakdown, program: HloModule) -> list[str]:
+    """Returns memory of one device by cause, and the largest arrays."""
+    limit = device_memory.usable_bytes(target)
+    rows = [
+        [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
+        for cause, size in memory.rows()
+        if size
+    ]
+    total = ["peak", f"{memory.total / _MIB:,.2f}", ""]
+    lines = [
+        "",
+        format_table(["memory per device", "MiB", "share"], rows, total, right={1, 2}),
+        f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
+    ]
+    if limit:
+        free = (limit - memory.total) / _GIB
+        lines.append(f"usable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")
+    lines += ["", "largest arrays per device (MiB), not all live at once:"]
+    lines += [
+        f"{row.num_bytes / _MIB:12,.2f}  {row.described}"
+        for row in program.largest_arrays(_LARGE_ARRAYS)
+    ]
+    return lines
+
+
+def cost_lines(
+    planned: LoweredStep, compiled: jax.stages.Compiled, program: HloModule
+) -> list[str]:
+    """Returns FLOPs, bytes, collectives and time of a step."""
+    layout, stage = planned.layout, planned.plan.stages[-1]
+    num_devices = layout.mesh.size
+    tokens = stage.samples * planned.plan.window
+    count = count_flops(planned.model, stage.length)
+    tflops = count.tflops(tokens / num_devices)
+    lines = [
+        "",
+        f"FLOPs of a step per device, by formula: {tflops:,.4g} TFLOP "
+        f"({count.per_token / 1e6:,.3f} MFLOP x {tokens:,} tokens / {num_devices} devices)",
+    ]
+    peak = datasheet_peak(layout.mesh.devices.flat[0].device_kind)
+    if peak is not None:
+        lines.append(
+            f"at {peak.tflops:g} TFLOP/s ({peak.source}) a step takes at least "
+            f"{tflops / peak.tflops:.4g} s"
+        )
+    once = ""
+    if program.num_loops:
+        once = f", with the bodies of {program.num_loops} loops counted once"
+    costs = compiled.cost_analysis() or {}  # some backends return nothing, or -1 for unknown
+    if (flops := costs.get("flops", 0.0)) > 0:
+        lines.append(f"the compiler's count{once}: {flops / 1e12:,.4g} TFLOP")
+    if (accessed := costs.get("bytes accessed", 0.0)) > 0:
+        lines.append(f"bytes accessed, by the compiler{once}: {accessed / 1e9:,.3f} GB")
+    if (seconds := costs.get("optimal_seconds", 0.0)) > 0:
+        lines.append(f"time of a step, by the compiler{once}: {seconds:.4g} s")
+    else:
+        lines.append("time of a step: this compiler gives no estimate")
+    lines += ["", "communication in a step (results per device; loops counted in full):"]
+    lines += [
+        f"{row.num_bytes / _MIB:12,.2f} MiB  {row.kind} x {row.count:,}"
+        for row in program.collectives()
+    ] or ["        nothing"]
+    if program.has_unknown_loops:
+        lines.append("             loops of unknown length were counted once")
+    return lines

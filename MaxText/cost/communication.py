@@ -14,7 +14,7 @@
                               time with gradients in float32
     expert                    tokens to their experts and back, forward, backward and recomputed
 
-Each of n devices exchanges (n - 1) / n of an array with the others.
+Each of n devices receives (n - 1) / n of an array from the others.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.mixture_of_experts import places
 
 # Remat policies that recompute the output projection of attention.
-_OUT_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded")
-_MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
+_RECOMPUTE_OUT_PROJ = ("full", "save_qkv_proj", "qkv_proj_offloaded")
+_RECOMPUTE_QKV = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
                "save_dot_except_mlp", "save_dot_except_mlpwi")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class CommCost:
     """Communication of a step over one mesh axis."""
 
     axis: str
@@ -48,19 +48,19 @@ class Exchange:
         return self.num_bytes / self.bandwidth
 
 
-def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
+def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
     """Returns the communication of a step over mesh axes of several devices."""
     mesh = program.layout.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
         return []
     _add_weights(program, bytes_of)
-    amounts = {"tensor": _hidden_states, "expert": _rows, "context": _keys_and_values}
-    for axis, amount in (amounts | {"stage": _handed_on}).items():
+    amounts = {"tensor": _tensor_bytes, "expert": _expert_bytes, "context": _context_bytes}
+    for axis, amount in (amounts | {"stage": _pipeline_bytes}).items():
         if axis in bytes_of:
             bytes_of[axis] += amount(program) * program.num_microbatches
     return [
-        Exchange(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
+        CommCost(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
         for axis, amount in bytes_of.items()
     ]
 
@@ -105,7 +105,7 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
                 num_bytes /= shape[axis]  # the next axis gathers or reduces only this part
 
 
-def _hidden_states(program: Program) -> float:
+def _tensor_bytes(program: Program) -> float:
     """Returns the bytes over the tensor axis per microbatch."""
     section, layout = program.config.model, program.layout
     parameters = program.model.parameters
@@ -125,12 +125,12 @@ def _hidden_states(program: Program) -> float:
         again += times * info.is_recomputed
     policy = section.memory.remat_policy
     # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
-    number = 2 * sums + 2 + (again if policy in _OUT_AGAIN else 0)
+    number = 2 * sums + 2 + (again if policy in _RECOMPUTE_OUT_PROJ else 0)
     n = layout.mesh.shape["tensor"]
     return 2 * number * program.state_bytes * (n - 1) / n
 
 
-def _handed_on(program: Program) -> float:
+def _pipeline_bytes(program: Program) -> float:
     """Returns the bytes over the stage axis per microbatch, except those of weights."""
     schedule = program.schedule
     if schedule is None:
@@ -139,7 +139,7 @@ def _handed_on(program: Program) -> float:
     return 2 * (turns + 1) * program.state_bytes
 
 
-def _rows(program: Program) -> float:
+def _expert_bytes(program: Program) -> float:
     """Returns the bytes over the expert axis per microbatch."""
     section = program.config.model
     experts = section.mixture_of_experts
@@ -148,12 +148,12 @@ def _rows(program: Program) -> float:
     group, capacity = places(experts, program.length, experts.capacity_factor)
     filled = experts.num_experts * capacity / group
     layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
-    passes = 3 if section.memory.remat_policy in _MADE_AGAIN else 2
+    passes = 3 if section.memory.remat_policy in _RECOMPUTE_QKV else 2
     n = program.layout.mesh.shape["expert"]
     return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
 
 
-def _keys_and_values(program: Program) -> float:
+def _context_bytes(program: Program) -> float:
     """Returns the bytes over the context axis per microbatch."""
     section = program.config.model
     attention, d = section.attention, program.local_model.section.shape.dimensions
@@ -161,7 +161,7 @@ def _keys_and_values(program: Program) -> float:
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
     layers = len(softmax_windows(section))
     others = program.layout.mesh.shape["context"] - 1
-    forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
+    forward = 2 if section.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":
         return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)
     return layers * part * others * (forward + 1)

@@ -18,12 +18,12 @@ from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
 from MaxText.layers.head import head_of
 from MaxText.layers.model import Model
-from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
+from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, format_table, share
 
 MFU_RULE = (
-    "MFU is the model's own operations per second over the device's peak (PaLM, appendix B): "
-    "products of matrices only, forward and backward, nothing that is computed again; causal "
-    "attention counts half (MaxText's rule; PaLM counts all of it)."
+    "MFU is the model's FLOP/s divided by the device's peak (PaLM, appendix B). It counts matmuls "
+    "only, forward and backward, without recomputation; causal attention counts half (MaxText's "
+    "rule; PaLM counts all of it)."
 )
 
 
@@ -141,7 +141,7 @@ class ModelCost:
         rows = [row(one.name, one.parameters, one.flops, one.training) for one in count.parts]
         if self.model.section.head.logits_via_embedding:
             next(row for row in rows if row[0] == "head")[1:3] = ["tied", ""]
-        table = ruled_table(
+        table = format_table(
             ["part", "parameters", "share", "FLOPs/token forward", "training", "share"],
             rows,
             row("total", num_parameters, count.forward, count.per_token),

@@ -1,7 +1,7 @@
 """Hardware to plan for, by the names that vendors use.
 
 Figures are per chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
-sheets. Peak FLOP/s are in cost/peak_flops.py. Prices vary by region and contract: there are none.
+sheets. Prices vary by region and contract: there are none.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Chip:
     links: float  # bytes per second that a chip sends to its neighbors over all links together
     # dimensions of the torus; 0 for a switch, which gives all of `links` to any peer
     torus: int
-    neighbours: int  # chips within reach of `links`; beyond them `network` counts
+    num_linked: int  # chips within reach of `links`; beyond them `network` counts
     network: float  # bytes per second of a chip to more distant chips
     cores: int = 1  # TensorCores per chip if accelerator types count these, else 1
     devices: int = 1  # JAX devices per chip
@@ -70,7 +70,35 @@ CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
            30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8),
            "docs/how-to/estimate_memory_and_cost.md")  # fmt: skip
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7x": "tpu7x"}
+# Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
+# T4. Patterns match jax.Device.device_kind in order. TPU v2, v3 and 7x chips are two devices each.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    (r"^TPU v2", 46 / 2),
+    (r"^TPU v3", 123 / 2),
+    (r"^TPU v4 lite", 138),
+    (r"^TPU v4", 275),
+    (r"^TPU v5( ?lite|e)", 197),
+    (r"^TPU v5", 459),
+    (r"^TPU v6", 918),
+    (r"^TPU ?v?7", 2307 / 2),
+    (r"\bGB200\b", 2500),
+    (r"\bB200\b", 2250),
+    (r"\bGH200\b", 990),
+    (r"\bH200\b", 989),
+    (r"\bH100\b.*PCIe", 756),
+    (r"\bH100\b.*NVL", 835),
+    (r"\bH100\b", 989),
+    (r"\bA100\b", 312),
+    (r"\bL40S\b", 362),
+    (r"\bL4\b", 121),
+    (r"\bV100\b", 125),
+    (r"\bT4\b", 65),
+)
+
+ALIASES = {
+    "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "v6": "v6e",
+    "v7x": "tpu7x", "7x": "tpu7x",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,34 +140,36 @@ def find(name: str) -> Hardware:
         raise _unknown(name)
     count, kind, number = match.groups()
     chips = {key.lower(): chip for key, chip in CHIPS.items()}
-    chip = chips.get(_ALIASES.get(kind.lower(), kind.lower()))
+    chip = chips.get(ALIASES.get(kind.lower(), kind.lower()))
     if chip is None:
         raise _unknown(name)
     times = int(count or 1)
     if chip.platform == "gpu":
         if number is not None or times < 1:
-            raise UserError(f"hardware={name}: GPUs are counted in front, as in 8x{chip.name}.")
-        return Hardware(name, chip, times, max(1, -(-times // chip.neighbours)))
+            raise UserError(
+                f"hardware={name}: write the number of GPUs in front, as in 8x{chip.name}."
+            )
+        return Hardware(name, chip, times, max(1, -(-times // chip.num_linked)))
     if number is None or times < 1:
         raise UserError(
-            f"hardware={name}: how many? An accelerator type has a number, as in "
-            f"{chip.name}-{8 * chip.cores}: it counts "
-            f"{'TensorCores, two a chip' if chip.cores == 2 else 'chips'}."
+            f"hardware={name}: the number is missing. Write for example "
+            f"{chip.name}-{8 * chip.cores}; it counts "
+            f"{'TensorCores, two per chip' if chip.cores == 2 else 'chips'}."
         )
     if int(number) < chip.cores or int(number) % chip.cores:
         raise UserError(
-            f"hardware={name}: the number counts TensorCores, {chip.cores} a chip, so it is a "
-            f"multiple of {chip.cores}."
+            f"hardware={name}: the number counts TensorCores, {chip.cores} per chip, so it must be "
+            f"a multiple of {chip.cores}."
         )
     return Hardware(name, chip, times * int(number) // chip.cores, times)
 
 
 def _unknown(name: str) -> UserError:
-    words = [*CHIPS, *_ALIASES]
+    words = [*CHIPS, *ALIASES]
     close = nearest(re.sub(r"^\d+x|-\d+$", "", name), words)
     meant = f" Nearest: {', '.join(close)}." if close else ""
     return UserError(
-        f"hardware={name}: not known.{meant}\n"
+        f"hardware={name}: unknown.{meant}\n"
         "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a number "
         f"of GPUs (8xH100, 1xH200) or cpu. Known: {', '.join(CHIPS)}."
     )

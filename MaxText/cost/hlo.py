@@ -1,4 +1,4 @@
-"""Parses a compiled program: loop counts, collectives, large arrays.
+"""Parses a compiled program (loop counts, collectives, large arrays), or a lowered one.
 
 The text is XLA's HLO as returned by Compiled.as_text. Its format is not stable, so unknown syntax
 is skipped.
@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
 _BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
     "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
@@ -20,7 +22,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+_TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 _CONSTANT = re.compile(r"^s32\[\]\S* constant\((\d+)\)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -58,7 +60,7 @@ class Collective(NamedTuple):
     num_bytes: int
 
 
-class LargeArray(NamedTuple):
+class LargeBuffer(NamedTuple):
     """An array that the program creates `count` times on a device; `num_bytes` is unpadded."""
 
     num_bytes: int
@@ -66,8 +68,13 @@ class LargeArray(NamedTuple):
     made_by: str
     count: int
 
+    @property
+    def described(self) -> str:
+        times = f"  x {self.count}" if self.count > 1 else ""
+        return f"{self.shape}  {self.made_by}{times}"
 
-class Program:
+
+class HloModule:
     """A compiled program, parsed from its text."""
 
     def __init__(self, text: str):
@@ -96,12 +103,12 @@ class Program:
             for role, called in _called(instruction):
                 if called not in self._computations:
                     continue
-                trips = self._trips(instruction) if role in ("body", "condition") else 1
+                trips = self._trip_count(instruction) if role in ("body", "condition") else 1
                 inside = in_fusion or role == "to_apply" or instruction.kind == "fusion"
                 self._count_runs(called, times * trips, inside)
 
-    def _trips(self, loop: Instruction) -> int:
-        if match := _TRIPS.search(loop.rest):
+    def _trip_count(self, loop: Instruction) -> int:
+        if match := _TRIP_COUNT.search(loop.rest):
             return int(match[1])
         # On TPU, without an annotation, the only constant that the counter is compared with.
         condition = dict(_called(loop)).get("condition", "")
@@ -141,7 +148,7 @@ class Program:
         rows = [Collective(kind, count, size) for kind, (count, size) in found.items()]
         return sorted(rows, key=lambda row: -row.num_bytes)
 
-    def largest_arrays(self, number: int) -> list[LargeArray]:
+    def largest_arrays(self, number: int) -> list[LargeBuffer]:
         """Returns the largest arrays in main memory, not all live at once."""
         found: dict[tuple[int, str, str], int] = collections.defaultdict(int)
         for computation in self._runs:
@@ -154,7 +161,7 @@ class Program:
                 made_by = self._made_by(instruction)
                 for size, shape in _arrays(instruction.shape):
                     found[size, shape, made_by] += 1
-        rows = [LargeArray(*key, count) for key, count in found.items()]
+        rows = [LargeBuffer(*key, count) for key, count in found.items()]
         return sorted(rows, key=lambda row: -row.num_bytes)[:number]
 
     def _made_by(self, instruction: Instruction) -> str:
@@ -212,3 +219,37 @@ def _shortened(path: str) -> str:
             place = len(parts) - 1 - parts[::-1].index(start)
             return "/".join(parts[place + (start == "site-packages") :])
     return path
+
+
+_MLIR_RESULT = re.compile(r"^\s+%\S+ = \"?([\w.]+)\"?.*\bloc\((#loc\d*)\)$")
+_MLIR_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
+_MLIR_LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"(?:\((#loc\d*)\))?')
+_MLIR_BITS = re.compile(r"(\d+)$")
+
+
+def largest_unoptimized_buffers(lowered: jax.stages.Lowered, number: int) -> list[LargeBuffer]:
+    """Returns the largest arrays in a lowered, uncompiled program.
+
+    Sizes are of whole arrays, over all devices.
+    """
+    text = lowered.as_text(debug_info=True)
+    names: dict[str, str] = {}
+    for line in text.splitlines():
+        if match := _MLIR_LOCATION.match(line):
+            names[match[1]] = match[2]
+    found: dict[tuple[int, str, str], int] = {}
+    for line in text.splitlines():
+        match = _MLIR_RESULT.match(line)
+        if match is None or match[1].endswith((".while", ".constant", ".broadcast_in_dim")):
+            continue
+        results = line.rpartition(" loc(")[0]
+        results = results.rpartition("->")[2] if "->" in results else results.rpartition(" : ")[2]
+        made_by = names.get(match[2], match[1]).removeprefix("jit(train_step)/")
+        for sizes, kind in _MLIR_TENSOR.findall(results):
+            bits = _MLIR_BITS.search(kind)
+            count = math.prod(int(size) for size in sizes.split("x") if size)
+            size = count * (int(bits[1]) if bits else 8) // 8
+            key = size, f"{kind}[{sizes.rstrip('x').replace('x', ',')}]", made_by
+            found[key] = found.get(key, 0) + 1
+    rows = [LargeBuffer(*key, count) for key, count in found.items()]
+    return sorted(rows, key=lambda row: -row.num_bytes)[:number]

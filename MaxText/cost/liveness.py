@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Set
 
-from MaxText.cost.traced import Node, Traced, Value
+from MaxText.cost.jaxpr_graph import Node, Traced, Value
 
 
 @dataclasses.dataclass(frozen=True)
-class Alive:
+class LiveBuffer:
     """A live array at the peak."""
 
     size: float  # bytes
@@ -22,22 +22,24 @@ class Alive:
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class PeakMemory:
     """Memory of a program besides its arguments."""
 
     outside: float  # bytes at the peak outside of loop bodies
     in_loops: float  # bytes of the running loop's body at the peak; 0 without one
     between: float  # bytes live from the first loop to the last, if the peak is there
     # other live arrays at the peak, largest first
-    alive: tuple[Alive, ...]
-    in_body: tuple[Alive, ...] = ()  # live arrays inside that body
+    live: tuple[LiveBuffer, ...]
+    in_body: tuple[LiveBuffer, ...] = ()  # live arrays inside that body
 
     @property
     def size(self) -> float:
         return self.outside + self.in_loops + self.between
 
 
-def memory_need(program: Traced, kept: Sequence[float | None] = (), between: float = 0.0) -> Need:
+def peak_memory(
+    program: Traced, kept: Sequence[float | None] = (), between: float = 0.0
+) -> PeakMemory:
     """Returns the memory that a program needs.
 
     Args:
@@ -58,7 +60,7 @@ def memory_need(program: Traced, kept: Sequence[float | None] = (), between: flo
     )
 
 
-_NOTHING = Need(0.0, 0.0, 0.0, ())
+_NOTHING = PeakMemory(0.0, 0.0, 0.0, ())
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,16 +70,16 @@ class _Step:
     node: Node
     reads: frozenset[Value]
     writes: tuple[Value, ...]
-    body: Need  # needs of its largest body
+    body: PeakMemory  # needs of its largest body
 
 
 def _steps(program: Traced) -> list[_Step]:
     return [
         _Step(
             node,
-            frozenset(root for value in node.reads for root in value.roots),
-            tuple(value for value in node.makes if value.is_written),
-            max(map(memory_need, node.bodies), key=lambda need: need.size, default=_NOTHING),
+            frozenset(root for value in node.inputs for root in value.roots),
+            tuple(value for value in node.outputs if value.is_written),
+            max(map(peak_memory, node.bodies), key=lambda need: need.size, default=_NOTHING),
         )
         for node in program.nodes
         if node.is_written
@@ -86,21 +88,21 @@ def _steps(program: Traced) -> list[_Step]:
 
 def _peak(
     order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value], between: float
-) -> Need:
+) -> PeakMemory:
     last = {value: number for number, step in enumerate(order) for value in step.reads}
     loops = [number for number, step in enumerate(order) if step.node.bodies]
-    living: dict[Value, Alive] = {}
+    living: dict[Value, LiveBuffer] = {}
     most = _NOTHING
     for number, step in enumerate(order):
         for value in step.writes:
             # The stacked results of a loop are sharded from the beginning.
             size = left.get(value, value.size) if step.node.bodies else value.size
-            living[value] = Alive(size, value.shape, step.node.name)
+            living[value] = LiveBuffer(size, value.shape, step.node.name)
         outside = sum(array.size for array in living.values())
         held = between if loops and loops[0] <= number <= loops[-1] else 0.0
         if outside + step.body.size + held > most.size:
-            alive = tuple(sorted(living.values(), key=lambda array: -array.size))
-            most = Need(outside, step.body.size, held, alive, step.body.alive)
+            live = tuple(sorted(living.values(), key=lambda array: -array.size))
+            most = PeakMemory(outside, step.body.size, held, live, step.body.live)
         for value in step.writes:
             living[value] = dataclasses.replace(living[value], size=left.get(value, value.size))
         for value in [*step.reads, *step.writes]:

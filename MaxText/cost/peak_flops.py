@@ -12,30 +12,8 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-# Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
-# T4. Patterns match jax.Device.device_kind in order. TPU v2, v3 and 7x chips are two devices each.
-_DATA_SHEETS: tuple[tuple[str, float], ...] = (
-    (r"^TPU v2", 46 / 2),
-    (r"^TPU v3", 123 / 2),
-    (r"^TPU v4 lite", 138),
-    (r"^TPU v4", 275),
-    (r"^TPU v5( ?lite|e)", 197),
-    (r"^TPU v5", 459),
-    (r"^TPU v6", 918),
-    (r"^TPU ?v?7", 2307 / 2),
-    (r"\bGB200\b", 2500),
-    (r"\bB200\b", 2250),
-    (r"\bGH200\b", 990),
-    (r"\bH200\b", 989),
-    (r"\bH100\b.*PCIe", 756),
-    (r"\bH100\b.*NVL", 835),
-    (r"\bH100\b", 989),
-    (r"\bA100\b", 312),
-    (r"\bL40S\b", 362),
-    (r"\bL4\b", 121),
-    (r"\bV100\b", 125),
-    (r"\bT4\b", 65),
-)
+from MaxText.cost.hardware import PEAK_TFLOPS
+
 _MEASURED_SIZE = 2048
 _MEASURED_RUNS = 4
 _MEASURED_FILE = "peak_flops.json"
@@ -56,15 +34,15 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
     """
     if device is None:
         device = jax.local_devices()[0]
-    known = from_data_sheet(device.device_kind)
+    known = datasheet_peak(device.device_kind)
     if known is not None:
         return known
     if not cache_folder:
-        return measured(device)
+        return measure_peak(device)
     file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
     kept = _kept(file)
     if name not in kept:
-        kept[name] = measured(device)._asdict()
+        kept[name] = measure_peak(device)._asdict()
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # measured again at the next start
                 file.write_text(json.dumps(kept, indent=1))
@@ -90,15 +68,15 @@ def _name_of(device: Any) -> str:
     return f"{model}, {cores} cores, {jax.local_device_count()} devices"
 
 
-def from_data_sheet(device_kind: str) -> PeakFlops | None:
+def datasheet_peak(device_kind: str) -> PeakFlops | None:
     """Returns the peak by device name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown."""
-    for pattern, tflops in _DATA_SHEETS:
+    for pattern, tflops in PEAK_TFLOPS:
         if re.search(pattern, device_kind, re.IGNORECASE):
             return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
     return None
 
 
-def measured(device: Any) -> PeakFlops:
+def measure_peak(device: Any) -> PeakFlops:
     """Returns the speed of a float32 matmul, divided among devices simulated on one CPU."""
     n = _MEASURED_SIZE
     x = jax.device_put(jnp.ones((n, n), jnp.float32), device)

@@ -8,9 +8,9 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.schema import Config
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.cost_table import MFU_RULE
-from MaxText.cost.fitting import command
-from MaxText.cost.job_plan import FULL, Plan
-from MaxText.metrics.tables import WIDTH, ruled_table, short_count
+from MaxText.cost.job_plan import USABLE_SHARE, Plan
+from MaxText.cost.plan_search import command_with_plan
+from MaxText.metrics.tables import WIDTH, format_table, short_count
 
 _GB = 1e9
 
@@ -24,7 +24,7 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
         f"{plan.time.peak.tflops:.3g} TFLOP/s ({plan.time.peak.source})",
         f"model: {program.model.num_parameters:,} parameters; mesh: {program.layout.words}; "
         f"remat_policy={section.memory.remat_policy}, scan_layers={section.memory.scan_layers}",
-        f"update: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
+        f"step: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
         f"= {program.tokens_per_update:,} tokens",
         *_stages(program),
         *program.choices,
@@ -55,78 +55,78 @@ def _memory(plan: Plan) -> str:
     rows = [
         ("parameters", memory.parameters, "exact"),
         ("optimizer state", memory.optimizer, "exact"),
-        *([("moments, fetched for the update", memory.fetched, "exact")] * (memory.fetched > 0)),
+        *([("offloaded moments", memory.fetched, "exact")] * (memory.fetched > 0)),
         ("batch", memory.batch, "exact"),
-        ("gradients", memory.gradients, "exact; where activations peak they are not all there"),
-        ("layers' weights, converted", memory.need.between, "for products"),
-        ("kept and worked on, outside of layers", memory.need.outside, _largest(memory.need.alive)),
-        ("of one layer's pass", memory.need.in_loops, _largest(memory.need.in_body)),
+        ("gradients", memory.gradients, "exact; not all live at the peak of activations"),
+        ("layer weights in compute dtype", memory.peak.between, ""),
+        ("activations outside of layers", memory.peak.outside, _largest(memory.peak.live)),
+        ("activations inside a layer", memory.peak.in_loops, _largest(memory.peak.in_body)),
     ]
     if memory.update:
-        rows.append(("of the optimizer's update", memory.update, ""))
+        rows.append(("temporaries of the optimizer", memory.update, ""))
     share = memory.total / plan.hardware.memory
-    verdict = "fits" if plan.fits else "DOES NOT FIT: see --fit"
-    table = ruled_table(
+    verdict = "fits" if plan.fits else "does not fit, try --fit"
+    table = format_table(
         ["memory per device", "GB", "largest"],
         [[name, f"{size / _GB:.3f}", note] for name, size, note in rows],
         [
-            "needed at the peak",
+            "peak",
             f"{memory.total / _GB:.3f}",
             f"{share:.0%} of the device: {verdict}",
         ],
         right=(1,),
     )
     accuracy = "docs/explanation/memory_model.md compares with the compiler"
-    return f"{table}\n(a plan fits up to {FULL:.0%}; {accuracy})"
+    return f"{table}\n(fits up to {USABLE_SHARE:.0%}; {accuracy})"
 
 
-def _largest(alive: Sequence) -> str:
+def _largest(live: Sequence) -> str:
     return ", ".join(
         f"{'x'.join(map(str, array.shape))} {array.size / _GB:.2f}"
-        for array in alive[:2]
+        for array in live[:2]
         if array.size >= 1e6
     )
 
 
 def _communication(plan: Plan) -> list[str]:
-    if not plan.exchanged:
+    if not plan.communication:
         return ["communication: none, one device"]
     rows = [
         (one.axis, str(one.size), one.num_bytes, f"{one.bandwidth / _GB:.0f}", one.seconds)
-        for one in plan.exchanged
+        for one in plan.communication
     ]
-    received = sum(one.num_bytes for one in plan.exchanged)
-    rows.append(("all, one after the other", "", received, "", plan.time.communicating))
+    received = sum(one.num_bytes for one in plan.communication)
+    rows.append(("all, not overlapped", "", received, "", plan.time.comm_seconds))
     *cells, total = (
         [axis, size, f"{num_bytes / _GB:.2f}", speed, f"{seconds:.3f}"]
         for axis, size, num_bytes, speed, seconds in rows
     )
-    header = ["communication per update", "devices", "GB received", "GB/s", "seconds"]
-    return [ruled_table(header, cells, total, right=(1, 2, 3, 4))]
+    header = ["communication per step", "devices", "GB received", "GB/s", "seconds"]
+    return [format_table(header, cells, total, right=(1, 2, 3, 4))]
 
 
 def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
     time, per_device = plan.time, plan.tokens_per_device
-    updates = tokens / plan.program.tokens_per_update
+    steps = tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
         mfu, speed = time.mfu(seconds, per_device), per_device / seconds
         cells = [name, f"{seconds:.4g}", f"{mfu:.1%}", f"{speed:,.0f}"]
         return cells + _days_and_cost(plan, seconds, tokens, price)
 
-    table = ruled_table(
-        ["time", "s per update", "MFU", "tokens/s/device", "days", *["cost"] * (price is not None)],
-        [row("at best", time.fast), row("at worst", time.slow)],
-        row("in the middle", time.middle),
+    table = format_table(
+        ["time", "s per step", "MFU", "tokens/s/device", "days", *["cost"] * (price is not None)],
+        [row("best case", time.lower), row("worst case", time.upper)],
+        row("estimate", time.estimate),
         right=range(1, 6),
     )
-    low, high = time.computing
+    low, high = time.compute_seconds
     source = plan.hardware.chip.efficiency_source
     money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
-        f"run: {short_count(tokens)} tokens, {updates:,.0f} updates. Computing takes {low:.4g} to "
-        f"{high:.4g} s; shares of the peak that products reach: {source}. At best communication "
-        "costs nothing as long as it is shorter, at worst all of it. No evaluation, checkpoints or "
+        f"run: {short_count(tokens)} tokens, {steps:,.0f} steps. Compute takes {low:.4g} to "
+        f"{high:.4g} s; share of the peak that matmuls reach: {source}. Best case: communication "
+        "fully overlaps compute. Worst case: none does. Without evaluation, checkpoints and "
         "failures.",
         *money,
         MFU_RULE,
@@ -151,7 +151,7 @@ def _mesh_words(program: Program) -> str:
     return words
 
 
-def proposals(
+def format_proposals(
     plans: Sequence[Plan],
     config: Config,
     arguments: Sequence[str],
@@ -166,18 +166,20 @@ def proposals(
             f"{plan.program.config.batch.per_device_batch_size:g}",
             plan.program.config.model.memory.remat_policy,
             f"{plan.memory.total / _GB:.1f}",
-            f"{plan.time.fast:.3g} - {plan.time.slow:.3g}",
-            f"{plan.time.mfu(plan.time.middle, plan.tokens_per_device):.1%}",
-            *_days_and_cost(plan, plan.time.middle, tokens, price),
+            f"{plan.time.lower:.3g} - {plan.time.upper:.3g}",
+            f"{plan.time.mfu(plan.time.estimate, plan.tokens_per_device):.1%}",
+            *_days_and_cost(plan, plan.time.estimate, tokens, price),
         ]
         for plan in plans
     ]
-    header = ["mesh", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
-    table = ruled_table(
+    header = ["mesh", "batch", "remat_policy", "GB", "s per step", "MFU", "days"]
+    table = format_table(
         header + ["cost"] * (price is not None),
         rows,
-        ["(other meshes are slower, or too large)"],
+        ["(other meshes are slower or do not fit)"],
         right=range(3, 8),
     )
-    line = shlex.join(["python", "MaxText/train.py", *command(arguments, plans[0], config)])
-    return f"what fits, fastest first:\n{table}\nthe first:\n  {line}"
+    line = shlex.join(
+        ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
+    )
+    return f"plans that fit, fastest first:\n{table}\nTo train with the first:\n  {line}"

@@ -8,33 +8,33 @@ from jax.experimental import serialize_executable
 
 from MaxText.config.model_sections import Model
 from MaxText.config.schema import Config
-from MaxText.cost import executables, step_identity
-from MaxText.cost.compiling import Planned
+from MaxText.cost import serialized_executable, step_fingerprint
+from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import Layout
 
 _SHOWN = 8  # differences listed
 
 
-def save(path: str, planned: Planned, compiled: jax.stages.Compiled) -> str:
+def save(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
     """Writes a step for train.py, returns the signature; UserError if it cannot be serialized."""
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError) as error:
         raise UserError(
-            f"compiled_trainstep_file={path}: jax cannot store this program ({error}). Leave the "
-            "key out: the compilation cache (jax_cache_dir) spares restarts the compilation."
+            f"compiled_trainstep_file={path}: jax cannot serialize this program ({error}). Remove "
+            "the key; restarts use the compilation cache (jax_cache_dir)."
         ) from error
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    facts = step_identity.facts(
+    facts = step_fingerprint.fingerprint(
         planned.config, planned.model.section, planned.layout, planned.state
     )
     kept = {
         "run": facts,
-        "batch": step_identity.describe(planned.batch),
+        "batch": step_fingerprint.describe(planned.batch),
         "metrics": sorted(metrics),
     }
-    return executables.write(path, kept, executable)
+    return serialized_executable.write(path, kept, executable)
 
 
 def open_saved(
@@ -49,9 +49,9 @@ def open_saved(
     path = config.run.compiled_trainstep_file
     if not path:
         return None
-    kept, executable = executables.read(path)
-    different = step_identity.differences(
-        kept["run"], step_identity.facts(config, section, layout, state)
+    kept, executable = serialized_executable.read(path)
+    different = step_fingerprint.differences(
+        kept["run"], step_fingerprint.fingerprint(config, section, layout, state)
     )
     if different:
         more = len(different) - _SHOWN
@@ -59,12 +59,12 @@ def open_saved(
         raise UserError(
             f"compiled_trainstep_file={path} was compiled for another run:\n"
             + "\n".join(f"    {line}" for line in lines)
-            + "\n  What to do: compile again by train_compile.py with this configuration, or leave "
-            "the key out."
+            + "\n  What to do: compile again by train_compile.py with this configuration, or "
+            "remove the key."
         )
 
     def step_for(batch: Any) -> Callable | None:
-        if step_identity.describe(batch) != kept["batch"]:
+        if step_fingerprint.describe(batch) != kept["batch"]:
             return None
         out_tree = jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0)))
         devices = list(layout.mesh.devices.flat)
@@ -79,9 +79,8 @@ def open_saved(
         except Exception as error:  # runtimes raise anything
             raise UserError(
                 f"compiled_trainstep_file={path}: the runtime of these devices "
-                f"({devices[0].device_kind}) does not take it: {str(error).splitlines()[0]}\n"
-                "  What to do: compile it with the versions that are installed here, or leave the "
-                "key out."
+                f"({devices[0].device_kind}) rejects it: {str(error).splitlines()[0]}\n"
+                "  What to do: compile it with the versions installed here, or remove the key."
             ) from error
 
     return step_for

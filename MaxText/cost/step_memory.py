@@ -1,4 +1,4 @@
-"""Memory of a train step on one device, by cause.
+"""MemoryEstimate of a train step on one device, by cause.
 
 Parameters, optimizer state and gradients are exact, from the abstract state and shardings.
 Activations come from tracing loss and gradients (liveness.py) at one device's shapes.
@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import Model as ModelSection
-from MaxText.cost.abstract_step import AbsentDevice, Program, model_of, remembered
-from MaxText.cost.liveness import Need, memory_need
-from MaxText.cost.traced import SizeOf, Traced, plain_size, tiled_size, traced
+from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cached
+from MaxText.cost.jaxpr_graph import SizeOf, Traced, plain_size, tiled_size, traced
+from MaxText.cost.liveness import PeakMemory, peak_memory
 from MaxText.layers.batch import batch_shapes
 from MaxText.parallelism.constraints import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout
@@ -26,7 +26,7 @@ from MaxText.training.objective import loss_sums, num_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one device."""
 
     parameters: float
@@ -38,7 +38,7 @@ class Memory:
     # Loss and gradients of a microbatch, besides their arguments. `between` are scanned weights in
     # the compute dtype: the compiler converts all before the first loop and keeps them for
     # backward.
-    need: Need
+    peak: PeakMemory
     update: float  # temporaries of the optimizer update besides gradients
 
     @property
@@ -53,11 +53,11 @@ class Memory:
     @property
     def temporaries(self) -> float:
         sums = self.gradients - self.parameters  # of several microbatches
-        passes = self.need.size + sums
+        passes = self.peak.size + sums
         return max(passes, self.gradients + self.fetched + self.update)
 
 
-def memory_stats(program: Program) -> Memory:
+def estimate_memory(program: Program) -> MemoryEstimate:
     """Returns the memory of a program on each device."""
     size_of = _size_of(program.platform)
     state = program.abstract_state
@@ -68,18 +68,18 @@ def memory_stats(program: Program) -> Memory:
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 0 and in_host]
     fetched = _bytes(moments, size_of)
     kept = [None, *(_bytes(leaf, size_of) for leaf in jax.tree.leaves(state.params))]
-    return Memory(
+    return MemoryEstimate(
         parameters=parameters,
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
         batch=12.0 * program.local_rows * program.num_microbatches * program.length,
         gradients=gradients,
-        need=memory_need(trace(program), kept, _converted(program)),
-        update=_update_need(program),
+        peak=peak_memory(trace(program), kept, _converted_bytes(program)),
+        update=_update_bytes(program),
     )
 
 
-def least_memory(program: Program) -> float:
+def min_memory(program: Program) -> float:
     """Returns a lower bound without tracing: the state, and gradients or the layers' inputs."""
     section, state = program.config.model, program.abstract_state
     size_of = _size_of(program.platform)
@@ -113,7 +113,7 @@ def trace(program: Program) -> Traced:
     return _trace(model.section, size, program.platform, program.layout.rules, weights)
 
 
-@remembered
+@cached
 def _trace(
     section: ModelSection,
     size: tuple[int, int],
@@ -122,7 +122,7 @@ def _trace(
     weights: tuple[float, ...],
 ) -> Traced:
     """Caches `trace` for equal local shapes; `weights` are the shares that a device gathers."""
-    model, objective = model_of(section), section.objective
+    model, objective = abstract_model(section), section.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
         key = jax.random.key(0) if section.is_random else None
@@ -131,7 +131,7 @@ def _trace(
         return sum(sums.means(*totals).values())  # type: ignore[return-value]
 
     alone = Mesh(
-        np.array([AbsentDevice(0, platform, platform)]).reshape((1,) * len(MESH_AXES)), MESH_AXES
+        np.array([FakeDevice(0, platform, platform)]).reshape((1,) * len(MESH_AXES)), MESH_AXES
     )
     batch = batch_shapes(*size, with_documents=False)
     with axis_rules(alone, rules):
@@ -151,7 +151,7 @@ def _gathered(program: Program, name: str) -> float:
     return 1 / math.prod(program.layout.mesh.shape[axis] for axis in split)
 
 
-def _converted(program: Program) -> float:
+def _converted_bytes(program: Program) -> float:
     """Returns the bytes of the layers' matrices in the compute dtype."""
     section, parameters = program.config.model, program.model.parameters
     width = np.dtype(section.numerics.dtype).itemsize
@@ -165,7 +165,7 @@ def _converted(program: Program) -> float:
     )
 
 
-def _update_need(program: Program) -> float:
+def _update_bytes(program: Program) -> float:
     """Returns the bytes that the optimizer works with besides gradients."""
     state, layout = program.abstract_state, program.layout
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
@@ -176,11 +176,11 @@ def _update_need(program: Program) -> float:
         (sharding.shard_shape(leaf.shape), leaf.dtype)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     )
-    return _need_of_update(program.optimizer, structure, shards, program.platform)
+    return _bytes_of_update(program.optimizer, structure, shards, program.platform)
 
 
-@remembered
-def _need_of_update(
+@cached
+def _bytes_of_update(
     optimizer: optax.GradientTransformation,
     structure: Any,
     shards: tuple[tuple[tuple[int, ...], Any], ...],
@@ -190,4 +190,4 @@ def _need_of_update(
     params, moments = jax.tree.unflatten(structure, arrays)
     closed = jax.make_jaxpr(optimizer.update)(params, moments, params)
     weights = [0.0] * len(closed.jaxpr.invars)
-    return memory_need(traced(closed.jaxpr, weights=weights, size_of=_size_of(platform))).size
+    return peak_memory(traced(closed.jaxpr, weights=weights, size_of=_size_of(platform))).size

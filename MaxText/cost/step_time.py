@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 
 from MaxText.cost.abstract_step import Program
-from MaxText.cost.communication import Exchange
+from MaxText.cost.communication import CommCost
 from MaxText.cost.flops import FlopCount, count_flops
 from MaxText.cost.hardware import Hardware
+from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.cost.step_memory import Memory, trace
-from MaxText.cost.traced import PRODUCTS, REDUCTIONS, Node, Traced
+from MaxText.cost.step_memory import MemoryEstimate, trace
 from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.attention_flops import keys_multiplied
 from MaxText.layers.flash_attention import splash_operations
@@ -24,7 +24,7 @@ BANDWIDTH_SHARE = 0.8  # share of memory bandwidth that an elementwise loop reac
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class OpCost:
     """An unfused operation: a matmul, a reduction, a copy."""
 
     operations: float  # 2 per multiply-add of matmuls, nothing else
@@ -35,43 +35,43 @@ class Work:
 @dataclasses.dataclass(frozen=True)
 class StepTime:
     # seconds, best and worst case
-    fast: float
-    slow: float
-    computing: tuple[float, float]  # seconds at best and at worst
-    communicating: float  # seconds without overlap
+    lower: float
+    upper: float
+    compute_seconds: tuple[float, float]  # seconds at best and at worst
+    comm_seconds: float  # seconds without overlap
     operations: float  # executed matmul FLOPs of a device
     count: FlopCount  # by the MFU rule
     peak: PeakFlops
 
     @property
-    def middle(self) -> float:
+    def estimate(self) -> float:
         """Geometric mean of the interval."""
-        return math.sqrt(self.fast * self.slow)
+        return math.sqrt(self.lower * self.upper)
 
     def mfu(self, seconds: float, tokens_per_device: float) -> float:
         return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
 
 
-def least_time(
-    program: Program, hardware: Hardware, exchanged: Sequence[Exchange], peak: PeakFlops
+def min_step_time(
+    program: Program, hardware: Hardware, communication: Sequence[CommCost], peak: PeakFlops
 ) -> float:
-    """Returns a lower bound of StepTime.middle, without tracing.
+    """Returns a lower bound of StepTime.estimate, without tracing.
 
-    `exchanged` must be that of the policy that recomputes nothing, with the fewest microbatches.
+    `communication` must be that without recomputation, with the fewest microbatches.
     """
     count = count_flops(program.model, program.length)
     executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
     slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
-    communicating = sum(exchange.seconds for exchange in exchanged)
-    return math.sqrt(max(fast, communicating) * (slow + communicating))
+    comm_seconds = sum(one.seconds for one in communication)
+    return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
 
 
-def work_of(
-    program: Traced, *, fused_attention: bool = False, keys_of_kernel: float = 0.0
-) -> list[Work]:
+def list_ops(
+    program: Traced, *, fused_attention: bool = False, splash_keys: float = 0.0
+) -> list[OpCost]:
     """Returns everything that a program runs, with loop bodies once per iteration.
 
-    `keys_of_kernel` is the average number of keys per query in splash attention over all layers.
+    `splash_keys` is the average number of keys per query in splash attention over all layers.
     """
     found = []
 
@@ -80,34 +80,34 @@ def work_of(
             for body in node.bodies:
                 add(body, times * node.times)
             if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
-                roots = {root for value in node.reads for root in value.roots}
-                arrays = [*roots, *(value for value in node.makes if value.is_written)]
+                roots = {root for value in node.inputs for root in value.roots}
+                arrays = [*roots, *(value for value in node.outputs if value.is_written)]
                 unfused = [x.size for x in arrays if not (fused_attention and x.is_square)]
-                found.append(Work(operations(node, keys_of_kernel), sum(unfused), times))
+                found.append(OpCost(operations(node, splash_keys), sum(unfused), times))
 
     add(program, 1)
     return found
 
 
-def operations(node: Node, keys_of_kernel: float) -> float:
+def operations(node: Node, splash_keys: float) -> float:
     """Returns the FLOPs of a matmul; 0 for other nodes."""
     if node.name not in PRODUCTS:
         return 0.0
     if node.name == "dot_general":
         (contracted, _), _ = node.params["dimension_numbers"]
-        inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
-        return 2.0 * inner * math.prod(node.makes[0].shape)
+        inner = math.prod(node.inputs[0].shape[axis] for axis in contracted)
+        return 2.0 * inner * math.prod(node.outputs[0].shape)
     if node.name == "pallas_call":
         estimate, name = node.params.get("cost_estimate"), str(node.params.get("name"))
         if estimate is None and name.startswith("splash_"):
-            return splash_operations(name, node.reads[2].shape, keys_of_kernel)
+            return splash_operations(name, node.inputs[2].shape, splash_keys)
         return float(estimate.flops) if estimate is not None else 0.0
     # Each row of a ragged matmul meets one matrix, whichever side is ragged.
-    rows, width = node.reads[0].shape[-2:]
-    return 2.0 * rows * width * node.reads[1].shape[-1]
+    rows, width = node.inputs[0].shape[-2:]
+    return 2.0 * rows * width * node.inputs[1].shape[-1]
 
 
-def _keys_of_kernel(program: Program) -> float:
+def _splash_keys(program: Program) -> float:
     section = program.local_model.section
     _, length = program.local_batch().tokens_BT.shape
     windows = softmax_windows(section)
@@ -115,7 +115,7 @@ def _keys_of_kernel(program: Program) -> float:
     return sum(keys) / max(len(keys), 1)
 
 
-def attention_to_other_parts(program: Program) -> float:
+def context_parallel_attention_flops(program: Program) -> float:
     """Returns attention FLOPs that the traced microbatch lacks, on the busiest device.
 
     With fewer sequences than parts the trace has too few keys. Under a causal mask the last part of
@@ -147,17 +147,17 @@ def attention_to_other_parts(program: Program) -> float:
 def step_time(
     program: Program,
     hardware: Hardware,
-    memory: Memory,
-    exchanged: list[Exchange],
+    memory: MemoryEstimate,
+    communication: list[CommCost],
     peak: PeakFlops,
     *,
     fused_attention: bool = False,
 ) -> StepTime:
     chip = hardware.chip
-    work = work_of(
-        trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)
+    work = list_ops(
+        trace(program), fused_attention=fused_attention, splash_keys=_splash_keys(program)
     )
-    work.append(Work(attention_to_other_parts(program), 0, 1))
+    work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
     # Parameters and moments are read and written, gradients read.
     state = memory.parameters + memory.optimizer + memory.fetched
@@ -172,13 +172,13 @@ def step_time(
         return once * program.num_microbatches / (1 - program.bubble) + update
 
     least, most = chip.efficiency
-    computing = seconds(most), seconds(least)
-    communicating = sum(exchange.seconds for exchange in exchanged)
+    compute_seconds = seconds(most), seconds(least)
+    comm_seconds = sum(one.seconds for one in communication)
     return StepTime(
-        fast=max(computing[0], communicating),
-        slow=computing[1] + communicating,
-        computing=computing,
-        communicating=communicating,
+        lower=max(compute_seconds[0], comm_seconds),
+        upper=compute_seconds[1] + comm_seconds,
+        compute_seconds=compute_seconds,
+        comm_seconds=comm_seconds,
         operations=program.num_microbatches * sum(one.times * one.operations for one in work),
         count=count_flops(program.model, program.length),
         peak=peak,

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.cost import nvidia
+from MaxText.cost.hardware import ALIASES, CHIPS
 from MaxText.errors import UserError
-
-_GIB = 2**30
 
 # Chips -> topology.
 _FLAT = {
@@ -29,33 +28,14 @@ _LONGER_CUBES = {
 }  # fmt: skip
 
 
-class _Generation(NamedTuple):
-    """A TPU generation; `shapes` maps chips to topologies, `memory` is in bytes per chip.
-
-    `cores` are TensorCores per chip if names count these, else 1.
-    """
-
-    cores: int
-    shapes: dict[int, str]
-    memory: int
-    options: dict[str, Any]
-
-
-_GENERATIONS = {
-    # megacore: one device for a chip's two cores
-    "v4": _Generation(2, _CUBES, 32 * _GIB, {"chip_config_name": "megacore"}),
-    "v5e": _Generation(1, _FLAT, 16 * _GIB, {}),
-    "v5p": _Generation(2, _CUBES | _LONGER_CUBES, 95 * _GIB, {}),
-    "v6e": _Generation(1, _FLAT, 32 * _GIB, {}),
-}
-_OTHER_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e"}
+_TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES | _LONGER_CUBES, "v6e": _FLAT}
 _GPUS_PER_HOST = 8
 
 
 class Target(NamedTuple):
     """A machine to compile for; `topology` and `num_devices` are those of one slice.
 
-    `platform` is JAX's name, `memory` in bytes per device by the data sheet, 0 if unknown.
+    `platform` is JAX's name, `memory` in bytes per device, 0 if unknown.
     """
 
     name: str
@@ -69,29 +49,31 @@ class Target(NamedTuple):
 def find(name: str) -> Target:
     """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4; UserError lists them."""
     kind, _, digits = name.strip().lower().rpartition("-")
-    kind = _OTHER_NAMES.get(kind, kind)
+    kind = ALIASES.get(kind, kind)
     number = int(digits) if re.fullmatch(r"[1-9]\d{0,5}", digits) else 0
     if kind == "cpu" and number:
         return Target(f"cpu-{number}", "cpu", "", number, 0, {})
     if kind in nvidia.DESCRIPTIONS and number:
         return _gpus(kind, number)
-    generation = _GENERATIONS.get(kind)
-    chips = number // generation.cores if generation and number % generation.cores == 0 else 0
-    if generation is None or chips not in generation.shapes:
-        raise UserError(f"compile_topology={name}: no such machine\n{_known(kind)}")
-    options = dict(generation.options)
+    shapes = _TOPOLOGIES.get(kind, {})
+    chips, rest = divmod(number, CHIPS[kind].cores if shapes else 1)
+    if chips not in shapes or rest:
+        raise UserError(f"compile_topology={name}: unknown machine\n{_known(kind)}")
+    options: dict[str, Any] = {}
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"  # one device for a chip's two cores
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    topology = f"{kind}:{generation.shapes[chips]}"
-    return Target(f"{kind}-{number}", "tpu", topology, chips, generation.memory, options)
+    memory = int(CHIPS[kind].memory)
+    return Target(f"{kind}-{number}", "tpu", f"{kind}:{shapes[chips]}", chips, memory, options)
 
 
 def names() -> list[str]:
     """Returns all names of TPUs."""
     return [
-        f"{kind}-{chips * generation.cores}"
-        for kind, generation in _GENERATIONS.items()
-        for chips in sorted(generation.shapes)
+        f"{kind}-{chips * CHIPS[kind].cores}"
+        for kind, shapes in _TOPOLOGIES.items()
+        for chips in sorted(shapes)
     ]
 
 
@@ -126,16 +108,16 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
 
     if num_slices > 1 and target.platform != "tpu":
         raise UserError(
-            f"compile_topology_num_slices={num_slices}: only TPUs come in slices. Name all devices "
-            f"at once: compile_topology={target.name.split('-')[0]}-"
-            f"{num_slices * target.num_devices}"
+            f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
+            "number of devices: "
+            f"compile_topology={target.name.split('-')[0]}-{num_slices * target.num_devices}"
         )
     if target.platform == "cpu":
         present = jax.devices("cpu")
         if len(present) < target.num_devices:
             raise UserError(
-                f"compile_topology={target.name}: jax simulates {len(present)} devices here; "
-                "XLA_FLAGS has another --xla_force_host_platform_device_count"
+                f"compile_topology={target.name}: jax simulates {len(present)} devices here, "
+                "because XLA_FLAGS sets another --xla_force_host_platform_device_count. Remove it."
             )
         return present[: target.num_devices]
     try:
@@ -151,13 +133,11 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
             slices = {"num_slices": num_slices} if num_slices > 1 else {}
             found = topologies.get_topology_desc(target.topology, "tpu", **target.options, **slices)
     except Exception as error:  # depends on the plug-in and on which part of it is missing
-        extra, package = (
-            ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "a CUDA plug-in")
-        )
+        extra, package = ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "CUDA plug-in")
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"compile_topology={target.name}: cannot be compiled for here ({reason}).\n"
-            f"  What to do: install {package} that fits jax {jax.__version__}: "
+            f"compile_topology={target.name}: cannot compile for it here ({reason}).\n"
+            f"  What to do: install the {package} for jax {jax.__version__}: "
             f"pip install -c constraints.txt -e '.[{extra}]'. The device itself is not needed."
         ) from error
     return found.devices

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from MaxText.metrics.step_line import perplexity
-from MaxText.metrics.tables import ruled_table
+from MaxText.metrics.tables import format_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def table(scores: Sequence[SourceScore]) -> str:
     if whole.correct is not None:
         header.append("masked accuracy")
     rows = [_cells(score) for score in scores]
-    lines = [ruled_table(header, rows, _cells(whole), right=range(1, len(header)))]
+    lines = [format_table(header, rows, _cells(whole), right=range(1, len(header)))]
     lines += [
         f"bits/byte of {score.name} is left out: {score.why_no_bytes}"
         for score in scores

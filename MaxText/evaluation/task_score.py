@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from MaxText.metrics.tables import ruled_table
+from MaxText.metrics.tables import format_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def table(scores: Sequence[TaskScore]) -> str:
             over = ""
     seconds = sum(score.seconds for score in scores)
     total = ["in all", "", "", f"{seconds:.1f} s"]
-    return ruled_table(["task", "metric", "value", "over"], rows, total, right=(2,))
+    return format_table(["task", "metric", "value", "over"], rows, total, right=(2,))
 
 
 def _written(value: float) -> str:

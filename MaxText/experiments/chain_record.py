@@ -12,7 +12,7 @@ from MaxText.metrics.run_record import RunRecord
 _COUNTED = ("progress/tokens", "progress/flops")  # accumulate over stages
 
 
-def joined(records: Sequence[RunRecord], folder: epath.Path) -> RunRecord:
+def merge_stage_records(records: Sequence[RunRecord], folder: epath.Path) -> RunRecord:
     """Joins the records of the completed stages of a chain, in order.
 
     Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
@@ -21,13 +21,13 @@ def joined(records: Sequence[RunRecord], folder: epath.Path) -> RunRecord:
     first, *others = records
     whole = first
     for record in others:
-        whole = _two(whole, record)
+        whole = _append_stage(whole, record)
     planned = [record.facts.get("num_steps") or 0 for record in records]
     facts = {**whole.facts, "lineage": first.facts.get("lineage") or [], "num_steps": sum(planned)}
     return dataclasses.replace(whole, folder=folder, name=folder.name, facts=facts)
 
 
-def _two(before: RunRecord, after: RunRecord) -> RunRecord:
+def _append_stage(before: RunRecord, after: RunRecord) -> RunRecord:
     attempt = before.goodput.attempts[-1].number + 1
     offsets = dict(zip(_COUNTED, (before.tokens, before.flops), strict=True))
     offsets |= {"step": before.last_step + 1 if before.last_step is not None else 0}
@@ -40,12 +40,12 @@ def _two(before: RunRecord, after: RunRecord) -> RunRecord:
         ]
 
     # The start of a stage is not a restart of the chain.
-    marks = [row for row in after.marks if row["event"] != "start"]
+    events = [row for row in after.events if row["event"] != "start"]
     return dataclasses.replace(
         after,
         steps=[*before.steps, *shifted(after.steps)],
         evaluations=[*before.evaluations, *shifted(after.evaluations)],
-        marks=[*before.marks, *shifted(marks)],
+        events=[*before.events, *shifted(events)],
         goodput=_goodput(before.goodput, after.goodput, attempt),
     )
 

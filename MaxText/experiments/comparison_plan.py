@@ -17,14 +17,15 @@ from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.stages import KEPT_AT_THE_END, source_keys
 from MaxText.experiments.variants import Variant
+from MaxText.storage.atomic import write_whole
 
 FILE = "comparison.json"
 _FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """Request that determines the plan, apart from the configurations."""
+class ComparisonSpec:
+    """CompareArgs that determines the plan, apart from the configurations."""
 
     match: str
     budget: float | None  # None uses the amount of the first configuration
@@ -34,7 +35,7 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedStage:
+class SolvedStage:
     """One run of a solved configuration."""
 
     changes: dict[str, Any]  # key -> new value
@@ -46,10 +47,10 @@ class PlannedStage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class SolvedConfig:
     """A solved configuration."""
 
-    stages: tuple[PlannedStage, ...]
+    stages: tuple[SolvedStage, ...]
     deviation: float  # of the matched amount, relative to the budget
 
     @property
@@ -91,12 +92,12 @@ class Plan:
     """A comparison."""
 
     folder: Path
-    question: Question
+    question: ComparisonSpec
     identities: dict[str, dict[str, Any]]  # label -> flat configuration before solving
     # stage name -> rounds -> seconds per step
     measurements: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     budget: float | None = None  # None before solving
-    planned: dict[str, Planned] = dataclasses.field(default_factory=dict)  # by label, once solved
+    planned: dict[str, SolvedConfig] = dataclasses.field(default_factory=dict)  # by label
     seeds: tuple[int, ...] = ()
 
     @property
@@ -123,9 +124,7 @@ class Plan:
             "seeds": list(self.seeds),
             "groups": self.groups,
         }
-        temporary = self.folder / f"{FILE}.writing"
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / FILE)
+        write_whole(self.folder / FILE, json.dumps(content, indent=1) + "\n")
 
 
 def stage_numbers(count: int) -> list[int | None]:
@@ -144,8 +143,8 @@ def run_path(seed: int, stage: int | None = None) -> Path:
     return folder if stage is None else folder / f"stage_{stage}"
 
 
-def open_plan(
-    folder: Path, variants: Sequence[Variant], question: Question, seeds: Sequence[int]
+def load_or_create_plan(
+    folder: Path, variants: Sequence[Variant], question: ComparisonSpec, seeds: Sequence[int]
 ) -> Plan:
     """Loads the plan of a folder, or creates it.
 
@@ -165,7 +164,7 @@ def open_plan(
         planned = {name: _read_planned(fields) for name, fields in stored["planned"].items()}
         old = Plan(
             folder,
-            Question(**stored["question"]),
+            ComparisonSpec(**stored["question"]),
             stored["configurations"],
             stored["measurements"],
             stored["budget"],
@@ -174,8 +173,8 @@ def open_plan(
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} cannot be read as the record of a comparison ({error}). "
-            "Choose another folder by output=, or remove this one."
+            f"{path} is not a valid record of a comparison ({error}). Set output= to another "
+            "folder, or remove this one."
         ) from error
     changed = _differences(old, fresh)
     if not changed:
@@ -183,9 +182,9 @@ def open_plan(
     if old.planned and any(folder.glob("*/seed_*/**/events.jsonl")):
         lines = "\n".join(f"  {line}" for line in changed)
         raise UserError(
-            f"{folder} holds another comparison, of which runs have begun. What differs:\n{lines}\n"
-            "  What to do: repeat the earlier command to go on with it, name another folder by "
-            "output=, or remove this one."
+            f"{folder} contains another comparison whose runs have started. Differences:\n{lines}\n"
+            "  What to do: repeat the earlier command to resume it, set output= to another folder, "
+            "or remove this one."
         )
     if old.identities == _stored(fresh.identities) and (
         old.question.num_devices == question.num_devices
@@ -194,9 +193,9 @@ def open_plan(
     return fresh
 
 
-def _read_planned(fields: Mapping[str, Any]) -> Planned:
-    stages = tuple(PlannedStage(**stage) for stage in fields["stages"])
-    return Planned(stages, fields["deviation"])
+def _read_planned(fields: Mapping[str, Any]) -> SolvedConfig:
+    stages = tuple(SolvedStage(**stage) for stage in fields["stages"])
+    return SolvedConfig(stages, fields["deviation"])
 
 
 def _stored(content: Any) -> Any:

@@ -8,7 +8,7 @@ B sequences, T tokens, V vocab_size.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +69,7 @@ class Check(NamedTuple):
     remedy: str
 
 
-class Ran(NamedTuple):
+class Outputs(NamedTuple):
     """Outputs of a subject's program."""
 
     losses: list[tuple[Any, Any]]  # (loss, gradients) of both models
@@ -122,7 +122,7 @@ class Subject:
         ]
 
     @functools.cached_property
-    def ran(self) -> Ran:
+    def outputs(self) -> Outputs:
         """Compiles and runs the program."""
         run = self._traced.lower().compile()
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
@@ -132,7 +132,7 @@ class Subject:
         moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, gradients)
         fell = float(loss - run(moved)[0][0][0]) / fall
         prompt, steps = decoded or (None, None)
-        return Ran(losses, logits, prompt, steps, fell)
+        return Outputs(losses, logits, prompt, steps, fell)
 
     def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
         sums = loss_sums(
@@ -236,15 +236,15 @@ def products(jaxpr: Any) -> int:
     return total
 
 
-def _named(tree: Any) -> dict[str, np.ndarray]:
+def _by_name(tree: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _differ(found: Any, wanted: Any, tolerance: float) -> str | None:
+def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:
     """Describes the first array with error > `tolerance` times its maximum."""
-    ours = _named(found)
-    for name, expected in _named(wanted).items():
+    ours = _by_name(found)
+    for name, expected in _by_name(wanted).items():
         largest = np.abs(expected).max() or 1.0
         error = np.abs(ours[name] - expected).max() / largest
         if not error <= tolerance:
@@ -258,8 +258,8 @@ def _initialization(subject: Subject) -> str | None:
 
 
 def _drawn_twice(draw: Callable[..., Any], draw_again: Callable[..., Any]) -> str | None:
-    again = _named(draw_again(jax.random.key(0)))
-    for name, numbers in _named(draw(jax.random.key(0))).items():
+    again = _by_name(draw_again(jax.random.key(0)))
+    for name, numbers in _by_name(draw(jax.random.key(0))).items():
         if not np.isfinite(numbers).all():
             return f"{name} does not start with finite numbers"
         if not np.array_equal(numbers, again[name]):
@@ -272,12 +272,12 @@ def _axes(subject: Subject) -> str | None:
     for name, info in subject.models[0].parameters.items():
         for axis in info.logical_axes:
             if axis is not None and axis not in known:
-                return f"{name} has the logical axis {axis!r}, which logical_axis_rules do not know"
+                return f"{name} has the logical axis {axis!r}, which is not in logical_axis_rules"
     return None
 
 
 def _causality(subject: Subject) -> str | None:
-    logits = subject.ran.logits
+    logits = subject.outputs.logits
     for row, place, end in ((1, CUT - 2, CUT), (2, CUT + 2, LENGTH)):
         changed = np.any(logits[row] != logits[0], axis=-1)
         if changed[:place].any():
@@ -292,7 +292,7 @@ def _causality(subject: Subject) -> str | None:
 
 
 def _documents(subject: Subject) -> str | None:
-    packed, first, second = subject.ran.logits[[0, 3, 4]]
+    packed, first, second = subject.outputs.logits[[0, 3, 4]]
     error = np.abs(packed[:CUT] - first[:CUT]).max(), np.abs(packed[CUT:] - second[:-CUT]).max()
     if max(error) > 2e-5:
         return (
@@ -302,16 +302,16 @@ def _documents(subject: Subject) -> str | None:
 
 
 def _padding(subject: Subject) -> str | None:
-    one, other = subject.ran.logits[[5, 6], :CUT]
+    one, other = subject.outputs.logits[[5, 6], :CUT]
     return None if np.array_equal(one, other) else "padding changes the output of tokens before it"
 
 
 def _decoding(subject: Subject) -> str | None:
-    if subject.ran.prompt is None or subject.ran.steps is None:
+    if subject.outputs.prompt is None or subject.outputs.steps is None:
         return None
     for row, length in enumerate(LENGTHS):
-        full, steps = subject.ran.logits[3 + row], subject.ran.steps[row]
-        error = np.abs(subject.ran.prompt[row, :length] - full[:length]).max()
+        full, steps = subject.outputs.logits[3 + row], subject.outputs.steps[row]
+        error = np.abs(subject.outputs.prompt[row, :length] - full[:length]).max()
         if not error <= 1e-4:
             return f"prefill of {length} tokens differs from the full forward pass by {error:.1e}"
         errors = np.abs(steps - full[length : length + len(steps)]).max(-1)
@@ -325,23 +325,23 @@ def _decoding(subject: Subject) -> str | None:
 
 
 def _gradients(subject: Subject) -> str | None:
-    for name, gradient in _named(subject.ran.losses[0][1]).items():
+    for name, gradient in _by_name(subject.outputs.losses[0][1]).items():
         if not np.isfinite(gradient).all():
             return f"the gradient of {name} is not finite"
         if not np.any(gradient):
             return f"{name} has no gradient"
     if subject.config.model.attention.static_sgu:
         return None  # blocks gradients
-    if not abs(subject.ran.fell - 1) < 0.2:
-        return f"the loss falls {subject.ran.fell:.2f} times as far as the gradient says"
+    if not abs(subject.outputs.fell - 1) < 0.2:
+        return f"the loss falls {subject.outputs.fell:.2f} times as far as the gradient says"
     return None
 
 
 def _scan_and_remat(subject: Subject) -> str | None:
-    (loss, gradients), (other, others) = subject.ran.losses
+    (loss, gradients), (other, others) = subject.outputs.losses
     if not abs(other - loss) <= 1e-6 * abs(loss):
         return f"the loss is {loss:.7f}, and {other:.7f} with the other scan_layers and full remat"
-    return _differ(others, gradients, 2e-5)
+    return _first_difference(others, gradients, 2e-5)
 
 
 def _flops(subject: Subject) -> str | None:
@@ -388,7 +388,7 @@ def _formats(subject: Subject) -> str | None:
 def _bfloat16(subject: Subject) -> str | None:
     model = Model(subject.configure(dtype="bfloat16").model)
     logits = jax.jit(lambda params: _logits(model, params, variants()))(subject.params)
-    error = np.abs(logits - subject.ran.logits).max() / np.abs(subject.ran.logits).max()
+    error = np.abs(logits - subject.outputs.logits).max() / np.abs(subject.outputs.logits).max()
     return None if error < 0.1 else f"logits differ from those in float32 by {error:.0%}"
 
 
@@ -401,6 +401,10 @@ def _states(model: Model, params: Parameters) -> Any:
 
 def _prefill_states(decoder: Any, capacity: int) -> Any:
     return decoder.read_prompt(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
+
+
+def _overrides(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _devices(subject: Subject) -> str | None:
@@ -421,10 +425,10 @@ def _devices(subject: Subject) -> str | None:
         placed = layout.place(jax.tree.map(np.asarray, batch), 8)
         loss = functools.partial(subject.loss, model=model, batch=placed)
         found = layout.jit(jax.value_and_grad(loss))(params)
-        words = " ".join(f"{name}={size}" for name, size in sizes.items())
+        words = _overrides(sizes)
         if not abs(found[0] - wanted[0]) <= 1e-5 * abs(wanted[0]):
             return f"{words}: the loss is {found[0]:.7f}, and {wanted[0]:.7f} on one device"
-        if problem := _differ(found[1], wanted[1], 1e-4):
+        if problem := _first_difference(found[1], wanted[1], 1e-4):
             return f"{words}: {problem}"
     return None
 
@@ -444,19 +448,19 @@ def _resume(subject: Subject) -> str | None:
     step = jax.jit(step)
     state, _ = step(jax.jit(initialize)(jax.random.key(0)), subject.batch)
     saved = jax.tree.map(np.asarray, state)
-    went_on, _ = step(state, subject.batch)
+    continued, _ = step(state, subject.batch)
     again = jax.jit(_trainer(config)[2])
     resumed, _ = again(jax.tree.map(jnp.asarray, saved), subject.batch)
-    others = _named(resumed)
-    for name, numbers in _named(went_on).items():
+    others = _by_name(resumed)
+    for name, numbers in _by_name(continued).items():
         if not np.array_equal(numbers, others[name]):
-            return f"{name} is another after a step that was resumed"
+            return f"{name} differs after a resumed step"
     return None
 
 
 def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
-    values, arrays = flat(subject.config), _named(subject.params)
+    values, arrays = flat(subject.config), _by_name(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
     source = SourceCheckpoint("SMALL", None, metadata, array_specs(arrays), read, {}, read, None)
     own = (item for section in subject.config.model.parts.sections for item in section)
@@ -473,7 +477,7 @@ def _growth(subject: Subject) -> str | None:
         model, fresh = larger.models[0], jax.tree.map(jnp.asarray, larger.params)
         params = grow_params(resolved.growth, model.abstract, fresh)
         logits = jax.jit(functools.partial(_logits, model))(params, variants())
-        error = np.abs(logits - subject.ran.logits).max()
+        error = np.abs(logits - subject.outputs.logits).max()
         if not error <= 2e-5:
             return f"growth to {name}={size} is not refused, and changes logits by {error:.1e}"
     return None
@@ -493,13 +497,13 @@ def _updates(subject: Subject) -> str | None:
         before = state
         state, metrics = step(before, subject.batch)
         losses.append(float(metrics["loss"]))
-        for (name, old), new in zip(_named(before).items(), jax.tree.leaves(state), strict=True):
+        for (name, old), new in zip(_by_name(before).items(), jax.tree.leaves(state), strict=True):
             if not np.isfinite(new).all():
                 return f"{name} is not finite after a step"
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 return f"{name} was {old.dtype}{old.shape}, and is {new.dtype}{new.shape} now"
-    initial = _named(first.params)
-    for name, numbers in _named(state.params).items():
+    initial = _by_name(first.params)
+    for name, numbers in _by_name(state.params).items():
         if np.array_equal(numbers, initial[name]):
             return f"{name} does not change"
     if not losses[-1] < losses[0]:
@@ -519,12 +523,12 @@ def _step_on_devices(subject: Subject) -> str | None:
         model, initialize, step = _trainer(config)
         abstract = layout.abstract_state(initialize, model.parameters)
         state = layout.draw_state(initialize, abstract, 0)
-        before = _named(state.params)
+        before = _by_name(state.params)
         placed = layout.place(jax.tree.map(np.asarray, batch), 8)
         step, _ = layout.compile_step(step, abstract, jax.eval_shape(lambda: placed))
         for _ in range(2):
             state, _ = step(state, placed)
-        return {name: after - before[name] for name, after in _named(state.params).items()}
+        return {name: after - before[name] for name, after in _by_name(state.params).items()}
 
     wanted = moved()
     for sizes in MESHES:
@@ -533,7 +537,7 @@ def _step_on_devices(subject: Subject) -> str | None:
             # On average, because normalized updates magnify rounding of small gradients.
             error = np.abs(found[name] - numbers).mean() / np.abs(numbers).mean()
             if not error <= 0.02:
-                words = " ".join(f"{name}={size}" for name, size in sizes.items())
+                words = _overrides(sizes)
                 return f"{words}: updates of {name} differ by {error:.0%} from those on one device"
     return None
 

@@ -49,8 +49,8 @@ def batch_plan(config: Config, num_devices: int) -> BatchPlan:
         rows = per_device * num_devices
         if rows != int(rows):
             raise UserError(
-                f"per_device_batch_size={per_device:g} x {num_devices} devices = {rows:g} is no "
-                "whole number of sequences. Set another per_device_batch_size."
+                f"per_device_batch_size={per_device:g} x {num_devices} devices = {rows:g} is not "
+                "a whole number of sequences. Set another per_device_batch_size."
             )
         return int(rows) * config.batch.gradient_accumulation_steps
 

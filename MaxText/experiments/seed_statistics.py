@@ -14,14 +14,14 @@ class Summary:
 
     count: int
     mean: float | None
-    deviation: float | None
+    std: float | None
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Summary":
         return cls(
             count=len(numbers),
             mean=statistics.fmean(numbers) if numbers else None,
-            deviation=statistics.stdev(numbers) if len(numbers) > 1 else None,
+            std=statistics.stdev(numbers) if len(numbers) > 1 else None,
         )
 
 
@@ -31,13 +31,14 @@ class Difference:
 
     count: int
     mean: float | None
-    low: float | None = None  # confidence interval of the mean; None below two seeds
-    high: float | None = None
+    ci_low: float | None = None  # confidence interval of the mean; None below two seeds
+    ci_high: float | None = None
 
     @property
-    def is_seen(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval excludes 0."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        low, high = self.ci_low, self.ci_high
+        return low is not None and high is not None and not low <= 0 <= high
 
 
 def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) -> Difference:
@@ -49,31 +50,31 @@ def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) ->
     summary = Summary.of(
         [other[seed] - first[seed] for seed in sorted(first.keys() & other.keys())]
     )
-    if summary.mean is None or summary.deviation is None:
+    if summary.mean is None or summary.std is None:
         return Difference(summary.count, summary.mean)
     # scipy.special, because scipy.stats takes a second to import.
     from scipy.special import stdtrit
 
     quantile = float(stdtrit(summary.count - 1, 0.5 + CONFIDENCE / 2))
-    half = quantile * summary.deviation / math.sqrt(summary.count)
+    half = quantile * summary.std / math.sqrt(summary.count)
     return Difference(summary.count, summary.mean, summary.mean - half, summary.mean + half)
 
 
-def in_words(first: str, other: str, difference: Difference) -> str:
+def format_difference(first: str, other: str, difference: Difference) -> str:
     """Describes the difference of two losses in nats per token."""
-    mean, low, high = difference.mean, difference.low, difference.high
+    mean, low, high = difference.mean, difference.ci_low, difference.ci_high
     seeds = f"{difference.count} seed{'s' if difference.count > 1 else ''}"
     if mean is None:
-        return f"{other} and {first} have no seed that both finished."
+        return f"{other} and {first} have no completed seed in common."
     direction = "lower" if mean < 0 else "higher"
     if low is None or high is None:
         return (
             f"{other} is {direction} than {first} by {abs(mean):.4f} nats/token with one seed. One "
-            "seed cannot tell a difference from chance: add seeds=3."
+            "seed cannot distinguish a difference from chance: add seeds=3."
         )
-    if not difference.is_seen:
+    if not difference.is_significant:
         return (
-            f"No difference can be seen between {other} and {first}: {mean:+.4f} nats/token "
+            f"No significant difference between {other} and {first}: {mean:+.4f} nats/token "
             f"(95 % interval {low:+.4f} to {high:+.4f}, {seeds})."
         )
     ends = sorted((abs(low), abs(high)))

@@ -7,23 +7,22 @@ from typing import Any
 from MaxText.config.catalogue import build
 from MaxText.config.saved import flat
 from MaxText.config.values import to_yaml
+from MaxText.experiments.compare_args import CompareArgs
 from MaxText.experiments.comparison_plan import (
     Plan,
-    Planned,
-    PlannedStage,
+    SolvedConfig,
+    SolvedStage,
     stage_name,
     stage_numbers,
 )
-from MaxText.experiments.comparison_request import Request
 from MaxText.experiments.costs import cost
-from MaxText.experiments.measuring import seconds_per_step
-from MaxText.experiments.outcome import aligned
-from MaxText.experiments.solving import UNITS, Amount, amount_of, solve
+from MaxText.experiments.solving import UNITS, Amount, budget_metric, solve
+from MaxText.experiments.step_timing import seconds_per_step
 from MaxText.experiments.variants import Variant
-from MaxText.metrics.tables import short_count
+from MaxText.metrics.tables import format_table, short_count
 
 
-def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> None:
+def solve_plan(plan: Plan, variants: Sequence[Variant], request: CompareArgs) -> None:
     """Sets budget and solved configurations; UserError if out of reach."""
     question = plan.question
 
@@ -35,7 +34,7 @@ def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> Non
 
     def amount(variant: Variant) -> Amount:
         of_time = seconds(variant) if request.match == "time" else []
-        return amount_of(request.match, question.num_devices, of_time)
+        return budget_metric(request.match, question.num_devices, of_time)
 
     first = variants[0]
     budget = question.budget
@@ -59,7 +58,7 @@ def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> Non
             of = cost(config, question.num_devices)
             of_time = request.match == "time"
             stages.append(
-                PlannedStage(
+                SolvedStage(
                     changes={name: new for name, (_, new) in changes.items()},
                     parameters=of.parameters,
                     flops=of.flops,
@@ -68,7 +67,7 @@ def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> Non
                     seconds=seconds(variant)[index] * of.steps if of_time else None,
                 )
             )
-        planned[variant.label] = Planned(tuple(stages), solution.amount / budget - 1)
+        planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
     plan.budget, plan.planned = budget, planned
 
 
@@ -88,7 +87,7 @@ def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
     ]
 
 
-def changes_in_words(plan: Plan, variants: Sequence[Variant]) -> list[str]:
+def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     """Returns one line per stage: the keys changed to meet the budget."""
     lines = []
     for variant in variants:
@@ -100,18 +99,18 @@ def changes_in_words(plan: Plan, variants: Sequence[Variant]) -> list[str]:
             variant.stages, planned, stage_numbers(len(planned)), strict=True
         ):
             who = variant.label if number is None else f"{variant.label} stage {number}"
-            lines.append(f"{who}: {_changes_in_words(flat(config), stage.changes)}")
+            lines.append(f"{who}: {_format_changes(flat(config), stage.changes)}")
     return lines
 
 
-def _changes_in_words(before: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+def _format_changes(before: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     pairs = (
         f"{name} {to_yaml(before[name])} -> {to_yaml(value)}" for name, value in changes.items()
     )
     return ", ".join(pairs) or "nothing changed"
 
 
-def budget_in_words(plan: Plan, variants: Sequence[Variant]) -> str:
+def format_budget(plan: Plan, variants: Sequence[Variant]) -> str:
     """Describes the budget and its source."""
     assert plan.budget is not None
     pattern = {"flops": ".4g", "time": ",.1f"}.get(plan.question.match, ",.0f")
@@ -142,11 +141,11 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     """Returns the plan for the terminal."""
     devices = plan.question.num_devices
     return [
-        f"match={plan.question.match}: {budget_in_words(plan, variants)}; "
+        f"match={plan.question.match}: {format_budget(plan, variants)}; "
         f"{devices} device{'s' if devices > 1 else ''}",
-        *(f"  {line}" for line in changes_in_words(plan, variants)),
+        *(f"  {line}" for line in format_changes(plan, variants)),
         "",
-        *aligned(*plan_rows(plan)),
+        *format_table(*plan_rows(plan), max_width=None).splitlines(),
         "",
     ]
 

@@ -20,16 +20,16 @@ from MaxText.config.rules import RULES
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.experiments.comparison_request import DEPTH, KEY_OF, SLOTS, STEPS, WIDTH, Match
+from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, WIDTH, Match
 from MaxText.experiments.costs import cost
 
 UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
 # Largest values to search.
-_MOST = {STEPS: 10**12}
-_MOST_OF_OTHERS = 2**20
-_LONGEST_WALK = 512  # candidates tried until one breaks no rule
+_LARGEST_VALUES = {STEPS: 10**12}
+_LARGEST_OTHER = 2**20
+_MAX_TRIED = 512  # candidates tried until one breaks no rule
 # Matrix sizes stay multiples of these, for hardware efficiency, if at least _TIMES as large:
 # coarser steps would leave no choice.
 _MULTIPLES = (64, 8, 2, 1)
@@ -49,7 +49,7 @@ class Solution:
     amount: float
 
 
-def amount_of(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
+def budget_metric(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
     """Returns the function of the stages whose value is made equal.
 
     Parameters are those of the last stage; other amounts are summed. `seconds_per_step` has one
@@ -92,29 +92,30 @@ def solve(
         return Solution(stages, ({},) * len(stages), budget)
     search = _Search(stages, free, amount)
     if free == WIDTH and _has_fixed_width(stages[-1]):
+        other_keys = [name for name in _helpful_keys(match, stages[-1]) if name != WIDTH]
         raise UserError(
-            f"{label}: attention_projections=pattention gives all heads together the width of the "
-            "model, so another width needs another size of a head. Write head_dim=-1, or free="
-            f"{' or free='.join(name for name in _helpful(match, stages[-1]) if name != WIDTH)}."
+            f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
+            "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
+            f"{' or '.join(f'free={name}' for name in other_keys)}."
         )
     if search.start < 1:
         raise UserError(
-            f"{label}: {free}={search.start} is decided by other keys. Give it a number of its "
-            "own, or name another key by free=."
+            f"{label}: {free}={search.start} is derived from other keys. Set it to a number, or "
+            "choose another key by free=."
         )
     further = search.first_from(2 * search.start)
     if further is not None and search.amount(further) <= search.amount(search.start):
         raise UserError(
-            f"{label}: the {UNITS[match]} of a run do not grow with {free}. "
-            f"Write free={' or free='.join(_helpful(match, stages[-1]))}."
+            f"{label}: {free} does not change the {UNITS[match]} of a run. "
+            f"Set free={' or free='.join(_helpful_keys(match, stages[-1]))}."
         )
-    for step in _finer(search.step):
+    for step in _step_sizes(search.step):
         search.keep_to_multiples_of(step)
-        neighbours = search.around(budget)
-        solved = search.stages(search.best(neighbours, budget))
+        neighbors = search.around(budget)
+        solved = search.stages(search.best(neighbors, budget))
         assert solved is not None
         if free == WIDTH:
-            solved = _with_fitting_rest(solved, amount, budget)
+            solved = _adjust_mlp_to_budget(solved, amount, budget)
         if abs(amount(solved) / budget - 1) <= tolerance:
             break
     # The unchanged configuration may be the nearest.
@@ -122,11 +123,11 @@ def solve(
         solved = stages
     reached = amount(solved)
     if abs(reached / budget - 1) > tolerance:
-        raise UserError(_unreachable(label, search, neighbours, budget, match, tolerance))
+        raise UserError(_unreachable(label, search, neighbors, budget, match, tolerance))
     return Solution(solved, tuple(map(_changes, stages, solved)), reached)
 
 
-def _helpful(match: Match, config: Config) -> tuple[str, ...]:
+def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
     """Returns the keys that change an amount, most useful first."""
     if match == "flops":
         return STEPS, WIDTH, DEPTH
@@ -150,7 +151,7 @@ def _is_of_slots(config: Config) -> bool:
 def _unreachable(
     label: str,
     search: "_Search",
-    neighbours: list[int],
+    neighbors: list[int],
     budget: float,
     match: Match,
     tolerance: float,
@@ -159,19 +160,19 @@ def _unreachable(
         f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
         f"{tolerance:.1%} by {search.free}."
     ]
-    for value in neighbours:
+    for value in neighbors:
         reached = search.amount(value)
         lines.append(
             f"  {search.key}={value} gives {reached:,.6g} {UNITS[match]} "
             f"({reached / budget - 1:+.1%})"
         )
-    if len(neighbours) == 1:
-        which = "smallest" if search.amount(neighbours[0]) > budget else "largest"
-        lines.append(f"  That is the {which} {search.key} that is tried.")
-    helpful = _helpful(match, search.last)
+    if len(neighbors) == 1:
+        which = "smallest" if search.amount(neighbors[0]) > budget else "largest"
+        lines.append(f"  This is the {which} {search.key} in the search range.")
+    helpful = _helpful_keys(match, search.last)
     remedies = [f"free={name}" for name in helpful if name != search.free]
     remedies.append("another budget=")
-    nearest = min(abs(search.amount(value) / budget - 1) for value in neighbours)
+    nearest = min(abs(search.amount(value) / budget - 1) for value in neighbors)
     if nearest < 0.5:
         remedies.append(f"tolerance={math.ceil(nearest * 1000) / 1000:g}")
     lines.append(f"  What to do: {', '.join(remedies)}.")
@@ -192,7 +193,7 @@ class _Search:
         bounds = dict(all_keys()[self.key].bounds)
         self._bound = int(bounds.get("ge", bounds.get("gt", 0) + 1))
         self.keep_to_multiples_of(_multiple(self.start) if free == WIDTH else 1)
-        self.most = min(_MOST.get(free, _MOST_OF_OTHERS), int(bounds.get("le", 10**12)))
+        self.most = min(_LARGEST_VALUES.get(free, _LARGEST_OTHER), int(bounds.get("le", 10**12)))
         self._at = functools.cache(self._amount_at)
 
     @property
@@ -223,7 +224,7 @@ class _Search:
         for number, part in enumerate(self._parts(value)):
             stage = None
             if part >= self._bound:
-                stage = changed(self._stages[number], self._changes(number, part))
+                stage = with_overrides(self._stages[number], self._changes(number, part))
             if stage is None:
                 return None
             found.append(stage)
@@ -262,13 +263,15 @@ class _Search:
 
     def nearest(self, middle: int, low: int, high: int) -> int | None:
         """Returns the allowed value within low..high that is nearest to `middle`."""
-        return self._first_allowed(_outwards(self._rounded_up(middle), self.step, low, high))
+        return self._first_allowed(
+            _candidates_around(self._rounded_up(middle), self.step, low, high)
+        )
 
-    def best(self, neighbours: list[int], budget: float) -> int:
-        return min(neighbours, key=lambda value: abs(self.amount(value) - budget))
+    def best(self, neighbors: list[int], budget: float) -> int:
+        return min(neighbors, key=lambda value: abs(self.amount(value) - budget))
 
     def _first_allowed(self, values: Iterable[int]) -> int | None:
-        looked_at = itertools.islice(values, _LONGEST_WALK)
+        looked_at = itertools.islice(values, _MAX_TRIED)
         return next((value for value in looked_at if self.stages(value) is not None), None)
 
     def _rounded_up(self, value: int) -> int:
@@ -305,7 +308,7 @@ class _Search:
         return [below, above]
 
 
-def _outwards(middle: int, step: int, low: int, high: int) -> Iterator[int]:
+def _candidates_around(middle: int, step: int, low: int, high: int) -> Iterator[int]:
     """Yields multiples of `step` from the middle outward, within low..high."""
     for distance in itertools.count():
         down, up = middle - distance * step, middle + distance * step
@@ -326,12 +329,12 @@ def _multiple(size: int) -> int:
     return next(m for m in _MULTIPLES if size % m == 0 and (size >= m * _TIMES or m == 1))
 
 
-def _finer(step: int) -> list[int]:
+def _step_sizes(step: int) -> list[int]:
     """Returns `step` and finer ones, for budgets between its multiples."""
     return [step, *(multiple for multiple in _MULTIPLES if multiple < step)]
 
 
-def changed(config: Config, changes: dict[str, Any]) -> Config | None:
+def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
     """Returns the changed configuration; None if a bound or rule forbids it.
 
     A schedule that spans the whole run keeps doing so.
@@ -342,16 +345,16 @@ def changed(config: Config, changes: dict[str, Any]) -> Config | None:
     if any(all_keys()[name].out_of_bounds(value) for name, value in changes.items()):
         return None
     result = build(values | changes)
-    return None if broken_rules(result) else result
+    return None if validation_errors(result) else result
 
 
-def broken_rules(config: Config) -> list[str]:
+def validation_errors(config: Config) -> list[str]:
     """Returns the messages of train.py's broken configuration rules."""
     checks = (rule.check(config) for rule in RULES if not rule.programs or "train" in rule.programs)
     return [message for message in checks if message]
 
 
-def _with_fitting_rest(stages: Stages, amount: Amount, budget: float) -> Stages:
+def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stages:
     """Tunes the feed-forward (MLP width or slots) to absorb what is left.
 
     Widths come in multiples, so the best one misses the budget by up to half a multiple.

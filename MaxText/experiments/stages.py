@@ -20,8 +20,8 @@ PREVIOUS = "the_stage_before"
 _SOURCE = "load_parameters_path"
 # Keys that no stage may set -> reason.
 SET_PER_STAGE = {
-    _SOURCE: "the stage before is where a stage begins",
-    "load_full_state_path": "the stage before is where a stage begins",
+    _SOURCE: "each stage starts from the previous one",
+    "load_full_state_path": "each stage starts from the previous one",
 }
 
 
@@ -29,10 +29,10 @@ def read_stages(value: Any) -> list[dict[str, Any]]:
     """Returns each stage's keys; WrongValue unless two or more mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
         raise values.WrongValue(
-            f"{values.show(value)} is no list of mappings; write one mapping of keys for each stage"
+            f"{values.show(value)} is not a list of mappings; write one mapping of keys per stage"
         )
     if len(value) < 2:
-        raise values.WrongValue("a chain has two stages or more")
+        raise values.WrongValue("a chain needs two or more stages")
     return [dict(stage) for stage in value]
 
 
@@ -50,17 +50,17 @@ def source_keys(previous: str) -> dict[str, Any]:
 KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
-def differing(stages: Sequence[Config]) -> set[str]:
+def keys_that_differ(stages: Sequence[Config]) -> set[str]:
     """Returns the keys that differ between stages."""
     first, *others = map(flat, stages)
     return {name for name in first for other in others if other[name] != first[name]}
 
 
-def named_by_stage(stages: Sequence[Config], left_out: Sequence[str]) -> Mapping[str, Any]:
-    """Returns differing keys named "<key> of stage <n>"; empty for a single run."""
+def prefix_with_stage(stages: Sequence[Config], left_out: Sequence[str]) -> Mapping[str, Any]:
+    """Returns keys_that_differ keys named "<key> of stage <n>"; empty for a single run."""
     flats = [flat(stage) for stage in stages]
     return {
         f"{name} of stage {number}": keys[name]
-        for name in sorted(differing(stages) - set(left_out))
+        for name in sorted(keys_that_differ(stages) - set(left_out))
         for number, keys in enumerate(flats, 1)
     }

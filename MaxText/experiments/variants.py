@@ -18,11 +18,11 @@ from MaxText.config.loading import load
 from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
-from MaxText.experiments.comparison_request import SET_PER_RUN, Request
+from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs
 from MaxText.experiments.stages import (
     SET_PER_STAGE,
-    differing,
-    named_by_stage,
+    keys_that_differ,
+    prefix_with_stage,
     read_stages,
     source_words,
 )
@@ -70,10 +70,10 @@ class Variant:
         """
         keys = {name: value for name, value in flat(self.config).items() if name not in _PLACE}
         steps = sum(stage.run.steps for stage in self.stages)
-        return keys | {"steps": steps} | dict(named_by_stage(self.stages, _PLACE))
+        return keys | {"steps": steps} | dict(prefix_with_stage(self.stages, _PLACE))
 
 
-def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
+def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> list[Variant]:
     """Returns all requested configurations in order.
 
     Raises ConfigurationError listing `problems` and every mistake in any configuration once.
@@ -82,7 +82,7 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
     if not request.configs and request.sweep is None:
         found.append(
             Problem(
-                "no configurations are named",
+                "no configurations are given",
                 ("command line",),
                 (("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3"),),
             )
@@ -113,7 +113,7 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
         [_label(stem, assignment, several_sources) for _, stem, assignment, _ in entries]
     )
     variants = []
-    with _notices_once():
+    with _deduplicate_notices():
         for (source, _, assignment, place), label in zip(entries, labels, strict=True):
             try:
                 stages = _load_stages(request, source, assignment, place, stages_of.get(source))
@@ -125,7 +125,7 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
     if len(entries) == 1 and not found:
         found.append(
             Problem(
-                "there is only one configuration, and nothing to compare it with",
+                "only one configuration is given, so there is nothing to compare",
                 ("command line",),
                 (
                     ("write", "a second CONFIG.yml,"),
@@ -142,7 +142,7 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
 
 
 def _load_stages(
-    request: Request,
+    request: CompareArgs,
     source: int,
     assignment: Mapping[str, Any],
     place: str,
@@ -180,7 +180,7 @@ def _own_name(name: str) -> str:
 
 def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
     """Returns `key=value` as it would be typed -> its origin."""
-    return {f"{name}={typed(value)}": place for name, value in assignment.items()}
+    return {f"{name}={to_override(value)}": place for name, value in assignment.items()}
 
 
 def _check_names(
@@ -201,11 +201,11 @@ def _check_names(
             problem = f"{what}: {own} cannot be {done}; {setter} sets it for each run"
             raise ConfigurationError([Problem(problem, (place,))])
         if own in given:
-            problem = f"{own}: given for all runs and {done} as well"
+            problem = f"{own}: set for all runs and also {done}"
             raise ConfigurationError([Problem(problem, (given[own], place))])
 
 
-def _load(request: Request, source: int, words: Mapping[str, str]) -> Config:
+def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config:
     """Loads a configuration; `words` maps extra arguments to their origin."""
     path = [request.configs[source]] if request.configs else []
     try:
@@ -238,7 +238,8 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
 def _product(part: Any) -> list[dict[str, Any]]:
     if not isinstance(part, dict):
         raise values.WrongValue(
-            f"{values.show(part)} is no mapping; write {{key: [value, value]}}, or a list of these"
+            f"{values.show(part)} is not a mapping; write {{key: [value, value]}}, or a list of "
+            "these"
         )
     if not part:
         raise values.WrongValue("a mapping without keys has no variants")
@@ -251,12 +252,12 @@ def _product(part: Any) -> list[dict[str, Any]]:
     return [dict(combination) for combination in itertools.product(*choices)]
 
 
-def typed(value: Any) -> str:
+def to_override(value: Any) -> str:
     """Formats a sweep value as it would be typed after `key=`."""
     if isinstance(value, values.Plain):
         return str(value)
     if isinstance(value, list):
-        return "[" + ", ".join(typed(item) for item in value) + "]"
+        return "[" + ", ".join(to_override(item) for item in value) + "]"
     return values.to_yaml(value)
 
 
@@ -277,7 +278,7 @@ def _label(stem: str, assignment: Mapping[str, Any], several_sources: bool) -> s
     parts = [stem] if several_sources or not assignment else []
     for name, value in assignment.items():
         items = value if isinstance(value, list) else [value]
-        text = "+".join(typed(item) for item in items)
+        text = "+".join(to_override(item) for item in items)
         says_itself = re.fullmatch(r"[A-Za-z][\w.+-]*", text)
         is_switch = text.lower() in ("true", "false", "yes", "no", "on", "off", "none", "null")
         parts.append(text if says_itself and not is_switch else f"{name}={text}")
@@ -296,7 +297,7 @@ def _unique(labels: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _notices_once():
+def _deduplicate_notices():
     """Deduplicates notices on stderr over many loads."""
     buffer = io.StringIO()
     try:
@@ -307,8 +308,8 @@ def _notices_once():
             sys.stderr.write(line)
 
 
-def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
-    """Returns lines on differing keys that may invalidate the comparison.
+def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
+    """Returns lines on keys_that_differ keys that may invalidate the comparison.
 
     These are keys outside the model that were neither swept nor solved for, and always those that
     make the losses incomparable. `variants` have solved keys applied; `solved` maps labels to
@@ -319,7 +320,9 @@ def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]
     for variant in variants:
         if len(variant.stages) > 1:
             # Steps of a chain are totals, and each stage has its own schedule.
-            on_purpose |= differing(variant.stages) - {"steps"} | {"learning_rate_schedule_steps"}
+            on_purpose |= keys_that_differ(variant.stages) - {"steps"} | {
+                "learning_rate_schedule_steps"
+            }
     passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
     keys = all_keys()
     flats = {variant.label: variant.identity for variant in variants}

@@ -1,12 +1,16 @@
-"""Runs external commands, or prints them in a dry run."""
+"""The command line of train.py, and external commands, run or printed in a dry run."""
 
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from MaxText.config.config_files import REPOSITORY
+from MaxText.config.layering import Layer
+from MaxText.config.loading import load
 from MaxText.errors import UserError
 
 Show = Callable[[str], None]
@@ -21,7 +25,33 @@ _NO_CAPACITY = re.compile(
 _QUOTA = re.compile(r"quota", re.IGNORECASE)
 
 
-class Retry(NamedTuple):
+class RunArguments(NamedTuple):
+    """Arguments of train.py with a fixed run_name, the same for every process."""
+
+    arguments: list[str]
+    run_name: str
+    folder: str
+
+
+def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
+    """Checks the configuration like train.py, and fixes a time-based run_name."""
+    loaded = load(list(arguments), "train.py")
+    run = loaded.config.run
+    folder = f"{run.base_output_directory}/{run.run_name}"
+    given = list(arguments)
+    # A run_name derived from a given path is the same every time.
+    origin = loaded.origins["run_name"]
+    if origin.layer is Layer.DERIVED and "time of start" in origin.note:
+        given.append(f"run_name={run.run_name}")
+    return RunArguments(given, run.run_name, folder)
+
+
+def train_command() -> list[str]:
+    """Returns the command line of train.py, without arguments."""
+    return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
+
+
+class RetryPolicy(NamedTuple):
     """Retries for lack of capacity: `tries` in total, `seconds` apart."""
 
     tries: int
@@ -35,7 +65,7 @@ class Commands:
         self._show = show
         self.dry_run = dry_run
 
-    def run(self, command: Sequence[str], *, retry: Retry | None = None) -> None:
+    def run(self, command: Sequence[str], *, retry: RetryPolicy | None = None) -> None:
         """Runs a command with its output on the terminal.
 
         With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises
@@ -51,9 +81,9 @@ class Commands:
                 return
             is_full = _NO_CAPACITY.search(errors) and not _QUOTA.search(errors)
             if retry is None or not is_full or number == tries:
-                many = f" (try {number} of {tries})" if retry and is_full else ""
-                raise UserError(f"{shlex.join(command)} ended with code {code}{many}; see above.")
-            self._show(f"nothing is free: try {number + 1} of {tries} in {retry.seconds:g} s")
+                many = f" (attempt {number}/{tries})" if retry and is_full else ""
+                raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
+            self._show(f"No capacity. Attempt {number + 1}/{tries} in {retry.seconds:g} s.")
             time.sleep(retry.seconds)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
@@ -63,7 +93,7 @@ class Commands:
             return in_dry_run
         done = self._start(command, stdout=subprocess.PIPE, text=True)
         if done.returncode != 0:
-            raise UserError(f"{shlex.join(command)} ended with code {done.returncode}; see above.")
+            raise UserError(f"{shlex.join(command)} exited with code {done.returncode}; see above.")
         return done.stdout.strip()
 
     def _once(self, command: Sequence[str], *, keep_errors: bool) -> tuple[int, str]:
@@ -79,6 +109,6 @@ class Commands:
             return subprocess.run(list(command), check=False, **options)
         except FileNotFoundError as error:
             raise UserError(
-                f"{command[0]} is not installed here, or not on PATH. --dry-run prints the "
-                "commands, to be run where it is."
+                f"{command[0]} is not installed or not on PATH. Use --dry-run to print the "
+                "commands and run them elsewhere."
             ) from error

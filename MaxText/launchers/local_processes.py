@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
 
 
-def environment_of(
+def process_env(
     base: Mapping[str, str], number: int, process: int, port: int, devices: int | None
 ) -> dict[str, str]:
     """Returns the environment of one of `number` processes.

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from MaxText import exit_codes
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands
-from MaxText.launchers.run_arguments import program
+from MaxText.launchers.commands import Commands, train_command
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
@@ -27,7 +26,7 @@ class SlurmJob(NamedTuple):
     logs: Path  # for script and output, shared by the nodes
 
 
-def script(job: SlurmJob, arguments: Sequence[str]) -> str:
+def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
     """Returns the batch script, which requeues itself on restartable codes."""
     logs = shlex.quote(str(job.logs))
     lines = [
@@ -53,7 +52,7 @@ def script(job: SlurmJob, arguments: Sequence[str]) -> str:
             *([f"export {NUM_DEVICES_VARIABLE}={devices}"] if devices else []),
             # After one exits, the others exit by themselves and report what they waited for.
             f"srun --kill-on-bad-exit=0 --wait=300 --output={logs}/%j-%t.log --open-mode=append \\",
-            f"  {shlex.join([*program(), *arguments])}",
+            f"  {shlex.join([*train_command(), *arguments])}",
             "code=$?",
             "case $code in",
             f"  {codes}|12[89]|1[3-9][0-9])  # asked to stop, a process lost, a signal",
@@ -69,7 +68,7 @@ def script(job: SlurmJob, arguments: Sequence[str]) -> str:
 
 def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) -> str:
     """Submits the batch script; returns the job id, empty in a dry run."""
-    text = script(job, arguments)
+    text = render_batch_script(job, arguments)
     path = job.logs / f"{job.name}.sh"
     if commands.dry_run:
         show(f"# {path}\n{text}")
@@ -78,11 +77,13 @@ def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) ->
             job.logs.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error}. Choose another --logs.") from error
+            raise UserError(
+                f"cannot write {path}: {error}. Set --logs to another folder."
+            ) from error
     answer = commands.output(["sbatch", "--parsable", str(path)])
     number = answer.partition(";")[0]
     if not commands.dry_run:
         if not re.fullmatch(r"\d+", number):
-            raise UserError(f"sbatch gave {answer!r} and no number of a job.")
+            raise UserError(f"sbatch printed {answer!r} instead of a job id.")
         show(f"job {number}; output in {job.logs}/{number}-<process>.log")
     return number

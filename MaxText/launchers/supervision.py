@@ -5,17 +5,18 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
+from MaxText.early_signals import handled
 from MaxText.launchers.local_processes import (
     LocalProcesses,
     Show,
-    environment_of,
     free_port,
+    process_env,
 )
 from MaxText.storage.paths import parse_path
 
@@ -23,7 +24,7 @@ _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
 
 
-class Policy(NamedTuple):
+class RestartPolicy(NamedTuple):
     """Restart policy. The backoff doubles with each restart, up to 60 s."""
 
     max_restarts: int = 0  # in a row without a new checkpoint
@@ -31,17 +32,17 @@ class Policy(NamedTuple):
     grace_seconds: float = 60.0  # see LocalProcesses
 
 
-class Job(NamedTuple):
+class SupervisedJob(NamedTuple):
     """Processes to run. Checkpoints in `run_folder`, if any, count as progress."""
 
     command: Sequence[str]
     number: int  # of processes
-    devices: int | None  # per process; see environment_of
+    devices: int | None  # per process; see process_env
     logs: Path
     run_folder: str | None
 
 
-def outcome(codes: Sequence[int | None]) -> int:
+def combined_exit_code(codes: Sequence[int | None]) -> int:
     """Combines the exit codes of all processes into one; negative for a signal.
 
     Errors that a restart cannot fix take precedence: 2, then 1, then other error codes; then
@@ -63,7 +64,7 @@ def outcome(codes: Sequence[int | None]) -> int:
     return min(own, key=order, default=exit_codes.STUCK)
 
 
-def is_worth_a_restart(code: int) -> bool:
+def is_restartable(code: int) -> bool:
     """Returns whether the same command may succeed: after 75, 76 and signals."""
     return code < 0 or code in exit_codes.WORTH_A_RESTART
 
@@ -79,99 +80,85 @@ def newest_checkpoint(run_folder: str | None) -> int:
     return max(steps, default=-1)
 
 
-def run(job: Job, policy: Policy, show: Show) -> int:
+def supervise(job: SupervisedJob, policy: RestartPolicy, show: Show) -> int:
     """Runs all processes to completion, restarting them by `policy`.
 
     SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
     last attempt's exit code, or 128 + n for signal n.
     """
     restarts = 0
-    with _asked_to_stop() as asked:
+    signals = _SignalForwarder()
+    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signals.forward):
         while True:
             before = newest_checkpoint(job.run_folder)
-            code = _attempt(job, policy, asked)
-            if asked.number or not is_worth_a_restart(code) or policy.max_restarts == 0:
+            code = _run_once(job, policy, signals)
+            if signals.number or not is_restartable(code) or policy.max_restarts == 0:
                 return _as_shell(code)
             if newest_checkpoint(job.run_folder) > before:
                 restarts = 0
             if restarts >= policy.max_restarts:
                 show(
-                    f"launch: {_words(code)}; {restarts} restarts in a row made no new checkpoint "
-                    "(--max-restarts): giving up. Output of each process is in "
+                    f"launch: {_words(code)}. Giving up after {restarts} restarts without a new "
+                    "checkpoint (--max-restarts). Logs of each process are in "
                     f"{shlex.quote(str(job.logs))}"
                 )
                 return _as_shell(code)
             seconds = min(_LONGEST_WAIT, policy.backoff_seconds * 2**restarts)
             restarts += 1
             show(
-                f"launch: {_words(code)}; starting all {job.number} again in {seconds:g} s "
-                f"(restart {restarts} of {policy.max_restarts} without a new checkpoint)"
+                f"launch: {_words(code)}. Restarting all {job.number} processes in {seconds:g} s "
+                f"(restart {restarts}/{policy.max_restarts} since the last checkpoint)."
             )
             end = time.monotonic() + seconds
-            while time.monotonic() < end and not asked.number:
+            while time.monotonic() < end and not signals.number:
                 time.sleep(_POLL_SECONDS)
-            if asked.number:
-                return 128 + asked.number
+            if signals.number:
+                return 128 + signals.number
 
 
-def _attempt(job: Job, policy: Policy, asked: "_Asked") -> int:
+def _run_once(job: SupervisedJob, policy: RestartPolicy, signals: "_SignalForwarder") -> int:
     port = free_port()  # the last port may still be in TIME_WAIT
     processes = LocalProcesses(
         job.command,
         [
-            environment_of(os.environ, job.number, process, port, job.devices)
+            process_env(os.environ, job.number, process, port, job.devices)
             for process in range(job.number)
         ],
         job.logs,
         grace_seconds=policy.grace_seconds,
     )
     try:
-        asked.pass_on_to(processes)
-        return outcome(processes.wait())
+        signals.forward_to(processes)
+        return combined_exit_code(processes.wait())
     except BaseException:
         processes.kill()
         raise
 
 
-class _Asked:
+class _SignalForwarder:
     """Forwards termination signals to the processes of the current attempt."""
 
     def __init__(self):
         self.number = 0  # signal number; 0 before any signal
         self._processes: LocalProcesses | None = None
 
-    def pass_on_to(self, processes: LocalProcesses) -> None:
+    def forward_to(self, processes: LocalProcesses) -> None:
         self._processes = processes
         if self.number:  # the signal came while they were being started
             processes.send(self.number)
 
-    def take(self, number: int, _frame: object) -> None:
+    def forward(self, number: int, _frame: object) -> None:
         again, self.number = self.number != 0, number
         if self._processes is not None:
             self._processes.send(signal.SIGKILL if again else number)
 
 
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[_Asked]:
-    asked = _Asked()
-    before = {
-        number: signal.signal(number, asked.take)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
-    }
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _words(code: int) -> str:
     if code < 0:
-        return f"a process was ended by {signal.Signals(-code).name}"
+        return f"a process was killed by {signal.Signals(-code).name}"
     reasons = {
         exit_codes.PREEMPTED: "stopped by SIGTERM or a preemption notice",
-        exit_codes.STUCK: "no progress, or a process is gone",
+        exit_codes.STUCK: "stalled, or a peer process died",
     }
     return f"exit code {code}: {reasons.get(code, 'failed')}"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from MaxText.config.config_files import REPOSITORY
 from MaxText.cost.hardware import find
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands, Retry
+from MaxText.launchers.commands import Commands, RetryPolicy
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -31,8 +31,12 @@ class TpuVm(NamedTuple):
     accelerator_type: str = ""  # such as v5p-32; for create and queue
     version: str = ""  # runtime version, for create and queue
     spot: bool = False
-    retry: Retry = Retry(1, 60.0)
+    retry: RetryPolicy = RetryPolicy(1, 60.0)
     flags: tuple[str, ...] = ()  # further gcloud flags for create and queue
+
+    @property
+    def options(self) -> list[str]:
+        return [*(["--spot"] if self.spot else []), *self.flags]
 
 
 class TpuVmLaunch:
@@ -44,23 +48,20 @@ class TpuVmLaunch:
 
     def create(self) -> None:
         """Creates the TPU VM; retries while there is no capacity."""
-        tpu = self._need_type("create")
-        spot = ["--spot"] if tpu.spot else []
+        tpu = self._require_accelerator_type("create")
         self._commands.run(
             [
                 *self._vm("create", tpu.name),
                 f"--accelerator-type={tpu.accelerator_type}",
                 f"--version={tpu.version}",
-                *spot,
-                *tpu.flags,
+                *tpu.options,
             ],
             retry=tpu.retry,
         )
 
     def queue(self) -> None:
         """Requests a queued resource until it is active; retries if refused."""
-        tpu = self._need_type("queue")
-        spot = ["--spot"] if tpu.spot else []
+        tpu = self._require_accelerator_type("queue")
         for number in range(1, tpu.retry.tries + 1):
             self._commands.run(
                 [
@@ -68,8 +69,7 @@ class TpuVmLaunch:
                     f"--node-id={tpu.name}",
                     f"--accelerator-type={tpu.accelerator_type}",
                     f"--runtime-version={tpu.version}",
-                    *spot,
-                    *tpu.flags,
+                    *tpu.options,
                 ],
                 retry=tpu.retry,
             )
@@ -81,7 +81,7 @@ class TpuVmLaunch:
             if number < tpu.retry.tries:
                 time.sleep(tpu.retry.seconds)
         raise UserError(
-            f"the request for {tpu.name} ended in state {state}, {tpu.retry.tries} times. Try "
+            f"the request for {tpu.name} ended in state {state}, {tpu.retry.tries} times. Use "
             "another zone or type, or more --tries."
         )
 
@@ -98,7 +98,7 @@ class TpuVmLaunch:
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / _ARCHIVE
             if not self._commands.dry_run:
-                _pack(archive)
+                _archive_worktree(archive)
             self._commands.run(
                 [*self._vm("scp", str(archive), f"{self._tpu.name}:{_ARCHIVE}"), "--worker=all"]
             )
@@ -121,7 +121,7 @@ class TpuVmLaunch:
         self._ssh(
             f"cd {FOLDER} && mkdir -p {_LOGS} && "
             f"if [ -f {_LOGS}/pid ] && kill -0 $(cat {_LOGS}/pid) 2>/dev/null; then "
-            "echo 'a run is at work here: stop it first' >&2; exit 1; fi && "
+            "echo 'a run is active here: stop it first' >&2; exit 1; fi && "
             f"(nohup {shlex.join(launch)} >> {_LOGS}/launch.log 2>&1 < /dev/null & "
             f"echo $! > {_LOGS}/pid)"
         )
@@ -170,17 +170,17 @@ class TpuVmLaunch:
         project = [f"--project={self._tpu.project}"] if self._tpu.project else []
         return [f"--zone={self._tpu.zone}", *project]
 
-    def _need_type(self, action: str) -> TpuVm:
+    def _require_accelerator_type(self, action: str) -> TpuVm:
         tpu = self._tpu
         if not (tpu.accelerator_type and tpu.version):
             raise UserError(
-                f"{action} needs --type and --version, as --type=v5p-32 "
+                f"{action} requires --type and --version, e.g. --type=v5p-32 "
                 "--version=v2-alpha-tpuv5 (gcloud compute tpus versions list)."
             )
         return tpu
 
 
-def _pack(archive: Path) -> None:
+def _archive_worktree(archive: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -189,7 +189,7 @@ def _pack(archive: Path) -> None:
     )
     if listed.returncode != 0:
         raise UserError(
-            f"{REPOSITORY} is no git repository, so it is not known which files belong to it: "
+            f"{REPOSITORY} is not a git repository, so its files cannot be listed: "
             f"{listed.stderr.decode(errors='replace').strip()}. Clone it with git."
         )
     names = [name for name in listed.stdout.decode().split("\0") if name]

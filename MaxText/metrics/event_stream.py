@@ -9,13 +9,12 @@ import jax
 from etils import epath
 
 from MaxText.config.training_sections import Monitoring
-from MaxText.metrics.events import Event, Record, Sink, Tracker
+from MaxText.metrics.events import DurableSink, Event, Sink, Tracker
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
-from MaxText.metrics.sinks.background import Background
-from MaxText.metrics.sinks.event_file import EventFile
-from MaxText.metrics.sinks.metrics_file import MetricsFile
-from MaxText.metrics.sinks.tensorboard import TensorBoard
-from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases
+from MaxText.metrics.sinks.background import BackgroundSink
+from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
+from MaxText.metrics.sinks.tensorboard import TensorBoardSink
+from MaxText.metrics.sinks.weights_and_biases import WandbSink
 
 # Events that trigger a flush, because the process may end soon after.
 _FLUSHED = ("start", "resume", "checkpoint")
@@ -90,23 +89,23 @@ class EventStream:
     def flush(self) -> None:
         """Makes all events durable, waiting at most a minute for remote records."""
         self._ask_flush()
-        self._settle(time.monotonic() + self._seconds_to_close)
+        self._wait_durable(time.monotonic() + self._seconds_to_close)
 
-    def _settle(self, until: float) -> None:
+    def _wait_durable(self, until: float) -> None:
         for sink in self._sinks:
-            if isinstance(sink, Record):
-                sink.settle(until)
+            if isinstance(sink, DurableSink):
+                sink.wait_durable(until)
 
     def close(self) -> None:
         """Flushes and closes every sink, within a minute in all. Idempotent."""
         until = time.monotonic() + self._seconds_to_close
         trackers = [sink for sink in self._sinks if isinstance(sink, Tracker)]
         for tracker in trackers:
-            tracker.end()
+            tracker.request_close()
         for sink in self._sinks:
-            if isinstance(sink, Record):
+            if isinstance(sink, DurableSink):
                 sink.flush()
-        self._settle(until)
+        self._wait_durable(until)
         for tracker in trackers:
             tracker.wait(until)
         for sink in self._sinks:
@@ -136,12 +135,14 @@ def open_stream(
     sinks: list[Sink] = [terminal]
     if monitoring.enable_wandb and monitoring.wandb_mode != "disabled":
         # First, as it is the only one that may refuse.
-        wandb = WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step)
-        sinks.append(Background(wandb, "Weights & Biases", remedy=wandb.remedy))
+        wandb = WandbSink(monitoring, folder, run_name, config_flat, first_step)
+        sinks.append(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy))
     events = EventFile(folder, first_step, first_evaluation=first_evaluation)
     sinks += [events, MetricsFile(folder, monitoring.metrics_file, run_name, first_step)]
     if monitoring.enable_tensorboard:
-        sinks.append(Background(TensorBoard(folder, config_flat, first_step), "TensorBoard"))
+        sinks.append(
+            BackgroundSink(TensorBoardSink(folder, config_flat, first_step), "TensorBoard")
+        )
     return EventStream(
         sinks,
         attempt=events.attempt,

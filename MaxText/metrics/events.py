@@ -80,10 +80,10 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class Record(Sink, Protocol):
+class DurableSink(Sink, Protocol):
     """A sink that resuming depends on: no row before a checkpoint may be missing."""
 
-    def settle(self, until: float) -> None:
+    def wait_durable(self, until: float) -> None:
         """Waits for flushed rows to be durable or fail; `until` is a time.monotonic time."""
 
 
@@ -91,8 +91,8 @@ class Record(Sink, Protocol):
 class Tracker(Sink, Protocol):
     """An experiment tracker: a sink with its own thread."""
 
-    def end(self) -> None:
+    def request_close(self) -> None:
         """Requests closing without waiting for it."""
 
     def wait(self, until: float) -> None:
-        """Waits until it has closed after `end`, or until `until` of time.monotonic."""
+        """Waits until it has closed after `request_close`, or until `until` of time.monotonic."""

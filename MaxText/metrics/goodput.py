@@ -23,7 +23,7 @@ PARTS: dict[str, str] = {
     "other": "other",
 }
 
-NOTHING = 0.0002  # smallest share shown: times are stored in milliseconds
+SMALLEST_SHARE = 0.0002  # smallest share shown: times are stored in milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,9 @@ def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int]
     kept = [row for index, row in enumerate(rows) if index not in replaced]
     skipped = _skipped_seconds(kept)
     parts["useful"] -= skipped
-    parts["lost"] += skipped + sum(_lost(rows_of[0]) for rows_of in by_attempt.values())
+    parts["lost"] += skipped + sum(
+        _recomputed_seconds(rows_of[0]) for rows_of in by_attempt.values()
+    )
     attempts, other = _attempts(list(by_attempt.items()))
     parts["other"] += other
     return Goodput(parts, attempts)
@@ -102,14 +104,14 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
     return [(row["phase"] if row["phase"] in PARTS else "other", seconds)]
 
 
-def skips_updates(row: Mapping[str, Any]) -> bool:
+def is_step_skip(row: Mapping[str, Any]) -> bool:
     """Returns whether a row reports skipped steps, rather than unread records."""
     return row["event"] == "skip" and row.get("what") != "record"
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
     steps = iter(sorted((row for row in rows if row["event"] == "step"), key=lambda r: r["step"]))
-    skips = [row for row in rows if skips_updates(row) and row.get("step") is not None]
+    skips = [row for row in rows if is_step_skip(row) and row.get("step") is not None]
     step, total, counted = next(steps, None), 0.0, 0
     for skip in sorted(skips, key=lambda row: row["step"]):
         # A row stands for several steps if not every step is reported.
@@ -124,7 +126,7 @@ def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
     return total
 
 
-def _lost(first_row: Mapping[str, Any]) -> float:
+def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
     """Returns the seconds of earlier attempts' work that this one repeats."""
     return sum(((first_row.get("lost") or {}).get("seconds") or {}).values())
 
@@ -150,7 +152,7 @@ def _attempts(
         other += unnamed - in_attempt
         seconds = ended - launched + in_gap
         found.append(Attempt(number, rows[0], launched, 0.0, seconds, gap - in_gap, stopped))
-        pending += _lost(rows[0]) - in_gap - in_attempt
+        pending += _recomputed_seconds(rows[0]) - in_gap - in_attempt
         next_launch = launched
     attempts, before = [], 0.0
     for attempt in reversed(found):

@@ -9,13 +9,13 @@ from typing import IO, Any, AnyStr
 
 from etils import epath
 
-from MaxText.metrics.latest_object import LatestObject
+from MaxText.metrics.background_uploader import BackgroundUploader
 from MaxText.storage.paths import is_object_store_path
 
 SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
 
-class JsonLines:
+class JsonlFile:
     """A growing file of JSON rows. A local row is in the kernel when `append` returns.
 
     Object stores (gs://) cannot append, so rows go into segments of 4 MiB, `name.jsonl`,
@@ -37,19 +37,20 @@ class JsonLines:
         self._segment_bytes = segment_bytes
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = None
-        self._object: LatestObject | None = None
+        self._object: BackgroundUploader | None = None
         self._open(keep)
 
     def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+        is_remote = is_bucket(self.path)
         existing = list(_segments(self.path)) or [self.path]
         lines: list[str] = []
         for segment in existing:
-            if keep is not None or self._is_object_store():
+            if keep is not None or is_remote:
                 lines = _kept(segment, keep or (lambda _row: True))
         self._number = len(existing) - 1
         self._segment = existing[-1]
         self._last = lines[-1] if lines else ""
-        if self._is_object_store():
+        if is_remote:
             self._begin(lines)
             return
         # Line-buffered, so that a killed process loses no finished row.
@@ -62,10 +63,10 @@ class JsonLines:
         self._last = lines[-1] if lines else ""
         self._bytes = sum(map(len, lines))
         self._changed = False  # since the last hand-over to the writer
-        self._object = LatestObject(_segment(self.path, self._number))
-        self._full: list[LatestObject] = []  # full segments still being written
+        self._object = BackgroundUploader(_segment(self.path, self._number))
+        self._full: list[BackgroundUploader] = []  # full segments still being written
 
-    def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Atomically removes the newest rows, for which `keep` is false."""
         if self._file is None:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
@@ -107,7 +108,7 @@ class JsonLines:
         self._last = new
 
     def flush(self) -> None:
-        """Makes rows durable: locally at once, in an object store soon (see `settle`)."""
+        """Makes rows durable: locally at once, in an object store soon (see `wait_durable`)."""
         if self._object is not None:
             if self._changed:
                 lines = list(self._lines)  # a copy, because rows may change during the write
@@ -129,10 +130,10 @@ class JsonLines:
             self._begin([])
             self._full = full
 
-    def settle(self, until: float) -> None:
+    def wait_durable(self, until: float) -> None:
         if self._object is not None:
             for segment in (*self._full, self._object):
-                segment.settle(until)
+                segment.wait_durable(until)
 
     def close(self) -> None:
         """Flushes and closes, waiting for an object store. Idempotent."""
@@ -145,9 +146,6 @@ class JsonLines:
         elif self._file is not None:
             self.flush()
             self._file.close()
-
-    def _is_object_store(self) -> bool:
-        return is_object_store_path(self.path)
 
 
 def _segment(path: epath.Path, number: int) -> epath.Path:

@@ -45,7 +45,7 @@ class LossTrend:
                 self.add(row["learning/lm_loss"])
         return self
 
-    def go_back(self) -> None:
+    def roll_back(self) -> None:
         self._last, self._highest = [], -math.inf
 
     @property

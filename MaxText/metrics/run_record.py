@@ -20,13 +20,7 @@ from MaxText.storage.paths import parse_path
 CONFIG_FILE = "config.yml"
 
 State = Literal["running", "killed", "completed", "diverged", "interrupted", "preempted", "error"]
-_ENDS: dict[str, State] = {
-    "completed": "completed",
-    "diverged": "diverged",
-    "interrupted": "interrupted",
-    "preempted": "preempted",
-    "error": "error",
-}
+_END_STATES: tuple[State, ...] = ("completed", "diverged", "interrupted", "preempted", "error")
 
 # Numeric or null fields, besides tags, which contain a slash.
 _NUMBERS = ("seconds", "data_seconds", "updates", "count")
@@ -43,7 +37,7 @@ _LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
 class RunRecord:
     """Recorded data of a run; rows are those of events.jsonl (docs/how-to/inspect_runs.md).
 
-    `facts` is the newest start or resume row, `marks` all rows except steps and evaluations.
+    `facts` is the newest start or resume row, `events` all rows except steps and evaluations.
     """
 
     folder: epath.Path
@@ -52,7 +46,7 @@ class RunRecord:
     facts: Mapping[str, Any]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
-    marks: list[dict[str, Any]]
+    events: list[dict[str, Any]]
     state: State
     goodput: Goodput
 
@@ -121,10 +115,10 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
     file = path / EVENTS_FILE
     if not file.exists():
         if not path.exists():
-            raise UserError(f"{path}: there is no such folder. Give the folder of a run.")
+            raise UserError(f"{path}: no such folder. Give the folder of a run.")
         raise UserError(
-            f"{path} has no {EVENTS_FILE}, so no run has recorded there. Give the folder of a run, "
-            "which is base_output_directory/run_name."
+            f"{path} contains no {EVENTS_FILE}, so it is not the folder of a run. Give "
+            "base_output_directory/run_name."
         )
     changed = last_change(file)
     rows = read_rows(file)
@@ -143,13 +137,13 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
         facts=facts,
         steps=steps,
         evaluations=_of_kind(kept, "evaluation"),
-        marks=[row for row in kept if row["event"] not in ("step", "evaluation")],
+        events=[row for row in kept if row["event"] not in ("step", "evaluation")],
         state=state,
         goodput=measure_goodput(rows, replaced),
     )
 
 
-def real_folder(folder: str | PathLike[str]) -> str:
+def resolve_run_dir(folder: str | PathLike[str]) -> str:
     """Returns the canonical path of a folder, with symlinks resolved."""
     text = str(folder)
     # Buckets have no links; epath.Path.resolve follows none.
@@ -176,13 +170,12 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
         if wrong:
             raise UserError(
                 f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "
-                "wrote it; only records of this version can be read."
+                "wrote it; only files of this version are readable."
             )
     if not any(row["event"] in ("start", "resume") for row in rows):
         raise UserError(
-            f"{file} has {len(rows)} whole rows and none of them is a start: the run has not got "
-            "so far yet, or the beginning of the file was removed. Try again when it has done its "
-            "first step."
+            f"{file} has {len(rows)} complete rows and no start row: the run has not started yet, "
+            "or the beginning of the file was removed. Retry after its first step."
         )
 
 
@@ -191,7 +184,7 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     replaced: set[int] = set()
     standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
 
-    def go_back(kinds: Sequence[str], step: int) -> None:
+    def roll_back(kinds: Sequence[str], step: int) -> None:
         for kind in kinds:
             while standing[kind] and standing[kind][-1][0] >= step:
                 replaced.add(standing[kind].pop()[1])
@@ -199,9 +192,9 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     for index, row in enumerate(rows):
         kind = row["event"]
         if kind == "rewind" and isinstance(row.get("to"), int):
-            go_back(("step", "evaluation"), row["to"])
+            roll_back(("step", "evaluation"), row["to"])
         elif kind in standing:
-            go_back((kind,), row["step"])
+            roll_back((kind,), row["step"])
             standing[kind].append((row["step"], index))
     return replaced
 
@@ -216,7 +209,8 @@ def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
         if row["attempt"] != attempt:
             break
         if row["event"] == "stop":
-            return _ENDS.get(str(row.get("reason")), "error")
+            reason = row.get("reason")
+            return reason if reason in _END_STATES else "error"
     patience = max(_SILENT_SECONDS, _SILENT_ROWS * (rows[-1].get("seconds") or 0.0))
     return "running" if silent_for < patience else "killed"
 
@@ -233,7 +227,7 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise UserError(
-            f"{file} holds no keys with values. Restore it, or remove it to read the run without "
-            "its configuration."
+            f"{file} is not a mapping of keys to values. Restore it, or remove it to read the run "
+            "without its configuration."
         )
     return {str(name): value for name, value in config.items()}

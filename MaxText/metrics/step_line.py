@@ -17,7 +17,7 @@ def _shown(perplexity: float) -> str:
     return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3e}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats seconds as h:mm:ss."""
     if not math.isfinite(seconds):
         return "?"
@@ -101,7 +101,7 @@ class StepReport:
         if "learning_rate" in metrics:
             parts.append(f"lr: {float(metrics['learning_rate']):.3e}")
         if self.seconds_left is not None:
-            parts.append(f"eta: {duration(self.seconds_left)}")
+            parts.append(f"eta: {format_duration(self.seconds_left)}")
         return ", ".join(parts)
 
     def compact_line(self, num_steps: int) -> str:
@@ -121,7 +121,7 @@ class StepReport:
         if metrics.get("skipped"):
             parts.append("skipped")
         if self.seconds_left is not None:
-            parts.append(f"{duration(self.seconds_left)} left")
+            parts.append(f"{format_duration(self.seconds_left)} left")
         return "  ".join(parts)
 
     def row(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ def parameter_table(
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
     return "\n".join(
         [
-            ruled_table(header, rows, total, right=(3, 4)),
+            format_table(header, rows, total, right=(3, 4)),
             f"{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}",
         ]
     )
@@ -56,20 +56,26 @@ def _shapes(shapes: Sequence[Sequence[int]]) -> str:
     return " x ".join(words) or "scalar"
 
 
-def ruled_table(
+def format_table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    total: Sequence[str],
-    right: Collection[int],
+    total: Sequence[str] | None = None,
+    right: Collection[int] | None = None,
+    max_width: int | None = WIDTH,
 ) -> str:
-    """Returns aligned columns, with rules below the header and above the total."""
-    table = [header, *rows, total]
+    """Returns aligned columns, with rules below the header and above the total.
+
+    `right` are the right-aligned columns, by default all but the first.
+    """
+    right = range(1, len(header)) if right is None else right
+    table = [header, *rows, *([] if total is None else [total])]
     widths = [
         max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(len(header))
     ]
-    # Truncates long names at the start: their ends say more.
-    others = sum(widths[1:]) + 2 * (len(widths) - 1)
-    widths[0] = max(min(widths[0], WIDTH - others), 12)
+    if max_width is not None:
+        # Truncates long names at the start: their ends say more.
+        others = sum(widths[1:]) + 2 * (len(widths) - 1)
+        widths[0] = max(min(widths[0], max_width - others), 12)
     lines = []
     for first, *rest in table:
         if len(first) > widths[0]:
@@ -78,9 +84,10 @@ def ruled_table(
             cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip([first, *rest], widths, strict=False))
         ]
-        lines.append("  ".join(cells).rstrip()[:WIDTH])
+        lines.append("  ".join(cells).rstrip()[:max_width])
     rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    body = lines[1:] if total is None else [*lines[1:-1], rule, lines[-1]]
+    return "\n".join([lines[0], rule, *body])
 
 
 def share(part: float, whole: float) -> str:

@@ -28,9 +28,9 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS: dict[str, tuple[str, str]] = {
     "checkpoint": ("line-ns-open", "|"),
     "restart": ("diamond", "D"),
-    "skipped update": ("x-thin-open", "x"),
+    "skipped step": ("x-thin-open", "x"),
     "skipped record": ("cross-thin-open", "+"),
-    "rewind": ("triangle-left", "<"),
+    "rollback": ("triangle-left", "<"),
     "growth": ("star", "*"),
     "diverged or failed": ("x", "X"),
 }
@@ -70,18 +70,18 @@ class Series:
     Attributes:
       label: Shown in the legend; empty for none.
       owner: Label of its run or group.
-      colour: Index of color and dashes.
+      color: Index of color and dashes.
     """
 
     label: str
     owner: str
-    colour: int
+    color: int
     kind: Kind
     points: Mapping[AxisName, Points]
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class Annotation:
     """An event of a run, drawn on its curve; `places` has (x, y) by axis."""
 
     kind: str
@@ -107,7 +107,7 @@ class Chart:
     title: str
     y_title: str
     series: Sequence[Series]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[Annotation] = ()
     references: Sequence[tuple[str, float]] = ()
     y_range: tuple[float, float] | None = None
     log_y: bool = False
@@ -122,10 +122,10 @@ class Bars:
     title: str
     labels: Sequence[str]
     parts: Mapping[str, Sequence[float]]
-    colours: Mapping[str, str]
+    colors: Mapping[str, str]
 
 
-def colour_of(index: int) -> str:
+def color_of(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 

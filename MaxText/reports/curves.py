@@ -7,8 +7,8 @@ import numpy as np
 
 from MaxText.metrics.run_record import RunRecord
 from MaxText.reports.chart import Axis, AxisName, Points, Series
+from MaxText.reports.downsampling import downsample, running_median
 from MaxText.reports.entries import Entry, averaged
-from MaxText.reports.thinning import running_median, thin
 
 _GRID = 400  # number of points in a mean over seeds
 
@@ -76,7 +76,7 @@ def curve(
         if not np.isfinite(values).any():
             continue
         places = axes.places(run, rows)
-        drawn = thin(values)
+        drawn = downsample(values)
         heights = values[drawn]  # one array for all axes: page_data stores shared values once
         every: dict[AxisName, Points] = {
             name: Points(x[drawn], heights) for name, x in places.items()
@@ -88,7 +88,7 @@ def curve(
             }
             lines.append(smoothed)
             if not entry.is_group:
-                raw.append(Series("", entry.label, entry.colour, "raw", every))
+                raw.append(Series("", entry.label, entry.color, "raw", every))
         else:
             lines.append(every)
         if any(run is other for other in in_mean):
@@ -96,15 +96,15 @@ def curve(
     if not lines:
         return []
     if not entry.is_group:
-        return [*raw, Series(label, entry.label, entry.colour, "line", lines[0])]
-    thin_lines = [Series("", entry.label, entry.colour, "thin", line) for line in lines]
+        return [*raw, Series(label, entry.label, entry.color, "line", lines[0])]
+    thin_lines = [Series("", entry.label, entry.color, "thin", line) for line in lines]
     mean: dict[AxisName, Points] = {
         name: _mean_of_lines([line[name] for line in averaged_lines or lines]) for name in lines[0]
     }
-    return [*thin_lines, Series(label, entry.label, entry.colour, "line", mean)]
+    return [*thin_lines, Series(label, entry.label, entry.color, "line", mean)]
 
 
-def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Series]:
+def evaluations(entry: Entry, axes: Axes, color: int, label: str) -> list[Series]:
     """Returns the validation losses of a run, or their mean over a group's seeds."""
     measured: list[dict[int, tuple[dict[AxisName, float], float]]] = []
     for run in averaged(entry):
@@ -128,7 +128,7 @@ def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Serie
     for axis in axes.axes:
         x = np.array([[found[step][0][axis.name] for step in steps] for found in measured], float)
         points[axis.name] = _mean_and_band(x.mean(0), losses)
-    return [Series(label, entry.label, colour, "dots", points)]
+    return [Series(label, entry.label, color, "dots", points)]
 
 
 def _mean_of_lines(lines: Sequence[Points]) -> Points:

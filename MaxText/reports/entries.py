@@ -3,34 +3,34 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from MaxText.metrics.run_record import RunRecord, real_folder
+from MaxText.metrics.run_record import RunRecord, resolve_run_dir
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A run, or a group of runs that differ only in seed (maybe one run so far).
 
-    `label` is unique on the page, `colour` an index of color and dashes, `runs` maps names to
+    `label` is unique on the page, `color` an index of color and dashes, `runs` maps names to
     records.
     """
 
     label: str
-    colour: int
+    color: int
     runs: Mapping[str, RunRecord]
     is_group: bool = False
 
 
-def arrange(
+def group_runs(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[Entry]:
     """Groups runs and labels everything uniquely; groups come first.
 
     `groups` maps a label to the folders of its runs; folders of other runs are ignored.
     """
-    names = dict(zip((real_folder(run.folder) for run in runs), _names(runs), strict=True))
-    by_folder = {real_folder(run.folder): run for run in runs}
+    names = dict(zip((resolve_run_dir(run.folder) for run in runs), _names(runs), strict=True))
+    by_folder = {resolve_run_dir(run.folder): run for run in runs}
     members: dict[str, list[str]] = {
-        label: [folder for folder in map(real_folder, folders) if folder in by_folder]
+        label: [folder for folder in map(resolve_run_dir, folders) if folder in by_folder]
         for label, folders in (groups or {}).items()
     }
     members = {label: folders for label, folders in members.items() if folders}
@@ -46,8 +46,8 @@ def arrange(
             # Disambiguates a run named like a group by its folder.
             found.append((name if name not in taken else str(run.folder), {name: run}, False))
     return [
-        Entry(label, colour, members, is_group)
-        for colour, (label, members, is_group) in enumerate(found)
+        Entry(label, color, members, is_group)
+        for color, (label, members, is_group) in enumerate(found)
     ]
 
 
@@ -58,7 +58,7 @@ def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
     """Returns run names, with as many parent folders as make them unique."""
-    paths = [real_folder(run.folder).split("/") for run in runs]
+    paths = [resolve_run_dir(run.folder).split("/") for run in runs]
     names = []
     for run, path in zip(runs, paths, strict=True):
         rivals = [

@@ -7,16 +7,16 @@ from MaxText.config.saved import differences
 from MaxText.config.values import to_yaml
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
-from MaxText.reports import wording
-from MaxText.reports.content import Section, Table, Verbatim
+from MaxText.reports import formatting
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
+from MaxText.reports.page import Section, Table, Verbatim
 
 _NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 
 _RULES = ("mfu_rule", "attention_rule", "attention_computed")  # cost facts that are sentences
 
-_MOST_SAMPLES = 5
-_MOST_OPEN_SAMPLES = 4
+_MAX_SAMPLES = 5
+_MAX_OPEN_SAMPLES = 4
 
 
 def configuration(entries: Sequence[Entry]) -> list[Section]:
@@ -24,7 +24,7 @@ def configuration(entries: Sequence[Entry]) -> list[Section]:
     runs = all_runs(entries)
     if len(runs) < 2:
         return []
-    title = "Configuration: what differs"
+    title = "Configuration differences"
     without = [name for name, run in runs.items() if not run.config]
     known = {name: run.config for name, run in runs.items() if run.config}
     notes = [f"No config.yml: {', '.join(without)}."] if without else []
@@ -78,7 +78,7 @@ def _peak(run: RunRecord) -> tuple[float, str] | None:
 def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
     return [
         name,
-        wording.whole(own[0]),
+        formatting.whole(own[0]),
         _part(own[0], total[0]),
         short_count(own[1]),
         _part(own[1], total[1]),
@@ -92,11 +92,11 @@ def memory(entries: Sequence[Entry]) -> list[Section]:
     names = list(dict.fromkeys(name for column in columns for name in column))
     if not names:
         return []
-    rows = [[name, *(column.get(name, wording.ABSENT) for column in columns)] for name in names]
+    rows = [[name, *(column.get(name, formatting.ABSENT) for column in columns)] for name in names]
     header = ["", *runs] if len(runs) > 1 else ["", "size"]
     note = (
-        "State and cache are those of the whole model. The compiled step is per device, as the "
-        "compiler planned it: arguments that are aliased serve as outputs, too."
+        "State and cache are of the whole model. The compiled step is per device, as planned by "
+        "the compiler; aliased arguments are also outputs."
     )
     return [Section("Memory", [note], Table(header, rows))]
 
@@ -104,21 +104,22 @@ def memory(entries: Sequence[Entry]) -> list[Section]:
 def _memory_of(run: RunRecord) -> dict[str, str]:
     found = run.facts.get("cost") or {}
     rows = {
-        f"state: {name}": wording.size(value) for name, value in (found.get("bytes") or {}).items()
+        f"state: {name}": formatting.size(value)
+        for name, value in (found.get("bytes") or {}).items()
     }
-    for mark in run.marks:
+    for mark in run.events:
         # A recompiled shape shows its newest numbers.
         if mark["event"] == "compile" and mark.get("memory"):
             shape = f"{mark.get('rows', '?')} x {mark.get('length', '?')}"
             for name, value in mark["memory"].items():
-                rows[f"step of {shape} tokens: {name}"] = wording.size(value)
+                rows[f"step of {shape} tokens: {name}"] = formatting.size(value)
     length = found.get("sequence_length")
     for key, name in (
         ("kv_cache_bytes_per_token", "KV cache: per token"),
         ("kv_cache_bytes", f"KV cache: a sequence of {length:,}" if length else "KV cache"),
     ):
         if found.get(key) is not None:
-            rows[name] = wording.size(found[key])
+            rows[name] = formatting.size(found[key])
     return rows
 
 
@@ -132,7 +133,7 @@ def lineage(entries: Sequence[Entry]) -> list[Section]:
         branch = tree
         for ancestor in run.facts.get("lineage") or ():
             branch = branch.setdefault(_ancestor(ancestor), {})
-        spent = f"{short_count(run.tokens)} tokens, {wording.operations(run.flops)} FLOPs"
+        spent = f"{short_count(run.tokens)} tokens, {formatting.operations(run.flops)} FLOPs"
         branch[f"{name}: {run.state}, {spent}"] = {}
     note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
     return [Section("Lineage", [note], texts=[Verbatim("\n".join(_branches(tree)))])]
@@ -144,7 +145,7 @@ def _ancestor(ancestor: Mapping[str, Any]) -> str:
     words = [f"step {step:,}"] if step is not None else []
     words += [str(ancestor.get("how") or "").replace("_", " ")]
     words += [f"{short_count(tokens)} tokens"] if tokens is not None else []
-    words += [f"{wording.operations(flops)} FLOPs"] if flops is not None else []
+    words += [f"{formatting.operations(flops)} FLOPs"] if flops is not None else []
     return f"{name}: {', '.join(word for word in words if word)}"
 
 
@@ -163,11 +164,11 @@ def samples(entries: Sequence[Entry]) -> list[Section]:
     """Returns sampled texts, the newest of a few runs unfolded."""
     texts, runs = [], all_runs(entries)
     for name, run in runs.items():
-        rows = [row for row in run.marks if row["event"] == "sample" and row.get("text")]
-        for age, row in enumerate(reversed(rows[-_MOST_SAMPLES:])):
+        rows = [row for row in run.events if row["event"] == "sample" and row.get("text")]
+        for age, row in enumerate(reversed(rows[-_MAX_SAMPLES:])):
             step = row.get("step")
             caption = name if step is None else f"{name}, step {step:,}"
-            is_open = age == 0 and len(runs) <= _MOST_OPEN_SAMPLES
+            is_open = age == 0 and len(runs) <= _MAX_OPEN_SAMPLES
             texts.append(Verbatim(str(row["text"]), caption, is_open))
     return [Section("Samples", texts=texts)] if texts else []
 
@@ -179,13 +180,12 @@ def warnings(entries: Sequence[Entry]) -> list[str]:
         (
             "tokenizer",
             "tokenizers",
-            "A loss per token depends on how text is cut into tokens, so these losses cannot be "
-            "compared.",
+            "A loss per token depends on the tokenization, so these losses cannot be compared.",
         ),
         (
             "vocab_size",
             "sizes of the vocabulary",
-            "Losses per token can be compared only if the ids mean the same.",
+            "Losses per token are comparable only if token ids have the same meaning.",
         ),
         (
             "identity",
@@ -217,7 +217,7 @@ def _alike(entries: Sequence[Entry], fact) -> list[tuple[str, Any]]:
 
 
 def _part(number: float, total: float) -> str:
-    return wording.share(number / total if total else None)
+    return formatting.share(number / total if total else None)
 
 
 def _shown(value: Any) -> str:

@@ -48,8 +48,8 @@
     return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   }
 
-  function transparent(colour, alpha) {
-    const part = (at) => parseInt(colour.slice(at, at + 2), 16);
+  function transparent(color, alpha) {
+    const part = (at) => parseInt(color.slice(at, at + 2), 16);
     return `rgba(${part(1)},${part(3)},${part(5)},${alpha})`;
   }
 
@@ -67,7 +67,7 @@
         ...edge,
         y: heights(series, "high"),
         fill: "tonexty",
-        fillcolor: transparent(series.colour, 0.18),
+        fillcolor: transparent(series.color, 0.18),
       },
     ];
   }
@@ -75,7 +75,7 @@
   function seriesTraces(chart, series) {
     if (hidden.has("run " + series.owner)) return [];
     if (series.kind === "raw" && !chosen.raw) return [];
-    const line = { color: series.colour, dash: series.dash };
+    const line = { color: series.color, dash: series.dash };
     const trace = { x: series.x[chosen.axis], y: heights(series, "y"), mode: "lines", line };
     const digits = chart.percent ? ".1%" : ".4~g";
     trace.hovertemplate = `%{y:${digits}}<extra>${plain(series.label)}</extra>`;
@@ -89,7 +89,7 @@
     } else if (series.kind === "dots") {
       trace.mode = "lines+markers";
       line.width = 1.4;
-      trace.marker = { color: series.colour, size: isCrowded ? 5 : 7, line: { color: theme("paper"), width: 1 } };
+      trace.marker = { color: series.color, size: isCrowded ? 5 : 7, line: { color: theme("paper"), width: 1 } };
     } else {
       line.width = validationBeside && data.entries.length > 1 ? 1.4 : 2;
     }
@@ -98,11 +98,11 @@
 
   function markStyle(kind) {
     const symbol = data.symbols[kind];
-    const colour = theme(kind === "checkpoint" ? "quiet" : "ink");
+    const color = theme(kind === "checkpoint" ? "quiet" : "ink");
     // Symbols without an area have only their line; others get an edge against the curve.
     const line = symbol.endsWith("-open")
-      ? { color: colour, width: 1.6 } : { color: theme("paper"), width: 1 };
-    return { symbol, color: colour, size: 10, line };
+      ? { color, width: 1.6 } : { color: theme("paper"), width: 1 };
+    return { symbol, color, size: 10, line };
   }
 
   function markTraces(chart) {
@@ -247,11 +247,11 @@
     const legend = element("div", "row scroll", bar);
     const loss = data.charts.find((chart) => chart.name === "loss");
     if (data.entries.length === 1 && loss) {
-      // The curves of one run have colours of their own.
-      const named = new Map(loss.series.filter((s) => s.label).map((s) => [s.label, s.colour]));
-      for (const [label, colour] of named) {
+      // The curves of one run have colors of their own.
+      const named = new Map(loss.series.filter((s) => s.label).map((s) => [s.label, s.color]));
+      for (const [label, color] of named) {
         const key = element("span", "toggle", legend);
-        element("span", "chip", key).style.background = colour;
+        element("span", "chip", key).style.background = color;
         key.append(label);
       }
     } else {
@@ -259,7 +259,7 @@
         const seeds = entry.seeds > 1 ? ` (mean of ${entry.seeds} seeds)` : "";
         const made = toggle(legend, entry.label + seeds, "run " + entry.label);
         const chip = element("span", "chip", made);
-        chip.style.background = entry.colour;
+        chip.style.background = entry.color;
         made.prepend(chip);
       }
     }

@@ -9,10 +9,34 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from MaxText.reports.chart import Bars
-from MaxText.reports.content import Section, Table
-from MaxText.reports.wording import ABSENT
+from MaxText.reports.formatting import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verbatim:
+    """Preformatted text, folded under `caption` if there is one."""
+
+    text: str
+    caption: str = ""
+    is_open: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section of the page: plain text, never interpreted as HTML."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    table: Table | None = None
+    texts: Sequence[Verbatim] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +48,7 @@ class Page:
       before_runs: Sections of the caller.
       charts_json: Input of page.js; empty if there is nothing to draw.
       goodput: The numbers of `bars`.
-      colours: Color of each run's or group's label in tables.
+      colors: Color of each run's or group's label in tables.
       refresh: Seconds until the page reloads; 0 for never.
     """
 
@@ -37,7 +61,7 @@ class Page:
     bars: Bars
     goodput: Table
     sections: Sequence[Section]
-    colours: Mapping[str, str]
+    colors: Mapping[str, str]
     refresh: int = 0
 
 
@@ -56,11 +80,11 @@ def render(page: Page) -> str:
         [
             f"<header><h1>{_text(page.title)}</h1></header>",
             *(f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings),
-            *(_section(section, page.colours) for section in page.before_runs),
-            _overview(page.overview, page.colours),
+            *(_section(section, page.colors) for section in page.before_runs),
+            _overview(page.overview, page.colors),
             charts,
             _goodput(page),
-            *(_section(section, page.colours) for section in page.sections),
+            *(_section(section, page.colors) for section in page.sections),
             f"<footer>{_text(page.made)}</footer>",
         ]
     )
@@ -73,25 +97,25 @@ def render(page: Page) -> str:
     )
 
 
-_NO_CHARTS = "<section><h2>Curves</h2><p>No update is on record yet.</p></section>"
+_NO_CHARTS = "<section><h2>Curves</h2><p>No step is recorded yet.</p></section>"
 
 
 def _charts(charts_json: str, library: str, program: str) -> str:
     return (
         '<section id="curves"><h2>Curves</h2>\n'
-        "<noscript><p>The curves need JavaScript. The pictures beside this file show them "
-        "without.</p></noscript>\n"
+        "<noscript><p>The curves need JavaScript. The PNG files beside this page show them "
+        "without it.</p></noscript>\n"
         '<div id="controls"></div>\n<div id="charts"></div>\n'
-        '<p class="hint">Drag over a stretch to enlarge it, double-click to go back. A click on a '
-        "name hides it.</p>\n"
+        '<p class="hint">Drag to zoom in, double-click to reset. Click a name to hide its '
+        "curve.</p>\n"
         f'<script type="application/json" id="data">{charts_json}</script>\n'
         f"<script>{library}</script>\n<script>{program}</script>\n</section>"
     )
 
 
-def _overview(table: Table, colours: Mapping[str, str]) -> str:
+def _overview(table: Table, colors: Mapping[str, str]) -> str:
     if len(table.rows) > 1:
-        return f"<section><h2>Runs</h2>\n{_table(table, colours)}</section>"
+        return f"<section><h2>Runs</h2>\n{_table(table, colors)}</section>"
     (row,) = table.rows
     facts = "\n".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
@@ -103,13 +127,13 @@ def _overview(table: Table, colours: Mapping[str, str]) -> str:
 def _goodput(page: Page) -> str:
     bars = page.bars
     keys = [
-        f'<li><span class="chip" style="background:{bars.colours[part]}"></span>{_text(part)}</li>'
+        f'<li><span class="chip" style="background:{bars.colors[part]}"></span>{_text(part)}</li>'
         for part in bars.parts
     ]
     rows = []
     for index, label in enumerate(bars.labels):
         pieces = "".join(
-            f'<span style="width:{100 * shares[index]:.3f}%;background:{bars.colours[part]}" '
+            f'<span style="width:{100 * shares[index]:.3f}%;background:{bars.colors[part]}" '
             f'title="{_text(part)}: {100 * shares[index]:.1f} %"></span>'
             for part, shares in bars.parts.items()
             if shares[index] > 0
@@ -119,15 +143,15 @@ def _goodput(page: Page) -> str:
     return (
         f"<section><h2>{_text(bars.title)}</h2>\n"
         f'<ul class="keys">{"".join(keys)}</ul>\n<div class="bars">{"".join(rows)}</div>\n'
-        f"{_table(page.goodput, page.colours)}</section>"
+        f"{_table(page.goodput, page.colors)}</section>"
     )
 
 
-def _section(section: Section, colours: Mapping[str, str]) -> str:
+def _section(section: Section, colors: Mapping[str, str]) -> str:
     parts = [f"<section><h2>{_text(section.title)}</h2>"]
     parts += [f"<p>{_text(paragraph)}</p>" for paragraph in section.paragraphs]
     if section.table is not None:
-        parts.append(_table(section.table, colours))
+        parts.append(_table(section.table, colors))
     for text in section.texts:
         block = f"<pre>{_text(text.text)}</pre>"
         if text.caption:
@@ -137,7 +161,7 @@ def _section(section: Section, colours: Mapping[str, str]) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def _table(table: Table, colours: Mapping[str, str]) -> str:
+def _table(table: Table, colors: Mapping[str, str]) -> str:
     kinds = [_kind([row[column] for row in table.rows]) for column in range(len(table.header))]
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -145,8 +169,8 @@ def _table(table: Table, colours: Mapping[str, str]) -> str:
         for column, (text, kind) in enumerate(zip(cells, kinds, strict=True)):
             chip = ""
             # Run names are in the header or first column; other values may equal one.
-            if text in colours and (tag == "th" or column == 0):
-                chip = f'<span class="chip" style="background:{colours[text]}"></span>'
+            if text in colors and (tag == "th" or column == 0):
+                chip = f'<span class="chip" style="background:{colors[text]}"></span>'
             parts.append(f"<{tag}{kind}>{chip}{_text(text)}</{tag}>")
         return f"<tr>{''.join(parts)}</tr>"
 

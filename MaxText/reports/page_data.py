@@ -12,7 +12,7 @@ from MaxText.reports.chart import (
     Chart,
     Points,
     Series,
-    colour_of,
+    color_of,
     dash_of,
 )
 from MaxText.reports.curves import Axes
@@ -26,7 +26,7 @@ def page_json(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> 
         "entries": [
             {
                 "label": entry.label,
-                "colour": colour_of(entry.colour),
+                "color": color_of(entry.color),
                 "seeds": len(entry.runs) if entry.is_group else 0,
             }
             for entry in entries
@@ -64,8 +64,8 @@ def _series(series: Series) -> dict[str, Any]:
         "label": series.label,
         "owner": series.owner,
         "kind": series.kind,
-        "colour": colour_of(series.colour),
-        "dash": dash_of(series.colour),
+        "color": color_of(series.color),
+        "dash": dash_of(series.color),
         "x": {name: _numbers(points.x) for name, points in series.points.items()},
         **_heights(series.points),
     }

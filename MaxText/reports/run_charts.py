@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.metrics.goodput import NOTHING, PARTS, skips_updates
+from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE, is_step_skip
 from MaxText.metrics.run_record import RunRecord
-from MaxText.reports.chart import AxisName, Bars, Chart, Mark, Series
+from MaxText.reports.chart import Annotation, AxisName, Bars, Chart, Series
 from MaxText.reports.curves import Axes, column, curve, evaluations
+from MaxText.reports.downsampling import median_window
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
-from MaxText.reports.thinning import median_window
 
-_PART_COLOURS = {
+_PART_COLORS = {
     "useful": "#2a9d70",
     "data_wait": "#e08a1e",
     "start_up": "#a9bccf",
@@ -30,7 +30,7 @@ _BEGINNING = 0.05
 
 _ROOM = 0.5  # a reference line is in the initial view if it raises the chart by at most this share
 
-_MOST_MARKS = 300  # maximum marks per kind and run, chosen evenly
+_MAX_MARKS = 300  # maximum marks per kind and run, chosen evenly
 
 
 def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
@@ -62,8 +62,8 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
             train, validation = (f"{entry.label}, {words}" for words in ("training", "validation"))
         series += curve(entry, axes, _steps, column("learning/lm_loss"), label=train, smooth=True)
         # A single run has two colors, several runs have one each.
-        colour = entry.colour + 1 if alone else entry.colour
-        series += evaluations(entry, axes, colour, validation)
+        color = entry.color + 1 if alone else entry.color
+        series += evaluations(entry, axes, color, validation)
     if not series:
         return None
     references = _unigram_entropy(entries)
@@ -114,10 +114,10 @@ def goodput_bars(entries: Sequence[Entry]) -> Bars:
     parts = {
         words: [run.goodput.share(part) for run in runs.values()]
         for part, words in PARTS.items()
-        if any(run.goodput.share(part) > NOTHING for run in runs.values())
+        if any(run.goodput.share(part) > SMALLEST_SHARE for run in runs.values())
     }
-    colours = {words: _PART_COLOURS[part] for part, words in PARTS.items()}
-    return Bars("goodput", "Where the time went", list(runs), parts, colours)
+    colors = {words: _PART_COLORS[part] for part, words in PARTS.items()}
+    return Bars("goodput", "Where the time went", list(runs), parts, colors)
 
 
 def _steps(run: RunRecord) -> Sequence[Mapping[str, Any]]:
@@ -141,7 +141,7 @@ def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
     return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
 
 
-def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -> list[Mark]:
+def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -> list[Annotation]:
     """Returns the events of a run, placed on its entry's curve."""
     line = next((s for s in series if s.owner == entry.label and s.kind == "line"), None)
     if line is None or not run.steps:
@@ -149,14 +149,14 @@ def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -
     places = axes.places(run, run.steps)
     steps = places["step"]
     by_kind: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
-    for row in run.marks:
+    for row in run.events:
         kind, text = _described(row)
         if kind is not None and row.get("step") is not None:
             by_kind.setdefault(kind, []).append((row, text))
     shown = [
         (kind, row, text)
         for kind, rows in by_kind.items()
-        for row, text in rows[:: -(-len(rows) // _MOST_MARKS)]
+        for row, text in rows[:: -(-len(rows) // _MAX_MARKS)]
     ]
     marks = []
     for kind, row, text in shown:
@@ -166,23 +166,22 @@ def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -
             there = np.isfinite(points.y)
             if there.any():
                 at[name] = x, float(np.interp(x, points.x[there], points.y[there]))
-        marks.append(Mark(kind, entry.label, f"{text} (step {row['step']:,})", at))
+        marks.append(Annotation(kind, entry.label, f"{text} (step {row['step']:,})", at))
     return marks
 
 
 def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
     """Returns (kind of mark or None, text)."""
-    kind = row["event"]
+    kind, reason = row["event"], row.get("reason") or "no reason given"
     if kind == "checkpoint":
         return "checkpoint", "checkpoint"
     if kind in ("start", "resume") and row["attempt"] > 0:
         lost = (row.get("lost") or {}).get("steps") or 0
-        return "restart", f"restart {row['attempt']}, {lost:,} updates lost"
+        return "restart", f"restart {row['attempt']}, {lost:,} steps lost"
     if kind == "skip":
-        what = "update" if skips_updates(row) else "record"
-        return f"skipped {what}", f"skipped: {row.get('reason') or 'no reason given'}"
+        return f"skipped {'step' if is_step_skip(row) else 'record'}", f"skipped: {reason}"
     if kind == "rewind":
-        return "rewind", f"back to step {row.get('to')}: {row.get('reason') or 'no reason given'}"
+        return "rollback", f"rollback to step {row.get('to')}: {reason}"
     if kind == "growth":
         return "growth", "growth"
     if kind == "stop" and row.get("reason") in ("diverged", "error"):

@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from MaxText.metrics.goodput import NOTHING, PARTS
+from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE, is_step_skip
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
-from MaxText.reports import wording
-from MaxText.reports.content import Section, Table
+from MaxText.reports import formatting
 from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks
+from MaxText.reports.page import Section, Table
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
 
-_MOST_LISTED = 40  # maximum events listed per run, the last ones
+_MAX_LISTED = 40  # maximum events listed per run, the last ones
 
 
 def overview(entries: Sequence[Entry]) -> Table:
@@ -25,7 +25,7 @@ def overview(entries: Sequence[Entry]) -> Table:
         "state",
         "validation loss",
         "training loss",
-        "updates",
+        "steps",
         "tokens",
         "FLOPs",
         "time running",
@@ -58,7 +58,7 @@ def _seeds(losses: Sequence[float | None]) -> str:
 def _spread(losses: Iterable[float | None]) -> str:
     known = [loss for loss in losses if loss is not None]
     if len(known) < 2:
-        return wording.loss(known[0] if known else None)
+        return formatting.loss(known[0] if known else None)
     return f"{statistics.mean(known):.4f} \u00b1 {statistics.stdev(known):.4f}"
 
 
@@ -72,28 +72,28 @@ def _overview_row(run: RunRecord, comparable_mfu: bool) -> list[str]:
     done = 0 if run.last_step is None else run.last_step + 1
     return [
         _state(run, done, recent),
-        wording.loss(run.final_loss),
+        formatting.loss(run.final_loss),
         _training_loss(run),
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
-        _with_inherited(run.tokens, run.inherited_tokens, short_count),
-        _with_inherited(run.flops, run.inherited_flops, wording.operations),
-        wording.spent_time(run.goodput.running_seconds),
-        wording.ABSENT if speed is None else short_count(speed * devices),
-        wording.share(_median(recent, "perf/mfu") if comparable_mfu else None),
-        wording.share(run.goodput.goodput),
-        short_count(facts["num_parameters"]) if facts.get("num_parameters") else wording.ABSENT,
+        _with_ancestors(run.tokens, run.inherited_tokens, short_count),
+        _with_ancestors(run.flops, run.inherited_flops, formatting.operations),
+        formatting.spent_time(run.goodput.running_seconds),
+        formatting.ABSENT if speed is None else short_count(speed * devices),
+        formatting.share(_median(recent, "perf/mfu") if comparable_mfu else None),
+        formatting.share(run.goodput.goodput),
+        short_count(facts["num_parameters"]) if facts.get("num_parameters") else formatting.ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
 
 
 def _training_loss(run: RunRecord) -> str:
     if run.training_loss is None:
-        return wording.ABSENT
+        return formatting.ABSENT
     loss, updates = run.training_loss
-    return f"{wording.loss(loss)} (mean of the last {updates:,} updates)"
+    return f"{formatting.loss(loss)} (mean of the last {updates:,} steps)"
 
 
-def _with_inherited(own: float, inherited: float, words) -> str:
+def _with_ancestors(own: float, inherited: float, words) -> str:
     return f"{words(own)} + {words(inherited)} of ancestors" if inherited else words(own)
 
 
@@ -103,7 +103,7 @@ def _state(run: RunRecord, done: int, recent: Sequence[Mapping[str, Any]]) -> st
     planned = run.facts.get("num_steps")
     if run.state != "running" or seconds is None or not planned:
         return run.state
-    return f"running, {wording.spent_time(seconds * max(planned - done, 0))} left"
+    return f"running, {formatting.spent_time(seconds * max(planned - done, 0))} left"
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -117,7 +117,7 @@ def goodput_table(entries: Sequence[Entry]) -> Table:
     present = {
         part: words
         for part, words in PARTS.items()
-        if any(run.goodput.share(part) > NOTHING for run in runs.values())
+        if any(run.goodput.share(part) > SMALLEST_SHARE for run in runs.values())
     }
     if len(runs) == 1:
         return _goodput_of_one(present, *runs.values())
@@ -126,13 +126,13 @@ def goodput_table(entries: Sequence[Entry]) -> Table:
         [
             name,
             *(
-                f"{wording.spent_time(run.goodput.seconds[part])} "
-                f"({wording.share(run.goodput.share(part))})"
+                f"{formatting.spent_time(run.goodput.seconds[part])} "
+                f"({formatting.share(run.goodput.share(part))})"
                 for part in present
             ),
-            wording.spent_time(run.goodput.running_seconds),
+            formatting.spent_time(run.goodput.running_seconds),
             str(len(run.goodput.attempts)),
-            wording.spent_time(run.goodput.down_seconds),
+            formatting.spent_time(run.goodput.down_seconds),
         ]
         for name, run in runs.items()
     ]
@@ -142,49 +142,51 @@ def goodput_table(entries: Sequence[Entry]) -> Table:
 def _goodput_of_one(present: Mapping[str, str], run: RunRecord) -> Table:
     goodput = run.goodput
     rows = [
-        [words, wording.spent_time(goodput.seconds[part]), wording.share(goodput.share(part))]
+        [words, formatting.spent_time(goodput.seconds[part]), formatting.share(goodput.share(part))]
         for part, words in present.items()
     ]
-    rows.append(["time running", wording.spent_time(goodput.running_seconds), wording.share(1.0)])
+    rows.append(
+        ["time running", formatting.spent_time(goodput.running_seconds), formatting.share(1.0)]
+    )
     if len(goodput.attempts) > 1:
-        down = wording.spent_time(goodput.down_seconds)
+        down = formatting.spent_time(goodput.down_seconds)
         rows.append([f"down between {len(goodput.attempts)} attempts", down, ""])
     return Table(["part", "time", "share"], rows)
 
 
-def happenings(entries: Sequence[Entry]) -> list[Section]:
+def event_table(entries: Sequence[Entry]) -> list[Section]:
     """Returns starts, stops, skipped steps, and other unusual events."""
-    rows, left_out = [], 0
+    rows, omitted = [], 0
     for name, run in all_runs(entries).items():
-        told = [(row, words) for row in run.marks if (words := _told(row))]
-        left_out += max(len(told) - _MOST_LISTED, 0)
-        for row, words in told[-_MOST_LISTED:]:
+        described = [(row, words) for row in run.events if (words := _event_text(row))]
+        omitted += max(len(described) - _MAX_LISTED, 0)
+        for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
-            step = wording.whole(row.get("step"))
+            step = formatting.whole(row.get("step"))
             rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["attempt"]), step, words])
     if not rows:
         return []
     header = ["run", "time", "attempt", "step", "what"]
     if len(all_runs(entries)) == 1:
         header, rows = header[1:], [row[1:] for row in rows]
-    note = [f"{left_out:,} earlier rows are left out."] if left_out else []
-    return [Section("What happened", note, Table(header, rows))]
+    note = [f"{omitted:,} earlier rows are omitted."] if omitted else []
+    return [Section("Events", note, Table(header, rows))]
 
 
-def _told(row: Mapping[str, Any]) -> str:
+def _event_text(row: Mapping[str, Any]) -> str:
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):
-        return _told_start(row)
+        return _start_text(row)
     if kind == "config_change":
         changes = (row.get("changes") or {}).items()
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
     if kind == "skip":
         count = row.get("count") or 1
-        what = row.get("what") or "update"
+        what = "step" if is_step_skip(row) else "record"
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
     if kind == "rewind":
-        return f"rewind to step {row.get('to')}: {reason}"
+        return f"rollback to step {row.get('to')}: {reason}"
     if kind == "growth":
         known = ("time", "event", "phase", "attempt", "step", "seconds")
         return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)
@@ -193,10 +195,10 @@ def _told(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def _told_start(row: Mapping[str, Any]) -> str:
+def _start_text(row: Mapping[str, Any]) -> str:
     words = f"{row['event']} from {row.get('source') or 'an unknown source'}"
     lost = row.get("lost") or {}
     if lost.get("steps"):
         seconds = math.fsum((lost.get("seconds") or {}).values())
-        words += f"; {lost['steps']:,} updates lost, {wording.spent_time(seconds)} of work"
+        words += f"; {lost['steps']:,} steps lost, {formatting.spent_time(seconds)} of work"
     return words

@@ -1,23 +1,25 @@
-"""Writes the report of one or several runs: report.html and its figures."""
+"""Writes report.html and its figures for one or several runs, and a run's loss_curve.png."""
 
 import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from etils import epath
+
 from MaxText.errors import UserError
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunRecord, read_run
 from MaxText.reports import model_tables, run_tables
-from MaxText.reports.chart import AxisName, Bars, Chart, colour_of
-from MaxText.reports.content import Section
+from MaxText.reports.chart import AxisName, Bars, Chart, color_of
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import Entry, arrange
-from MaxText.reports.page import Page, render
+from MaxText.reports.entries import Entry, group_runs
+from MaxText.reports.figures import draw_bars, draw_chart
+from MaxText.reports.page import Page, Section, render
 from MaxText.reports.page_data import page_json
-from MaxText.reports.pictures import draw_bars, draw_chart
-from MaxText.reports.run_charts import goodput_bars, loss_charts, quantity_charts
+from MaxText.reports.run_charts import goodput_bars, loss_chart, loss_charts, quantity_charts
 
 PAGE_FILE = "report.html"
+_LOSS_CURVE = "loss_curve.png"
 
 # Figure -> chart and axis.
 _PICTURES: Mapping[str, tuple[str, AxisName]] = {
@@ -55,7 +57,7 @@ def write_report(
     Raises:
       UserError: The folder cannot be written.
     """
-    entries = arrange(runs, groups)
+    entries = group_runs(runs, groups)
     title = title or _title(entries)
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
@@ -75,9 +77,9 @@ def write_report(
             *model_tables.memory(entries),
             *model_tables.lineage(entries),
             *model_tables.samples(entries),
-            *run_tables.happenings(entries),
+            *run_tables.event_table(entries),
         ],
-        colours=_colours(entries),
+        colors=_colors(entries),
         refresh=refresh,
     )
     try:
@@ -91,17 +93,34 @@ def write_report(
         _replace(output / PAGE_FILE, render(page).encode("utf-8"))
     except OSError as error:
         raise UserError(
-            f"output={output} cannot be written: {error.strerror}. Give a folder that you may "
-            "write to."
+            f"cannot write to output={output}: {error.strerror}. Set output= to a writable folder."
         ) from error
     return output / PAGE_FILE
+
+
+def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
+    """Draws loss over steps and tokens; returns the path, or None if there is nothing to draw.
+
+    Raises UserError if the folder has no readable events.
+    """
+    run = read_run(run_folder)
+    axes = Axes([run])
+    chart = loss_chart(group_runs([run]), axes)
+    if chart is None:
+        return None
+    picture = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
+    if picture is None:
+        return None
+    path = run.folder / _LOSS_CURVE
+    path.write_bytes(picture)
+    return path
 
 
 def warnings_about(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
     """Returns why the losses of these runs cannot be compared, or only with care."""
-    return model_tables.warnings(arrange(runs, groups))
+    return model_tables.warnings(group_runs(runs, groups))
 
 
 def _title(entries: Sequence[Entry]) -> str:
@@ -115,7 +134,7 @@ def _made(runs: Sequence[RunRecord], refresh: int) -> str:
     now = datetime.datetime.now().astimezone()
     folders = ", ".join(str(run.folder) for run in runs[:8])
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
-    again = f" The page loads itself again every {refresh} seconds." if refresh else ""
+    again = f" The page reloads every {refresh} seconds." if refresh else ""
     return (
         f"Made by MaxText/report.py on {now:%Y-%m-%d at %H:%M:%S %Z} from {folders}{more}.{again} "
         "Goodput is the share of the time running that went into useful steps; "
@@ -123,13 +142,13 @@ def _made(runs: Sequence[RunRecord], refresh: int) -> str:
     )
 
 
-def _colours(entries: Sequence[Entry]) -> dict[str, str]:
-    colours = {}
+def _colors(entries: Sequence[Entry]) -> dict[str, str]:
+    colors = {}
     if sum(len(entry.runs) for entry in entries) > 1:
         for entry in entries:
             for name in (*entry.runs, entry.label):
-                colours[name] = colour_of(entry.colour)
-    return colours
+                colors[name] = color_of(entry.color)
+    return colors
 
 
 def _pictures(

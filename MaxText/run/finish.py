@@ -50,10 +50,10 @@ def write_final_artifacts(
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
         with _optional("loss curve", line):
-            from MaxText.reports.loss_curve import draw_loss_curve
+            from MaxText.reports.writing import write_loss_curve
 
             records.events.flush()
-            line(f"Loss curve: {draw_loss_curve(run_folder)}")
+            line(f"Loss curve: {write_loss_curve(run_folder)}")
     can_generate = tokenizer is not None and model.section.attention.causal
     can_generate = can_generate and all(
         lookup("mixer", name).decodes() for name in set(model.section.mixers)

@@ -66,7 +66,7 @@ class MetricLogger:
     def start(self, first_step: int) -> None:
         """Starts the clock before the first step or after a rollback; drops pending reports."""
         if self._has_reported:
-            self._trend.go_back()
+            self._trend.roll_back()
         self._losses = MeanLoss()
         self._newest, self._newest_step, self._waiting = None, -1, False
         self._reported_step = first_step - 1

@@ -78,7 +78,7 @@ def test_train_takes_the_step_and_no_other(start, tmp_path):
 
     other = train("other", "compiled_trainstep_file=step.bin", "adam_b1=0.8")
     assert other.returncode == 2
-    assert "configuration, adam_b1: 0.9 there, 0.8 here" in other.stderr
+    assert "configuration, adam_b1: 0.9 in the file, 0.8 in this run" in other.stderr
     assert "Traceback" not in other.stderr
     # The next start finds its program in the cache beside the runs.
     assert "loaded from the compilation cache" in train("again").stdout

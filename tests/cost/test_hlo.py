@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.cost.ahead_of_time import _program
-from MaxText.cost.hlo import Collective, LargeArray, Program
+from MaxText.cost.hlo import Collective, HloModule, LargeBuffer
 
 # In the form of a TPU's: no trip counts, tilings, a sum of which each device keeps a part.
 TEXT = """HloModule jit_train_step, is_scheduled=true
@@ -58,7 +58,7 @@ ENTRY %main (a: f32[64]) -> f32[64] {
 
 
 def test_operations_in_a_loop_count_as_often_as_it_runs():
-    program = Program(TEXT)
+    program = HloModule(TEXT)
     assert program.num_loops == 1
     assert not program.has_unknown_loops
     assert program.collectives() == [
@@ -67,8 +67,8 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
     ]
     # The count that a compiler notes wins, and an unknown one is said to be so.
     noted = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
-    assert Program(noted).collectives()[0].count == 5 + 1
-    unknown = Program(
+    assert HloModule(noted).collectives()[0].count == 5 + 1
+    unknown = HloModule(
         TEXT.replace("%bound = s32[]{:T(128)} constant(3)", "%bound = s32[] copy(%n)")
     )
     assert unknown.has_unknown_loops
@@ -76,25 +76,25 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
 
 
 def test_large_arrays_lie_in_the_main_memory_and_not_within_fusions():
-    largest = Program(TEXT).largest_arrays(2)
+    largest = HloModule(TEXT).largest_arrays(2)
     assert largest == [
-        LargeArray(256 * 64 * 2, "bf16[256,64]", "all-gather", 1),
-        LargeArray(
+        LargeBuffer(256 * 64 * 2, "bf16[256,64]", "all-gather", 1),
+        LargeBuffer(
             1024 * 4 * 4, "f32[1024,4]", "jvp()/dot_general (MaxText/layers/dense.py:44)", 1
         ),
     ]
 
 
 def test_text_that_is_not_understood_gives_nothing():
-    assert Program("").collectives() == []
-    assert Program("something else\n{").largest_arrays(3) == []
+    assert HloModule("").collectives() == []
+    assert HloModule("something else\n{").largest_arrays(3) == []
 
 
 def test_a_program_of_this_jax():
     def step(x):
         return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
 
-    scanned = Program(jax.jit(step).lower(jnp.ones((24, 24))).compile().as_text())
+    scanned = HloModule(jax.jit(step).lower(jnp.ones((24, 24))).compile().as_text())
     assert scanned.num_loops == 1
     assert not scanned.has_unknown_loops
     assert "f32[24,24]" in {row.shape for row in scanned.largest_arrays(3)}
@@ -108,4 +108,4 @@ def test_a_program_that_the_compiler_cannot_write_down():
 
     shown = []
     assert not _program(Compiled(), shown.append).collectives()
-    assert shown[0].endswith("lacks its parts: INTERNAL: RET_CHECK failure")
+    assert shown[0].endswith("not listed: INTERNAL: RET_CHECK failure")

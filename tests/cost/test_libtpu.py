@@ -12,10 +12,10 @@ pytestmark = [
 ]
 
 
-def run(program: str, *arguments: str) -> list[list[str]]:
+def run(program: str, *given: str) -> list[list[str]]:
     """The words of its lines; libtpu starts once in a process, and not beside other devices."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, *given], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()]

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from MaxText.config.saved import flat
-from MaxText.cost import plan_report, plan_request
+from MaxText.cost import plan_args, plan_report
 from MaxText.cost.abstract_step import make_program
-from MaxText.cost.fitting import _Search, command, fitting, microbatches
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hardware import CHIPS, find
 from MaxText.cost.job_plan import Plan, make_plan, peak_of
-from MaxText.cost.peak_flops import from_data_sheet
-from MaxText.cost.step_memory import memory_stats
+from MaxText.cost.peak_flops import datasheet_peak
+from MaxText.cost.plan_search import _Search, command_with_plan, find_fitting_plans, microbatches
+from MaxText.cost.step_memory import estimate_memory
 from MaxText.errors import UserError
 from tests.house.sources import run_main
 from tests.small_models import tiny_config
@@ -64,7 +64,7 @@ def test_keeping_more_takes_more_memory_and_less_work():
         plan_of("1xH100", remat_policy=policy, base_num_decoder_layers=24)
         for policy in ("none", "minimal", "full")
     ]
-    kept = [plan.memory.need.outside for plan in plans]
+    kept = [plan.memory.peak.outside for plan in plans]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > kept[-1]
     work = [plan.time.operations for plan in plans]
@@ -77,7 +77,7 @@ def test_microbatches_take_less_memory_and_a_sum_of_gradients():
     parts = plan_of("1xH100", per_device_batch_size=2, gradient_accumulation_steps=4)
     assert parts.program.tokens_per_update == whole.program.tokens_per_update
     assert parts.time.operations == whole.time.operations
-    assert parts.memory.need.size < whole.memory.need.size
+    assert parts.memory.peak.size < whole.memory.peak.size
     assert parts.memory.gradients == 2 * whole.memory.gradients
 
 
@@ -91,7 +91,7 @@ def test_zero_1_splits_moments_alone():
 
 def test_weights_gathered_over_fsdp():
     plan = plan_of("4xH100", dtype="bfloat16")
-    (found,) = plan.exchanged
+    (found,) = plan.communication
     assert (found.axis, found.size) == ("fsdp", 4)
     # In the format of products: gathered twice, gradients scattered once; copied ones twice.
     whole = plan.program.model.num_parameters * 2 * 3 / 4
@@ -101,12 +101,12 @@ def test_weights_gathered_over_fsdp():
 def test_tensor_parallelism_cuts_activations_and_exchanges_them():
     keys = {"base_num_kv_heads": 4, "per_device_batch_size": 1, "dtype": "bfloat16"}
     plan = plan_of("4xH100", ici_tensor_parallelism=2, **keys)
-    assert [one.axis for one in plan.exchanged] == ["fsdp", "tensor"]
+    assert [one.axis for one in plan.communication] == ["fsdp", "tensor"]
     assert plan.program.local_model.section.shape.dimensions.num_query_heads == 2
     assert plan.program.local_rows == 2
     state = plan.program.local_rows * plan.program.length * 32 * 2
     # 2 parts of 3 layers, forward and backward, the product of attention again, embedding and head.
-    assert plan.exchanged[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
+    assert plan.communication[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
 
 
 def test_a_second_fsdp_axis_splits_weights_and_no_products():
@@ -114,7 +114,7 @@ def test_a_second_fsdp_axis_splits_weights_and_no_products():
     two, one = plan_of("4xH100", ici_fsdp_transpose_parallelism=2, **keys), plan_of("4xH100")
     assert two.time.operations == one.time.operations
     assert two.memory.parameters == pytest.approx(one.memory.parameters, rel=0.02)
-    assert [found.axis for found in two.exchanged] == ["fsdp", "fsdp_transpose"]
+    assert [found.axis for found in two.communication] == ["fsdp", "fsdp_transpose"]
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
@@ -130,7 +130,7 @@ def test_parts_of_sequences(strategy):
     # Gathered keys are all multiplied, also those of later tokens.
     assert (plan.time.operations > 1.02 * alone.time.operations) == (strategy == "all_gather")
     assert plan.memory.parameters < alone.memory.parameters / 3
-    (found,) = plan.exchanged
+    (found,) = plan.communication
     assert (found.axis, found.size) == ("context", 4)
     weights = 3 * 2 * plan.program.model.num_parameters * 3 / 4
     shape = plan.program.config.model.shape.dimensions
@@ -152,33 +152,33 @@ def test_a_single_sequence_in_parts_is_computed_whole():
 def test_experts_lie_on_their_own_devices():
     mesh: dict[str, Any] = {"ici_expert_parallelism": 4, "ici_fsdp_parallelism": 1}
     plan = plan_of("4xH100", sharding_tolerance=1.0, **EXPERTS, **mesh)
-    assert [one.axis for one in plan.exchanged] == ["expert"]
+    assert [one.axis for one in plan.communication] == ["expert"]
     whole = plan_of("1xH100", **EXPERTS)
     assert plan.memory.parameters < whole.memory.parameters / 2
 
 
 def test_a_slow_network_between_servers_counts():
     plan = plan_of("8xH100")
-    (near,) = plan.exchanged
+    (near,) = plan.communication
     assert (near.axis, near.bandwidth) == ("fsdp", 450e9)
     # The interval holds its middle, and MFU falls with time.
     time, tokens = plan.time, plan.tokens_per_device
-    assert 0 < time.fast < time.middle < time.slow
-    assert 1 > time.mfu(time.fast, tokens) > time.mfu(time.slow, tokens)
+    assert 0 < time.lower < time.estimate < time.upper
+    assert 1 > time.mfu(time.lower, tokens) > time.mfu(time.upper, tokens)
     # Copies: each device sends its own part.
-    copies, inside = plan_of("16xH100").exchanged
+    copies, inside = plan_of("16xH100").communication
     assert (copies.axis, copies.size, copies.bandwidth) == ("data", 2, 50e9)
     assert (inside.axis, inside.size, inside.bandwidth) == ("fsdp", 8, 450e9)
-    (split,) = plan_of("16xH100", dcn_data_parallelism=1, dcn_fsdp_parallelism=2).exchanged
+    (split,) = plan_of("16xH100", dcn_data_parallelism=1, dcn_fsdp_parallelism=2).communication
     assert (split.size, split.bandwidth) == (16, 8 * 50e9)
-    slices = plan_of("2xv5p-8").exchanged[0]
+    slices = plan_of("2xv5p-8").communication[0]
     assert (slices.axis, slices.bandwidth) == ("data", 6e9)
 
 
 def test_each_key_is_given_once_in_what_is_proposed():
     given = tiny_config(per_device_batch_size=2, remat_policy="none")
     plan = plan_of("1xH100", remat_policy="full", per_device_batch_size=2)
-    proposed = command(["a.yml", "remat_policy=none", "steps=3"], plan, given)
+    proposed = command_with_plan(["a.yml", "remat_policy=none", "steps=3"], plan, given)
     assert proposed == ["a.yml", "steps=3", "remat_policy=full"]  # no quotes around a word
 
 
@@ -197,15 +197,15 @@ def test_rules_of_training_hold_for_what_is_proposed():
 
 @pytest.mark.slow
 def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
-    monkeypatch.setattr("MaxText.cost.fitting.POLICIES", ("minimal", "full"))
+    monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("minimal", "full"))
     place = find("2xH100")
     config = tiny_config(per_device_batch_size=2, base_num_decoder_layers=1)
-    plans = fitting(config, place, peak_of(place))
+    plans = find_fitting_plans(config, place, peak_of(place))
     assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
-    assert [plan.time.middle for plan in plans] == sorted(plan.time.middle for plan in plans)
+    assert [plan.time.estimate for plan in plans] == sorted(plan.time.estimate for plan in plans)
     arguments = ["steps=10", "remat_policy=none"]
-    shown = plan_report.proposals(plans, config, arguments, 1e6, 2.0)
-    assert shown.endswith(" ".join(command(arguments, plans[0], config)))
+    shown = plan_report.format_proposals(plans, config, arguments, 1e6, 2.0)
+    assert shown.endswith(" ".join(command_with_plan(arguments, plans[0], config)))
 
 
 @pytest.mark.parametrize(
@@ -219,24 +219,24 @@ def test_microbatches_end_with_single_sequences(sequences, steps):
 
 
 def test_what_cannot_fit_is_said(monkeypatch):
-    monkeypatch.setattr("MaxText.cost.fitting.POLICIES", ("full",))
+    monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("full",))
     place = find("2xH100")
     monkeypatch.setattr(type(place), "memory", 1000.0)
     config = tiny_config(per_device_batch_size=0.5, base_num_decoder_layers=1)
     with pytest.raises(UserError, match="2 x H100") as refused:
-        fitting(config, place, peak_of(place))
+        find_fitting_plans(config, place, peak_of(place))
     assert refused.value.exit_code == 1
 
 
 @pytest.mark.parametrize("line", ["tokens=many", "tokens=0", "price_per_chip_hour=-1", ""])
 def test_mistakes_on_the_command_line(line):
     with pytest.raises(UserError, match=line or "hardware=v5p-128"):
-        plan_request.read(["hardware=cpu", line] if line else [])
+        plan_args.parse_args(["hardware=cpu", line] if line else [])
 
 
 def test_words_of_the_command_line():
-    asked = plan_request.read(["a.yml", "hardware=8xH100", "tokens=300B", "--fit", "steps=3"])
-    assert asked == plan_request.Request("8xH100", 300e9, None, True, ("a.yml", "steps=3"))
+    asked = plan_args.parse_args(["a.yml", "hardware=8xH100", "tokens=300B", "--fit", "steps=3"])
+    assert asked == plan_args.PlanArgs("8xH100", 300e9, None, True, ("a.yml", "steps=3"))
 
 
 @pytest.fixture
@@ -266,9 +266,9 @@ def test_stages_of_a_pipeline():
     program = make_program(config, 8, "cpu", "cpu")
     assert program.bubble == 1 / 9
     assert program.local_model.section.shape.dimensions.num_layers == 4
-    memory = memory_stats(program)
+    memory = estimate_memory(program)
     offloading = tiny_config(ici_pipeline_parallelism=2, optimizer_memory_host_offload=True, **keys)
-    offloaded = memory_stats(make_program(offloading, 8, "cpu", "cpu"))
+    offloaded = estimate_memory(make_program(offloading, 8, "cpu", "cpu"))
     assert memory.fetched == 0
     assert offloaded.fetched + offloaded.optimizer == memory.optimizer
     assert offloaded.optimizer < 0.05 * memory.optimizer
@@ -314,6 +314,6 @@ def test_other_names_are_refused_with_a_remedy(name, told):
 
 def test_every_chip_has_a_peak_and_a_share_of_it():
     for chip in CHIPS.values():
-        assert from_data_sheet(chip.device_kind) is not None
+        assert datasheet_peak(chip.device_kind) is not None
         low, high = chip.efficiency
         assert 0 < low < high <= 1

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from MaxText.config.catalogue import build, flat
-from MaxText.cost import compiled_memory, compiled_report, executables, saved_step, targets
-from MaxText.cost.compiling import compile_planned, plan_step
-from MaxText.cost.hlo import Program
+from MaxText.cost import ahead_of_time, device_memory, saved_step, serialized_executable, targets
+from MaxText.cost.hlo import HloModule
+from MaxText.cost.lowering import compile_lowered, lower_train_step
 from MaxText.errors import UserError
 from MaxText.layers.batch import batch_shapes
 from MaxText.training.optimizer import make_optimizer
@@ -22,12 +22,12 @@ ROWS = 2
 
 @pytest.fixture(scope="module")
 def planned():
-    return plan_step(tiny_config(per_device_batch_size=ROWS), jax.devices()[:1])
+    return lower_train_step(tiny_config(per_device_batch_size=ROWS), jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
 def compiled(planned):
-    return compile_planned(planned)[0]
+    return compile_lowered(planned)[0]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def saved(planned, compiled, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     path = str(folder / "step")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(executables.KEY_VARIABLE, f"{path}.key")
+        environment.setenv(serialized_executable.KEY_VARIABLE, f"{path}.key")
         saved_step.save(path, planned, compiled)
         yield path
 
@@ -82,17 +82,17 @@ def test_another_batch_is_left_to_the_compiler(planned, saved):
 )
 def test_the_step_of_another_configuration_is_refused(planned, saved, key, value, monkeypatch):
     monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", None)
-    with pytest.raises(UserError, match=f"{key}: .*, {value} here"):
+    with pytest.raises(UserError, match=f"{key}: .*, {value} in this run"):
         open_with(planned, compiled_trainstep_file=saved, **{key: value})
 
 
 def test_the_step_of_other_sources_is_refused(planned, saved, tmp_path, monkeypatch):
-    monkeypatch.setenv(executables.KEY_VARIABLE, f"{tmp_path}/key")
+    monkeypatch.setenv(serialized_executable.KEY_VARIABLE, f"{tmp_path}/key")
     shutil.copy(f"{saved}.key", tmp_path / "key")
-    facts, content = executables.read(saved)
+    facts, content = serialized_executable.read(saved)
     facts["run"]["sources of the step"]["hash"] = "another"
-    executables.write(str(tmp_path / "step"), facts, content)
-    with pytest.raises(UserError, match="sources of the step, hash: another there"):
+    serialized_executable.write(str(tmp_path / "step"), facts, content)
+    with pytest.raises(UserError, match="sources of the step, hash: another in the file"):
         open_with(planned, compiled_trainstep_file=str(tmp_path / "step"))
 
 
@@ -108,7 +108,7 @@ def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
 
 
 def test_memory_adds_up(planned, compiled):
-    found = compiled_memory.memory_by_cause(planned, compiled)
+    found = device_memory.memory_breakdown(planned, compiled)
     assert found.parameters == 4 * planned.model.num_parameters == found.gradients
     assert found.optimizer > 2 * found.parameters  # two moments, and counters
     assert found.batch == 3 * 4 * ROWS * planned.length
@@ -117,39 +117,40 @@ def test_memory_adds_up(planned, compiled):
 
 
 def test_the_report_names_all_costs(planned, compiled):
-    program = Program(compiled.as_text())
+    program = HloModule(compiled.as_text())
     target = targets.find("v5e-1")
-    found = compiled_memory.memory_by_cause(planned, compiled)
+    found = device_memory.memory_breakdown(planned, compiled)
     text = "\n".join(
-        compiled_report.memory_lines(target, found, program)
-        + compiled_report.cost_lines(planned, compiled, program)
+        ahead_of_time.memory_lines(target, found, program)
+        + ahead_of_time.cost_lines(planned, compiled, program)
     )
     # Layers are scanned, and on one device nothing is sent.
-    for words in ("optimizer state", "16.0 GiB", "by formula", "counted once", "no estimate"):
+    for words in ("optimizer state", "15.8 GiB", "by formula", "counted once", "no estimate"):
         assert words in text
-    assert "nothing" in text.partition("sent between devices")[2]
+    assert "nothing" in text.partition("communication in a step")[2]
 
 
-def test_too_much_memory_is_a_message_with_remedies(planned, compiled):
-    program = Program(compiled.as_text())
-    found = compiled_memory.memory_by_cause(planned, compiled)
-    target = targets.find("v5e-1")._replace(memory=found.given + found.gradients + 4096)
+def test_too_much_memory_is_a_message_with_remedies(planned, compiled, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
+    program = HloModule(compiled.as_text())
+    found = device_memory.memory_breakdown(planned, compiled)
+    target = targets.find("h100-1")._replace(memory=found.arguments + found.gradients + 4096)
     with pytest.raises(UserError) as caught:
-        compiled_memory.check_fits(target, planned, found, program)
+        device_memory.check_fits(target, planned, found, program)
     remedies = ("remat_policy=full", "per_device_batch_size=1 gradient_accumulation_steps=2")
-    for words in ("v5e-1", *remedies, "f32["):
+    for words in ("h100-1", *remedies, "f32["):
         assert words in str(caught.value)
-    target = target._replace(memory=found.given)
-    with pytest.raises(UserError, match="v5e-1") as caught:
-        compiled_memory.check_fits(target, planned, found, program)
+    target = target._replace(memory=found.arguments)
+    with pytest.raises(UserError, match="h100-1") as caught:
+        device_memory.check_fits(target, planned, found, program)
     assert not any(remedy in str(caught.value) for remedy in remedies)
-    compiled_memory.check_fits(targets.find("v5e-1"), planned, found, program)
+    device_memory.check_fits(targets.find("h100-1"), planned, found, program)
 
 
 def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
     error = RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (31.38G of 15.75G)")
-    assert compiled_memory.is_out_of_memory(error)
-    message = str(compiled_memory.out_of_memory(targets.find("v5e-1"), planned, error))
+    assert device_memory.is_out_of_memory(error)
+    message = str(device_memory.out_of_memory(targets.find("v5e-1"), planned, error))
     assert "Ran out of memory on HBM (31.38G of 15.75G)\n" in message
     # All layers' gradients of the wide feed-forward, by name of what made them.
     assert "float32" not in message
@@ -160,6 +161,6 @@ def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
 def test_gpus_are_not_given_whole(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     target = targets.find("h100-8")
-    assert compiled_memory.usable(target) == int(0.75 * target.memory)
+    assert device_memory.usable_bytes(target) == int(0.75 * target.memory)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
-    assert compiled_memory.usable(target) == int(0.9 * target.memory)
+    assert device_memory.usable_bytes(target) == int(0.9 * target.memory)

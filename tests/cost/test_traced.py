@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from MaxText.cost.liveness import memory_need
-from MaxText.cost.step_time import work_of
-from MaxText.cost.traced import tiled_size, traced
+from MaxText.cost.jaxpr_graph import tiled_size, traced
+from MaxText.cost.liveness import peak_memory
+from MaxText.cost.step_time import list_ops
 
 N = 16
 SQUARE = 4 * N * N
@@ -19,13 +19,13 @@ def read(function, *shapes, weights=None):
 
 
 def need(function, *shapes, kept=(None,), weights=None):
-    return memory_need(read(function, *shapes, weights=weights), kept)
+    return peak_memory(read(function, *shapes, weights=weights), kept)
 
 
 def test_elementwise_work_takes_no_memory_of_its_own():
     found = need(lambda x, y: (jnp.tanh(x @ y) + 1.0) @ y, (N, N), (N, N))
     assert found.outside == 2 * SQUARE
-    assert [array.writer for array in found.alive] == ["dot_general"] * 2
+    assert [array.writer for array in found.live] == ["dot_general"] * 2
 
 
 def test_arrays_live_from_their_writer_to_their_last_reader():
@@ -58,9 +58,9 @@ def test_a_product_is_written_in_the_narrower_of_two_formats():
         logits = product(x, jnp.float32)
         return jnp.take_along_axis(logits, jnp.zeros((N, 1), int), axis=1).sum()
 
-    assert need(widened, (N, N)).alive[0].size == SQUARE / 2
-    assert need(narrowed, (N, N)).alive[0].size == SQUARE / 2
-    assert need(gathered, (N, N)).alive[0].size == SQUARE
+    assert need(widened, (N, N)).live[0].size == SQUARE / 2
+    assert need(narrowed, (N, N)).live[0].size == SQUARE / 2
+    assert need(gathered, (N, N)).live[0].size == SQUARE
 
 
 def test_narrow_products_make_a_wide_fused_value_again():
@@ -73,7 +73,7 @@ def test_narrow_products_make_a_wide_fused_value_again():
         ]
 
     found = need(twice, (N, N), (N, N), kept=(None, None))
-    assert [array.writer for array in found.alive] == ["dot_general"] * 3
+    assert [array.writer for array in found.live] == ["dot_general"] * 3
 
 
 def test_what_a_device_keeps_of_a_result_is_less_once_it_is_written():
@@ -111,8 +111,8 @@ def test_what_lives_from_the_first_loop_to_the_last():
         return x
 
     program = read(loops, (N, N))
-    assert memory_need(program, (None,), between=1e6).between == 1e6
-    assert memory_need(read(lambda x: x @ x, (N, N)), (None,), between=1e6).between == 0
+    assert peak_memory(program, (None,), between=1e6).between == 1e6
+    assert peak_memory(read(lambda x: x @ x, (N, N)), (None,), between=1e6).between == 0
 
 
 def test_stacked_weights_that_a_loop_hands_on_are_no_copies():
@@ -130,7 +130,7 @@ def test_work_counts_loops_as_often_as_they_run():
     def loop(x):
         return jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=7)[0]
 
-    works = work_of(read(loop, (N, N)))
+    works = list_ops(read(loop, (N, N)))
     assert sum(work.times * work.operations for work in works) == 7 * 2 * N**3
 
 
@@ -142,7 +142,7 @@ def test_scores_of_attention_are_known_and_can_be_left_out():
     program = read(attend, *[(2, 3, 64, 8)] * 3)
     scores = 4 * 2 * 3 * 64 * 64
     with_scores, without = (
-        sum(work.num_bytes for work in work_of(program, fused_attention=fused))
+        sum(work.num_bytes for work in list_ops(program, fused_attention=fused))
         for fused in (False, True)
     )
     assert with_scores - without == 2 * scores  # written once, read once

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from MaxText.config.loading import load
-from MaxText.cost import plan_request as planning
-from MaxText.experiments import comparison_request as comparison
+from MaxText.cost import plan_args as planning
+from MaxText.experiments import compare_args as comparison
 from MaxText.experiments.conformance import CHECKS
 from tests.house.sources import REPOSITORY
 
@@ -46,10 +46,10 @@ def test_commands(program, words):
     arguments = shlex.split(words)
     if program in ("train.py", "plan.py"):
         if program == "plan.py":
-            arguments = planning.read(arguments).arguments
+            arguments = planning.parse_args(arguments).arguments
         load(arguments, program)
     elif program == "compare.py":
-        asked, problems = comparison.read(arguments)
+        asked, problems = comparison.parse_args(arguments)
         assert not problems
         for path in asked.configs:
             load([path])

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from MaxText.config.saved import flat
-from MaxText.experiments import child_processes, measuring, outcome_report, running
+from MaxText.experiments import results_report, step_timing, train_subprocess
 from tests.config.conftest import _clean_environment  # noqa: F401
 from tests.experiments import small_comparison, stand_in
 
@@ -26,8 +26,8 @@ def one_device(configs, monkeypatch):
         return folder / "report.html"
 
     platforms = jax.config.jax_platforms
-    monkeypatch.setattr(child_processes, "count_devices", lambda hardware: 1)
-    monkeypatch.setattr(outcome_report, "write_report", write_report)
+    monkeypatch.setattr(train_subprocess, "count_devices", lambda hardware: 1)
+    monkeypatch.setattr(results_report, "write_report", write_report)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     yield
     jax.config.update("jax_platforms", platforms)  # compare() keeps its process to the CPU
@@ -45,7 +45,7 @@ def trained(one_device, monkeypatch):
     names = Trained()
 
     def train(run, descriptor, on_steps):
-        running.write_config(run)
+        train_subprocess.write_config(run)
         run.folder.mkdir(exist_ok=True)
         names.append("/".join(run.folder.parts[-2:]))
         is_stopped = names.interrupted and names[-1].endswith(names.interrupted)
@@ -58,6 +58,6 @@ def trained(one_device, monkeypatch):
         after_step()
         return code
 
-    monkeypatch.setattr(running, "train", train)
-    monkeypatch.setattr(measuring, "train", train)
+    monkeypatch.setattr(train_subprocess, "train", train)
+    monkeypatch.setattr(step_timing, "train", train)
     return names

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.problems import ConfigurationError
-from MaxText.experiments import comparing
-from MaxText.experiments.comparison_plan import Plan, Question, open_plan
-from MaxText.experiments.comparison_request import read
-from MaxText.experiments.variants import Variant, expand
+from MaxText.experiments import runner
+from MaxText.experiments.compare_args import parse_args
+from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, load_or_create_plan
+from MaxText.experiments.variants import Variant, expand_variants
 
 A = """
 dataset_type: synthetic
@@ -56,28 +56,30 @@ def write_configs(folder: Path) -> None:
 
 def variants(*arguments: str) -> list[Variant]:
     """The configurations of a command line without mistakes in the program's own words."""
-    request, problems = read(arguments)
+    request, problems = parse_args(arguments)
     assert not problems
-    return expand(request)
+    return expand_variants(request)
 
 
 def compare(*arguments: str) -> list[str]:
     """What compare.py shows; its folder is out/ unless it is named."""
     lines: list[str] = []
-    request, problems = read(arguments)
+    request, problems = parse_args(arguments)
     request = request if request.output else dataclasses.replace(request, output=Path("out"))
-    comparing.compare(request, problems, ["compare.py", *arguments], lines.append)
+    runner.compare(request, problems, ["compare.py", *arguments], lines.append)
     return lines
 
 
-def plan_of(*arguments: str, seeds: tuple[int, ...] = (0,)) -> tuple[Plan, list[Variant], Question]:
+def plan_of(
+    *arguments: str, seeds: tuple[int, ...] = (0,)
+) -> tuple[Plan, list[Variant], ComparisonSpec]:
     """The plan in out/ of a comparison that solves for steps."""
-    request, _ = read(arguments)
-    found = expand(request)
+    request, _ = parse_args(arguments)
+    found = expand_variants(request)
     free = {one.label: "steps" for one in found}
-    question = Question(request.match, request.budget, free, 0.02, 1)
+    question = ComparisonSpec(request.match, request.budget, free, 0.02, 1)
     Path("out").mkdir(exist_ok=True)
-    return open_plan(Path("out"), found, question, seeds), found, question
+    return load_or_create_plan(Path("out"), found, question, seeds), found, question
 
 
 def key_at_fault(text: str) -> str:

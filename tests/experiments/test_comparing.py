@@ -7,10 +7,10 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
-from MaxText.experiments import comparing, measuring
-from MaxText.experiments.comparing import free_by_label
-from MaxText.experiments.comparison_request import read
-from MaxText.experiments.variants import expand
+from MaxText.experiments import runner, step_timing
+from MaxText.experiments.compare_args import parse_args
+from MaxText.experiments.runner import solve_key_by_label
+from MaxText.experiments.variants import expand_variants
 from tests.experiments.small_comparison import compare, plan_of, variants
 
 
@@ -29,7 +29,7 @@ def test_runs_go_seed_by_seed_and_the_same_command_runs_nothing_twice(trained, c
     trained.clear()
     again = compare("a.yml", "b.yml", "match=tokens", "seeds=2")
     assert not trained
-    assert any("All 4 runs in out had finished before" in line for line in again)
+    assert any("All 4 runs in out are already complete" in line for line in again)
     assert [line for line in again if result in line]
     compare("a.yml", "b.yml", "match=tokens", "seeds=3")
     assert trained == ["a/seed_2", "b/seed_2"]
@@ -51,7 +51,7 @@ def test_time_is_measured_in_turns_and_kept(trained, configs):
 
 def test_a_measured_run_only_trains(configs):
     config = variants("a.yml", "b.yml", "eval_interval=2", "target_eval_loss=1")[0].config
-    short = measuring.short_config(config, configs / "m")
+    short = step_timing.short_config(config, configs / "m")
     assert (short.evaluation.eval_interval, short.evaluation.target_eval_loss) == (-1, 0)
     assert short.monitoring.step_log_period == 1
     assert not short.checkpoint.enable_checkpointing
@@ -61,7 +61,7 @@ def test_rounds_of_different_seconds_are_reported(configs):
     plan, found, _ = plan_of("a.yml", "b.yml", "match=time", "budget=6s")
     plan.measurements = {"a": [[0.1] * 3, [0.2] * 3], "b": [[0.1] * 3, [0.1] * 3]}
     lines = []
-    measuring.measure(plan, found, 0, lines.append)
+    step_timing.time_steps(plan, found, 0, lines.append)
     assert ["0.1 and 0.2" in line for line in lines] == [True, False]
 
 
@@ -86,9 +86,9 @@ def test_printed_lines_are_a_script(trained, configs, monkeypatch):
 
 def free(*arguments: str) -> list[str]:
     """What is solved for of a.yml and b.yml."""
-    request, problems = read(["a.yml", "b.yml", *arguments])
+    request, problems = parse_args(["a.yml", "b.yml", *arguments])
     assert not problems
-    return list(free_by_label(request, expand(request)).values())
+    return list(solve_key_by_label(request, expand_variants(request)).values())
 
 
 def test_what_is_solved_for(configs):
@@ -121,15 +121,15 @@ def test_the_folder_is_named_after_what_is_compared(configs):
         (["a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o"],
          "o/compare_a_qkv_bias_params"),
     ):  # fmt: skip
-        request, _ = read(arguments)
-        assert str(comparing.default_folder(request, expand(request))) == folder
+        request, _ = parse_args(arguments)
+        assert str(runner.default_folder(request, expand_variants(request))) == folder
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["tpu.yml"], "hardware: .*cpu and tpu"),
-        (["num_devices=8"], r"num_devices=8 .*\(1\)"),
+        (["num_devices=8"], r"num_devices=8, but this machine has 1"),
         (["output=file/x"], "folder file/x"),
         (["dataset_type=grain", "grain_train_files=x/*.tfrecord"], "grain"),
         (["match=time", "sequence_length_stages=[[0,8],[2,16]]"], "sequence_length_stages"),

@@ -1,4 +1,4 @@
-"""Means, intervals, tables, sentences and CSV files, from results that are known."""
+"""Means, intervals, tables, summary_lines and CSV files, from results that are known."""
 
 import math
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from MaxText.experiments import outcome
-from MaxText.experiments.comparison_plan import Plan, Planned, PlannedStage, Question
-from MaxText.experiments.outcome import RunResult, group_results
-from MaxText.experiments.seed_statistics import Difference, in_words, paired_difference
+from MaxText.experiments import comparison_results
+from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, SolvedConfig, SolvedStage
+from MaxText.experiments.comparison_results import RunResult, group_results
+from MaxText.experiments.seed_statistics import Difference, format_difference, paired_difference
 
 LOSSES = {"a": {0: 4.0, 1: 4.2, 2: 4.1}, "b": {0: 3.5, 1: 3.6, 2: 3.6}}
 
@@ -22,8 +22,8 @@ def test_intervals_equal_those_of_scipy(count):
     ours = paired_difference(dict(enumerate(first)) | {98: 7.0}, dict(enumerate(other)) | {99: 1.0})
     theirs = scipy.stats.ttest_rel(other, first).confidence_interval(0.95)
     assert (ours.count, ours.mean) == (count, pytest.approx(np.mean(other - first)))
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-10)
-    assert ours.is_seen == (theirs.low > 0 or theirs.high < 0)
+    assert (ours.ci_low, ours.ci_high) == pytest.approx((theirs.low, theirs.high), rel=1e-10)
+    assert ours.is_significant == (theirs.low > 0 or theirs.high < 0)
 
 
 def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
@@ -41,15 +41,15 @@ def results(losses=LOSSES) -> list[RunResult]:
 
 
 def plan(**fields) -> Plan:
-    planned = Planned((PlannedStage({}, 1000, 1e6, 640, 10, **fields),), 0.0)
-    question = Question("tokens", None, {}, 0.02, 1)
+    planned = SolvedConfig((SolvedStage({}, 1000, 1e6, 640, 10, **fields),), 0.0)
+    question = ComparisonSpec("tokens", None, {}, 0.02, 1)
     labels = ("a", "b", "c")
     return Plan(Path("x"), question, {}, planned=dict.fromkeys(labels, planned), seeds=(0, 1, 2))
 
 
 def test_groups_have_means_and_differences_to_the_first():
     a, b = group_results(["a", "b"], results())
-    assert (a.loss.mean, a.loss.deviation) == (pytest.approx(4.1), pytest.approx(0.1))
+    assert (a.loss.mean, a.loss.std) == (pytest.approx(4.1), pytest.approx(0.1))
     assert a.difference is None
     assert a.perplexity == pytest.approx(math.exp(4.1))
     assert b.difference.mean == pytest.approx(-(0.5 + 0.6 + 0.5) / 3)
@@ -59,18 +59,21 @@ def test_groups_have_means_and_differences_to_the_first():
 def test_diverged_runs_are_counted_and_in_no_mean():
     a, b = group_results(["a", "b"], results({"a": {0: 4.0, 1: 4.2}, "b": {0: 3.5, 1: None}}))
     assert (b.loss.count, b.loss.mean, b.diverged, b.difference.count) == (1, 3.5, 1, 1)
-    assert outcome.table_rows([a, b])[1][3] == "1 (1 diverged)"
-    assert any(line.startswith("b: 1 diverged") for line in outcome.sentences([a, b], plan()))
+    assert comparison_results.table_rows([a, b])[1][3] == "1 (1 diverged)"
+    assert any(
+        line.startswith("b: 1 diverged")
+        for line in comparison_results.summary_lines([a, b], plan())
+    )
 
 
 def test_table_and_sentences(told):
     """As printed: of one difference, of several, of unlike runs, and of few seeds."""
     printed = {
-        "one": outcome.text_lines(group_results(["a", "b"], results()), plan()),
-        "several": outcome.sentences(
+        "one": comparison_results.text_lines(group_results(["a", "b"], results()), plan()),
+        "several": comparison_results.summary_lines(
             group_results(["a", "b", "c"], results({**LOSSES, "c": LOSSES["a"]})), plan()
         ),
-        "reservations": outcome.sentences(
+        "reservations": comparison_results.summary_lines(
             group_results(
                 ["a", "b"],
                 [*results({"a": {0: 4.0, 1: 4.1}}),
@@ -78,22 +81,29 @@ def test_table_and_sentences(told):
             ),
             plan(seconds=1.0),
         ),
-        "higher": [in_words("a", "b", Difference(2, 0.021, 0.010, 0.032))],
-        "not seen": [in_words("a", "b", Difference(3, -0.01, -0.03, 0.01))],
-        "one seed": [in_words("a", "b", Difference(1, -0.01))],
-        "no seed": [in_words("a", "b", Difference(0, None))],
+        "higher": [format_difference("a", "b", Difference(2, 0.021, 0.010, 0.032))],
+        "not seen": [format_difference("a", "b", Difference(3, -0.01, -0.03, 0.01))],
+        "one seed": [format_difference("a", "b", Difference(1, -0.01))],
+        "no seed": [format_difference("a", "b", Difference(0, None))],
     }  # fmt: skip
     told("\n".join(f"-- {name}\n" + "\n".join(lines) for name, lines in printed.items()))
 
 
 def test_speed_as_planned_is_not_mentioned():
-    assert len(outcome.sentences(group_results(["a", "b"], results()), plan(seconds=10 * 0.2))) == 1
+    assert (
+        len(
+            comparison_results.summary_lines(
+                group_results(["a", "b"], results()), plan(seconds=10 * 0.2)
+            )
+        )
+        == 1
+    )
 
 
 def test_csv_files(tmp_path, told):
     found = results({"a": {0: 4.0, 1: 4.5}, "b": {0: 3.5, 1: None}})
-    outcome.write_runs_csv(tmp_path / "runs.csv", found)
-    outcome.write_summary_csv(tmp_path / "summary.csv", group_results(["a", "b"], found))
+    comparison_results.write_runs_csv(tmp_path / "runs.csv", found)
+    comparison_results.write_summary_csv(tmp_path / "summary.csv", group_results(["a", "b"], found))
     told("\n".join((tmp_path / name).read_text() for name in ("runs.csv", "summary.csv")))
 
 
@@ -103,7 +113,7 @@ def test_losses_of_different_kinds_have_no_difference():
     a, b = group_results(["a", "b"], [*plain, *entmax])
     assert b.difference is None
     assert (b.perplexity, a.perplexity) == (None, pytest.approx(math.exp(4.5)))
-    rows = outcome.table_rows([a, b])
+    rows = comparison_results.table_rows([a, b])
     assert [row[1] for row in rows] == ["4.5000 (cross-entropy)", "2.0000 (entmax, alpha 1.3)"]
-    (sentence,) = outcome.sentences([a, b], plan())
+    (sentence,) = comparison_results.summary_lines([a, b], plan())
     assert sentence.endswith("cross-entropy (a); entmax, alpha 1.3 (b).")

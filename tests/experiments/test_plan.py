@@ -8,16 +8,16 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import (
     FILE,
-    Planned,
-    PlannedStage,
+    SolvedConfig,
+    SolvedStage,
     chains_of,
-    open_plan,
+    load_or_create_plan,
     run_config,
 )
 from tests.experiments.small_comparison import plan_of, variants
 from tests.small_models import tiny_config
 
-STAGE = PlannedStage({"steps": 6}, 1000, 128.0, 64, 6)
+STAGE = SolvedStage({"steps": 6}, 1000, 128.0, 64, 6)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def begun(configs):
     plan, found, question = plan_of("a.yml", "b.yml", "match=tokens", seeds=(0, 1))
     unchanged = dataclasses.replace(STAGE, changes={})
     plan.budget = 64.0
-    plan.planned = {"a": Planned((STAGE,), 0.01), "b": Planned((unchanged,), 0.01)}
+    plan.planned = {"a": SolvedConfig((STAGE,), 0.01), "b": SolvedConfig((unchanged,), 0.01)}
     plan.save()
     events = plan.folder / "a" / "seed_0" / "events.jsonl"
     events.parent.mkdir(parents=True)
@@ -36,7 +36,7 @@ def begun(configs):
 
 def test_the_same_question_finds_the_plan_and_more_seeds_add_runs(begun):
     plan, found, question = begun
-    again = open_plan(plan.folder, found, question, (0, 1, 2))
+    again = load_or_create_plan(plan.folder, found, question, (0, 1, 2))
     assert (again.planned, again.budget) == (plan.planned, 64.0)
     assert json.loads((plan.folder / FILE).read_text())["groups"] == {
         "a": ["a/seed_0", "a/seed_1"], "b": ["b/seed_0", "b/seed_1"],
@@ -47,7 +47,7 @@ def test_the_same_question_finds_the_plan_and_more_seeds_add_runs(begun):
     ]  # fmt: skip
     # Names and folders may differ.
     moved = variants("a.yml", "b.yml", "run_name=x", "base_output_directory=elsewhere")
-    assert open_plan(plan.folder, moved, question, (0,)).planned == plan.planned
+    assert load_or_create_plan(plan.folder, moved, question, (0,)).planned == plan.planned
 
 
 def test_another_comparison_is_refused(begun):
@@ -55,7 +55,7 @@ def test_another_comparison_is_refused(begun):
 
     def refusal(found, **change):
         with pytest.raises(UserError, match="output=") as caught:
-            open_plan(plan.folder, found, dataclasses.replace(question, **change), (0, 1))
+            load_or_create_plan(plan.folder, found, dataclasses.replace(question, **change), (0, 1))
         return [line.strip() for line in str(caught.value).splitlines()]
 
     for change, line in [
@@ -74,7 +74,7 @@ def test_another_comparison_is_refused(begun):
 def test_a_plan_of_which_no_run_has_begun_gives_way(begun):
     plan, found, question = begun
     (plan.folder / "a" / "seed_0" / "events.jsonl").unlink()
-    plan = open_plan(plan.folder, found, dataclasses.replace(question, budget=9.0), (0,))
+    plan = load_or_create_plan(plan.folder, found, dataclasses.replace(question, budget=9.0), (0,))
     assert (plan.budget, plan.planned) == (None, {})
 
 
@@ -83,9 +83,9 @@ def test_measurements_outlive_another_budget_but_not_other_configurations(config
     plan.measurements = {"a": [[0.5, 0.6]], "b": [[0.7]]}
     plan.save()
     other = dataclasses.replace(question, budget=6.0)
-    assert open_plan(plan.folder, found, other, (0,)).measurements == plan.measurements
+    assert load_or_create_plan(plan.folder, found, other, (0,)).measurements == plan.measurements
     changed = variants("a.yml", "b.yml", "per_device_batch_size=8")
-    assert open_plan(plan.folder, changed, other, (0,)).measurements == {}
+    assert load_or_create_plan(plan.folder, changed, other, (0,)).measurements == {}
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1]"])
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_refused(begun, text):
     plan, found, question = begun
     (plan.folder / FILE).write_text(text)
     with pytest.raises(UserError, match=FILE):
-        open_plan(plan.folder, found, question, (0,))
+        load_or_create_plan(plan.folder, found, question, (0,))
 
 
 def test_the_configuration_of_a_run(tmp_path):

@@ -50,7 +50,7 @@ def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(
     assert trained.returncode == 0, trained.stderr
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    assert "4 runs in out, 3 finished before" in done.stdout
+    assert "4 runs in out, 3 already complete" in done.stdout
     assert done.stdout.count(": started") == 1
     assert losses(configs / "out") == found
 
@@ -73,7 +73,7 @@ def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
         read_run(configs / "out" / "grown" / "seed_0" / f"stage_{number}") for number in (1, 2)
     )
     assert small.flops == grown.inherited_flops > 0
-    (growth,) = [row for row in grown.marks if row["event"] == "growth"]
+    (growth,) = [row for row in grown.events if row["event"] == "growth"]
     assert growth["slots"] == "16 -> 48 (attention), 64 -> 192 (feed-forward)"
     assert grown.final_loss == pytest.approx(small.final_loss, abs=1e-4)
     assert '"growth"' in (configs / "out" / "report.html").read_text()
@@ -88,7 +88,7 @@ def test_mistakes_are_found_without_jax_and_leave_nothing(configs, users_environ
     assert "3 problems" in done.stderr
     assert "Traceback" not in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "MaxText.experiments.comparing" in imported
+    assert "MaxText.experiments.runner" in imported
     assert imported.isdisjoint({"jax", "numpy", "scipy", "flax"})
     assert sorted(configs.iterdir()) == before
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.catalogue import all_keys
-from MaxText.experiments.comparison_request import OWN_WORDS, SET_PER_RUN, Request, read
+from MaxText.experiments.compare_args import OPTIONS, SET_PER_RUN, CompareArgs, parse_args
 from tests.experiments.small_comparison import key_at_fault
 
 
-def request(*arguments: str) -> Request:
-    asked, found = read(arguments)
+def request(*arguments: str) -> CompareArgs:
+    asked, found = parse_args(arguments)
     assert not found
     return asked
 
@@ -21,7 +21,7 @@ def test_own_words_are_taken_out_and_the_rest_is_left():
         "a.yml", "steps=3", "b.yaml", "match=flops", "budget=1.5B", "free=[steps, width]",
         "seeds=2", "tolerance=0.1", "launch=print", "num_devices=8", "output=there",
     )  # fmt: skip
-    assert asked == Request(
+    assert asked == CompareArgs(
         configs=("a.yml", "b.yaml"), keys=("steps=3",), match="flops", seeds=(0, 1), budget=1.5e9,
         free=("steps", "width"), tolerance=0.1, launch="print", output=Path("there"),
         num_devices=8,
@@ -29,7 +29,7 @@ def test_own_words_are_taken_out_and_the_rest_is_left():
 
 
 def test_own_words_hide_no_key():
-    assert not set(OWN_WORDS) & set(all_keys())
+    assert not set(OPTIONS) & set(all_keys())
     assert set(SET_PER_RUN) <= set(all_keys())
 
 
@@ -77,14 +77,14 @@ MISTAKES = [
 def test_mistakes(snapshot):
     said = {}
     for line in MISTAKES:
-        _, (problem,) = read(shlex.split(line))
+        _, (problem,) = parse_args(shlex.split(line))
         said[line] = "\n".join(problem.lines())
         assert key_at_fault(line) in problem.what, line
     assert said == snapshot
 
 
 def test_all_mistakes_are_found_at_once():
-    _, found = read(["match=x", "seeds=x", "free=x", "budget=x"])
+    _, found = parse_args(["match=x", "seeds=x", "free=x", "budget=x"])
     assert len(found) == 4
     # A misspelt key that is like no word of this program is left to the configuration.
     assert request("steps=3", "stepz=3").keys == ("steps=3", "stepz=3")

@@ -13,9 +13,9 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
-from MaxText.experiments import child_processes, running
+from MaxText.experiments import train_subprocess
 from MaxText.experiments.comparison_plan import Run
-from MaxText.experiments.set_progress import SetProgress
+from MaxText.experiments.runs_progress import RunsProgress
 from tests.experiments import stand_in
 from tests.experiments.small_comparison import compare
 from tests.small_models import tiny_config
@@ -25,13 +25,13 @@ from tests.small_models import tiny_config
 def processes(one_device, configs, monkeypatch):
     """A file "fail" or "stop" in the working folder makes a run fail or wait."""
     command = [sys.executable, stand_in.__file__]
-    monkeypatch.setattr(running, "train_command", lambda config: [*command, str(config)])
+    monkeypatch.setattr(train_subprocess, "train_command", lambda config: [*command, str(config)])
     return configs
 
 
 def test_a_run_that_failed_stops_the_comparison(processes):
     (processes / "fail").touch()
-    said = "a seed 0: train.py ended with exit code 1.*error: it fails.*out/a/seed_0/train.log"
+    said = "a seed 0: train.py exited with code 1.*out/a/seed_0/train.log.*error: it fails"
     with pytest.raises(UserError, match=f"(?s){said}"):
         compare("a.yml", "b.yml", "match=tokens")
     assert not (processes / "out" / "b").exists()
@@ -65,28 +65,31 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
         if steps:
             raise SystemExit(143)
 
-    with running.hold(Path("out")) as lock, pytest.raises(SystemExit):
-        running.train(Run("a", 0, config, folder, 1.0), lock, on_steps)
+    with train_subprocess.lock_folder(Path("out")) as lock, pytest.raises(SystemExit):
+        train_subprocess.train(Run("a", 0, config, folder, 1.0), lock, on_steps)
     assert time.monotonic() - began < 30  # a deaf run would sleep for a minute
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("step", 0)
 
 
 def test_two_commands_do_not_work_in_one_folder(trained, configs):
-    with running.hold(configs / "out"), pytest.raises(UserError, match="at work in out"):
+    with (
+        train_subprocess.lock_folder(configs / "out"),
+        pytest.raises(UserError, match="out is locked by"),
+    ):
         compare("a.yml", "b.yml", "match=tokens")
     assert not trained
 
 
 def test_a_label_with_an_equals_sign_is_no_key(configs):
     path = Path("learning_rate=1e-2/seed_0.yml")
-    assert child_processes.train_command(path)[-1] == f"./{path}"
-    assert child_processes.train_command(configs / path)[-1] == str(configs / path)
+    assert train_subprocess.train_command(path)[-1] == f"./{path}"
+    assert train_subprocess.train_command(configs / path)[-1] == str(configs / path)
 
 
 @pytest.fixture
 def progress(monkeypatch):
-    """(clock, runs, lines shown, what makes a SetProgress of them)."""
+    """(clock, runs, lines shown, what makes a RunsProgress of them)."""
     clock, lines = SimpleNamespace(now=100.0), []
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     config = tiny_config(steps=10)
@@ -95,7 +98,7 @@ def progress(monkeypatch):
         clock,
         runs,
         lines,
-        lambda finished: SetProgress(runs, finished, lines.append, lambda: clock.now),
+        lambda finished: RunsProgress(runs, finished, lines.append, lambda: clock.now),
     )
 
 

@@ -7,14 +7,14 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.experiments import solving
 from MaxText.experiments.costs import cost
-from MaxText.experiments.solving import amount_of, solve
+from MaxText.experiments.solving import budget_metric, solve
 from MaxText.layers.model import Model
 from tests.small_models import tiny_config
 
 
 def solved_chain(stages, match, free, factor, *, tolerance=0.02, seconds=()):
     """Solves for `factor` times what the stages have; gives the budget and the solution."""
-    amount = amount_of(match, 1, seconds)
+    amount = budget_metric(match, 1, seconds)
     budget = amount(stages) * factor
     return budget, solve("it", stages, free, amount, budget, match=match, tolerance=tolerance)
 
@@ -80,7 +80,7 @@ def test_budgets_are_met(block, match, free, factor):
             before[rest] * (after["base_emb_dim"] / before["base_emb_dim"])
             if rest == "base_mlp_dim" else before[rest], rel=0.2,
         )  # fmt: skip
-    assert not solving.broken_rules(new)
+    assert not solving.validation_errors(new)
 
 
 def test_width_keeps_to_multiples_and_to_the_feed_forward_s_proportion():
@@ -121,7 +121,7 @@ def test_values_that_a_rule_forbids_are_passed_over():
 @pytest.mark.parametrize(
     ("config", "match", "free", "factor", "message"),
     [
-        (tiny_config, "tokens", "width", 2.0, "tokens .*width.*free=steps"),
+        (tiny_config, "tokens", "width", 2.0, "width .*tokens.*free=steps"),
         (tiny_config, "params", "log_period", 2.0, "log_period"),
         (tiny_config, "params", "trainable_position_size", 1.1, "trainable_position_size=-1"),
         (tiny_config, "params", "slots", 2.0, "slots.*free=width or free=depth"),

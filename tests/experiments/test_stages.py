@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.experiments import outcome
-from MaxText.experiments.comparison_plan import chains_of, open_plan
-from MaxText.experiments.comparison_request import read
+from MaxText.experiments import comparison_results
+from MaxText.experiments.compare_args import parse_args
+from MaxText.experiments.comparison_plan import chains_of, load_or_create_plan
 from MaxText.experiments.costs import cost
 from MaxText.experiments.solved_plan import solve_plan
-from MaxText.experiments.variants import other_differences
+from MaxText.experiments.variants import confounding_keys
 from MaxText.reports.curves import Axes
 from tests.experiments.small_comparison import compare, plan_of, refusals, rows_of, variants
 
@@ -29,7 +29,7 @@ def test_each_stage_lays_its_keys_over_the_file(configs):
     assert c.config == c.stages[1]
     assert (c.identity["steps"], c.identity["steps of stage 1"]) == (5, 3)
     # Only the lengths of whole chains are compared.
-    assert other_differences([a, c], {}) == ["steps: 4 (a); 5 (c)"]
+    assert confounding_keys([a, c], {}) == ["steps: 4 (a); 5 (c)"]
     (configs / "d.yml").write_text("base_config: c.yml\nsweep: {base_emb_dim: [32, 48]}\n")
     widths = [[stage.model.shape.base_emb_dim for stage in one.stages] for one in variants("d.yml")]
     assert widths == [[32, 32], [48, 48]]
@@ -72,13 +72,13 @@ def test_the_shipped_chain_grows_to_the_size_of_the_shipped_model():
         for one in (scratch, transformer)
     ]
     assert outside_tables[0] == pytest.approx(outside_tables[1], rel=0.02)
-    lines = other_differences([grown, scratch, transformer], {})
+    lines = confounding_keys([grown, scratch, transformer], {})
     assert [line.partition(":")[0] for line in lines] == ["steps", "learning_rate"]
 
 
 def test_a_chain_of_runs(configs):
     plan, found, question = plan_of(*COMMAND, seeds=(0, 1))
-    solve_plan(plan, found, read(COMMAND)[0])
+    solve_plan(plan, found, parse_args(COMMAND)[0])
     assert plan.planned["c"].steps == 10
     assert plan.planned["c"].tokens == plan.planned["a"].tokens == 640
     chains = chains_of(plan, found)
@@ -97,13 +97,13 @@ def test_a_chain_of_runs(configs):
     plan.save()
     groups = json.loads((plan.folder / "comparison.json").read_text())["groups"]
     assert groups["c stage 2"] == ["c/seed_0/stage_2", "c/seed_1/stage_2"]
-    assert open_plan(plan.folder, found, question, (0, 1)).planned == plan.planned
+    assert load_or_create_plan(plan.folder, found, question, (0, 1)).planned == plan.planned
     # Other stages are refused once a run has begun.
     first.folder.mkdir(parents=True)
     (first.folder / "events.jsonl").touch()
     (configs / "c.yml").write_text((configs / "c.yml").read_text().replace("steps: 3", "steps: 4"))
     with pytest.raises(UserError, match="c: steps of stage 1: 3 -> 4"):
-        open_plan(plan.folder, variants("a.yml", "c.yml"), question, (0, 1))
+        load_or_create_plan(plan.folder, variants("a.yml", "c.yml"), question, (0, 1))
 
 
 def test_stages_follow_one_another_and_the_last_is_judged(trained, configs):
@@ -130,7 +130,7 @@ def test_a_chain_is_drawn_over_what_was_spent_since_its_beginning(trained):
     compare(*COMMAND)
     plan, found, _ = plan_of(*COMMAND)
     _, chain = chains_of(plan, found)
-    record = outcome.record_of_chain(chain)
+    record = comparison_results.load_chain_record(chain)
     assert record is not None
     assert (record.name, record.tokens, record.flops) == ("seed_0", 640, 100)
     assert (record.last_step, record.facts["num_steps"], record.inherited_flops) == (9, 10, 0)
@@ -140,7 +140,7 @@ def test_a_chain_is_drawn_over_what_was_spent_since_its_beginning(trained):
     assert (np.diff(places["time"]) > 0).all()
     assert [row["step"] for row in record.evaluations] == [5, 9]
     assert len(record.goodput.attempts) == 2
-    assert sum(row["event"] == "start" for row in record.marks) == 1
+    assert sum(row["event"] == "start" for row in record.events) == 1
 
 
 def test_a_stage_that_was_interrupted_resumes(trained):
@@ -151,7 +151,7 @@ def test_a_stage_that_was_interrupted_resumes(trained):
     trained.clear()
     lines = compare(*COMMAND)
     assert trained == ["seed_0/stage_2"]
-    assert "[3/3] c seed 0 stage 2: goes on" in lines
+    assert "[3/3] c seed 0 stage 2: resumed" in lines
 
 
 def test_a_stage_that_diverged_ends_its_chain(trained, configs):
@@ -160,7 +160,7 @@ def test_a_stage_that_diverged_ends_its_chain(trained, configs):
     text = "\n".join(compare(*COMMAND))
     assert trained == ["a/seed_0", "seed_0/stage_1"]
     assert "c seed 0 stage 1: diverged at step 0" in text
-    assert "c seed 0 stage 2: not begun" in text
+    assert "c seed 0 stage 2: skipped" in text
     assert "c: 1 diverged" in text
     trained.clear()
     compare(*COMMAND)

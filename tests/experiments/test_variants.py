@@ -7,7 +7,7 @@ import pytest
 from MaxText.config import values
 from MaxText.config.catalogue import flat
 from MaxText.experiments import variants as module
-from MaxText.experiments.variants import expand_sweep, other_differences
+from MaxText.experiments.variants import confounding_keys, expand_sweep
 from tests.experiments.small_comparison import refusals, variants
 
 
@@ -92,7 +92,7 @@ def test_unintended_differences(configs):
     text = "base_config: a.yml\nlearning_rate: 2.0e-2\nvocab_size: 128\nbase_emb_dim: 48\n"
     (configs / "c.yml").write_text(text + "run_name: own\nlog_period: 7\nsteps: 5\n")
     found = variants("a.yml", "c.yml")
-    lines = dict(line.split(": ", 1) for line in other_differences(found, {}))
+    lines = dict(line.split(": ", 1) for line in confounding_keys(found, {}))
     assert list(lines) == [
         "steps", "vocab_size", "learning_rate", "learning_rate_schedule_steps",
     ]  # fmt: skip
@@ -100,11 +100,11 @@ def test_unintended_differences(configs):
     # Losses over other vocabularies are not of the same thing.
     assert lines["vocab_size"].startswith("64 (a); 128 (c): ")
     solved = {"c": {"steps", "learning_rate_schedule_steps"}}
-    left = [line.partition(":")[0] for line in other_differences(found, solved)]
+    left = [line.partition(":")[0] for line in confounding_keys(found, solved)]
     assert left == ["vocab_size", "learning_rate"]
     # Swept keys differ on purpose.
-    assert not other_differences(variants("a.yml", "sweep={learning_rate: [1, 2]}"), {})
-    (line,) = other_differences(variants("a.yml", "sweep={vocab_size: [64, 128]}"), {})
+    assert not confounding_keys(variants("a.yml", "sweep={learning_rate: [1, 2]}"), {})
+    (line,) = confounding_keys(variants("a.yml", "sweep={vocab_size: [64, 128]}"), {})
     assert line.startswith("vocab_size: ")
 
 

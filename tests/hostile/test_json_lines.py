@@ -12,7 +12,7 @@ from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada, wikitext
 from MaxText.inference.prompts import read_prompts
-from MaxText.metrics.json_lines import JsonLines, read_rows, stream_rows
+from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
 from tests.hostile.files import damaged, texts_of
 
 DAMAGES = 120
@@ -78,7 +78,7 @@ def test_the_records_of_a_run(tmp_path):
         whole = content[:at].count(b"\n")
         assert [row.get("text") for row in rows[:whole]] == TEXTS[:whole]
         assert [*stream_rows(epath.Path(path))] == rows
-        lines = JsonLines(path, lambda row: True)
+        lines = JsonlFile(path, lambda row: True)
         lines.append({"step": 12})
         lines.close()
         # As a string, for NaN is not equal to itself.

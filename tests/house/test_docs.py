@@ -9,8 +9,8 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.conversion import conversion_request
-from MaxText.cost import plan_request
-from MaxText.experiments import comparison_request
+from MaxText.cost import plan_args
+from MaxText.experiments import compare_args
 from tests import programs
 from tests.house.sources import REPOSITORY, main_of
 
@@ -42,9 +42,9 @@ def accept(program: str, arguments: list[str]) -> None:
     """Raises unless the program would take the arguments."""
     match program:
         case "plan.py":
-            load(plan_request.read(arguments).arguments, program)
+            load(plan_args.parse_args(arguments).arguments, program)
         case "compare.py":
-            asked, problems = comparison_request.read(arguments)
+            asked, problems = compare_args.parse_args(arguments)
             assert not problems
             for path in asked.configs:
                 load([path], for_compare=True)

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.launchers.commands import Commands
-from MaxText.launchers.slurm import SlurmJob, script, submit
+from MaxText.launchers.slurm import SlurmJob, render_batch_script, submit
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def job(tmp_path):
 
 
 def test_what_is_asked_of_slurm(job):
-    lines = script(job, ["configs/a.yml", "prompt=it's"]).splitlines()
+    lines = render_batch_script(job, ["configs/a.yml", "prompt=it's"]).splitlines()
     asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
     assert {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--partition=long",
             "--requeue", "--job-name=first", "--signal=TERM@180"} <= asked  # fmt: skip
@@ -36,7 +36,9 @@ def test_what_is_asked_of_slurm(job):
 def test_the_job_is_queued_again_where_that_helps(job, programs, code, restarts, requeued):
     programs["srun"].will_answer((code, "", ""))
     environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    done = subprocess.run(["bash", "-c", script(job, ["prompt=it's"])], env=environment)
+    done = subprocess.run(
+        ["bash", "-c", render_batch_script(job, ["prompt=it's"])], env=environment
+    )
     assert done.returncode == code
     ((*_, program, argument),) = programs["srun"].calls
     assert program.endswith("MaxText/train.py")
@@ -50,12 +52,12 @@ def test_submitting(job, programs):
     assert submit(job, ["a.yml"], Commands(shown.append, dry_run=True), shown.append) == ""
     assert programs["sbatch"].calls == []
     assert not job.logs.exists()
-    assert script(job, ["a.yml"]) in shown[0]
+    assert render_batch_script(job, ["a.yml"]) in shown[0]
     programs["sbatch"].will_answer((0, "123;cluster\n", ""))
     assert submit(job, ["a.yml"], Commands(shown.append, dry_run=False), shown.append) == "123"
     file = job.logs / "first.sh"
     assert programs["sbatch"].calls == [["--parsable", str(file)]]
-    assert file.read_text() == script(job, ["a.yml"])
+    assert file.read_text() == render_batch_script(job, ["a.yml"])
     assert "123" in shown[-1]
     for answer, said in (((1, "", "no partition"), "code 1"), ((0, "what?", ""), "what?")):
         programs["sbatch"].will_answer(answer)

@@ -7,8 +7,13 @@ import pytest
 
 from MaxText import exit_codes
 from MaxText.launchers import supervision
-from MaxText.launchers.local_processes import environment_of
-from MaxText.launchers.supervision import Job, Policy, is_worth_a_restart, outcome
+from MaxText.launchers.local_processes import process_env
+from MaxText.launchers.supervision import (
+    RestartPolicy,
+    SupervisedJob,
+    combined_exit_code,
+    is_restartable,
+)
 from tests.runtime.child_programs import ended, started, wait_for
 
 # Counts its starts in a file, and ends as its arguments say: code or signal of each attempt.
@@ -42,8 +47,8 @@ def run(tmp_path):
 
     def run(*ends, number=2, max_restarts=3, grace=0.3):
         command = ["bash", "-c", WORKER, str(tmp_path), *ends]
-        job = Job(command, number, None, tmp_path / "logs", str(tmp_path / "run"))
-        return supervision.run(job, Policy(max_restarts, 0.01, grace), lines.append)
+        job = SupervisedJob(command, number, None, tmp_path / "logs", str(tmp_path / "run"))
+        return supervision.supervise(job, RestartPolicy(max_restarts, 0.01, grace), lines.append)
 
     run.starts = lambda rank: len((tmp_path / f"starts.{rank}").read_text())
     run.log = lambda rank: (tmp_path / "logs" / f"{rank}.log").read_text()
@@ -60,11 +65,11 @@ def run(tmp_path):
     ],
 )  # fmt: skip
 def test_the_code_of_all(codes, expected):
-    assert outcome(codes) == expected
+    assert combined_exit_code(codes) == expected
 
 
 def test_what_is_started_again():
-    assert [code for code in (-9, -15, 0, 1, 2, 3, 75, 76, 130) if is_worth_a_restart(code)] == [
+    assert [code for code in (-9, -15, 0, 1, 2, 3, 75, 76, 130) if is_restartable(code)] == [
         -9, -15, 75, 76,
     ]  # fmt: skip
 
@@ -103,10 +108,10 @@ def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
         import sys
         from pathlib import Path
         from MaxText.launchers import supervision
-        job = supervision.Job(
+        job = supervision.SupervisedJob(
             ["bash", "-c", {WORKER!r}, sys.argv[1], "wait"],
             2, None, Path(sys.argv[1]) / "logs", None)
-        sys.exit(supervision.run(job, supervision.Policy(5, 0.01, 5.0), print))
+        sys.exit(supervision.supervise(job, supervision.RestartPolicy(5, 0.01, 5.0), print))
     """
     with started(program, str(tmp_path)) as process:
         wait_for(process, "[0] attempt")
@@ -119,8 +124,8 @@ def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
 
 
 def test_the_environment_of_a_process():
-    assert environment_of({"A": "b"}, 1, 0, 5, None) == {"A": "b"}
-    assert environment_of({}, 2, 1, 5, 4) == {
+    assert process_env({"A": "b"}, 1, 0, 5, None) == {"A": "b"}
+    assert process_env({}, 2, 1, 5, 4) == {
         "JAX_COORDINATOR_ADDRESS": "127.0.0.1:5", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1",
         "JAX_NUM_CPU_DEVICES": "4", "JAX_LOCAL_DEVICE_IDS": "4,5,6,7", "MAXTEXT_NUM_DEVICES": "8",
     }  # fmt: skip

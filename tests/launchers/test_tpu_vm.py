@@ -11,7 +11,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.launchers import tpu_vm
-from MaxText.launchers.commands import Commands, Retry
+from MaxText.launchers.commands import Commands, RetryPolicy
 from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
@@ -32,7 +32,7 @@ def shown():
 def launch(shown):
     def launch(dry_run=False, tries=3, **tpu):
         options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True} | tpu
-        vm = TpuVm("pod", "z", "p", retry=Retry(tries, 0.0), **options)
+        vm = TpuVm("pod", "z", "p", retry=RetryPolicy(tries, 0.0), **options)
         return TpuVmLaunch(vm, Commands(shown.append, dry_run=dry_run))
 
     return launch
@@ -44,7 +44,7 @@ def test_creating_waits_for_capacity(gcloud, launch, shown):
     call = ["compute", "tpus", "tpu-vm", "create", "pod", *ZONE, "--accelerator-type=v5p-32",
             "--version=v2", "--spot"]  # fmt: skip
     assert gcloud.calls == [call] * 3
-    assert any("try 2 of 3" in line for line in shown)
+    assert any("Attempt 2/3" in line for line in shown)
 
 
 def test_what_reaches_gcloud_and_the_run(launch, shown):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from MaxText.cost.jaxpr_graph import traced
 from MaxText.cost.step_time import operations
-from MaxText.cost.traced import traced
 from MaxText.layers import flash_attention
 from MaxText.layers.attention_core import Scoring, softmax_attention
 from MaxText.layers.stack import rematerialized
@@ -184,7 +184,7 @@ def test_a_plan_counts_the_products_of_the_kernels(causal, window, monkeypatch):
     nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
     keys = flash_attention.keys_multiplied(T, causal=causal, window=window)
     found = sum(operations(node, keys) for node in nodes if node.name == "pallas_call")
-    assert not any(value.is_square for node in nodes for value in node.makes)
+    assert not any(value.is_square for node in nodes for value in node.outputs)
     assert found == (2 + 7) * 2 * B * T * keys * 4 * 64
 
 

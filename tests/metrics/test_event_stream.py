@@ -15,7 +15,7 @@ from MaxText.config.training_sections import Monitoring
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import PHASES, REPEATED
 from MaxText.metrics.json_lines import read_rows
-from MaxText.metrics.sinks.hyperparameters import hyperparameter_summaries
+from MaxText.metrics.sinks.tensorboard import hyperparameter_summaries
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, StepReport
 

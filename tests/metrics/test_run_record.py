@@ -18,7 +18,7 @@ def test_a_completed_run(completed_run):
     assert record.final_loss == record.evaluations[-1]["eval/avg_loss"]
     assert (record.last_step, record.tokens) == (399, 400 * 16_384)
     assert record.config["emb_dim"] == 384
-    assert {row["event"] for row in record.marks} >= {"start", "compile", "checkpoint", "stop"}
+    assert {row["event"] for row in record.events} >= {"start", "compile", "checkpoint", "stop"}
 
 
 def test_killed_resumed_and_rewound_each_step_stands_once(eventful_run):
@@ -87,7 +87,7 @@ ROW = b'{"time": 1.0, "event": "step", "phase": "train", "attempt": 0, "step": 0
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"\x89PNG", "0 whole rows"), (ROW, r"row 1 .*seconds='1'")]
+    ("content", "message"), [(b"\x89PNG", "0 complete rows"), (ROW, r"row 1 .*seconds='1'")]
 )
 def test_rows_that_are_none(tmp_path, content, message):
     (tmp_path / "events.jsonl").write_bytes(content)
@@ -121,7 +121,7 @@ def test_parts_add_up_to_the_whole_time(completed_run, eventful_run):
         goodput = record.goodput
         assert set(goodput.seconds) == set(PARTS)
         assert sum(goodput.share(part) for part in PARTS) == pytest.approx(1)
-        last = max(row["time"] for row in (*record.marks, *record.steps))
+        last = max(row["time"] for row in (*record.events, *record.steps))
         elapsed = pytest.approx(last - goodput.attempts[0].launched)
         assert goodput.running_seconds + goodput.down_seconds == elapsed
         # Times are stored in milliseconds, durations are not.

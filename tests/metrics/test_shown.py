@@ -12,7 +12,7 @@ from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, StepReport
-from MaxText.reports.loss_curve import draw_loss_curve
+from MaxText.reports.writing import write_loss_curve
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 
@@ -123,9 +123,9 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
 
 
 def test_loss_curve_is_drawn_from_the_records(run):
-    assert draw_loss_curve(run.write()) is None
+    assert write_loss_curve(run.write()) is None
     run.steps(0, 300, every=50, nan_at=20)
-    path = draw_loss_curve(run.write())
+    path = write_loss_curve(run.write())
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().length > 20_000

@@ -14,9 +14,8 @@ from etils import epath
 from MaxText.metrics import event_stream, json_lines
 from MaxText.metrics.event_stream import EventStream
 from MaxText.metrics.json_lines import read_rows
-from MaxText.metrics.sinks.background import Background
-from MaxText.metrics.sinks.event_file import EventFile
-from MaxText.metrics.sinks.metrics_file import MetricsFile
+from MaxText.metrics.sinks.background import BackgroundSink
+from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.runtime import processes
 from tests.house.sources import REPOSITORY
 
@@ -55,7 +54,7 @@ def emit_steps(stream, steps):
 
 def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
     tracker = Tracker()
-    stream = EventStream([Background(tracker, "tracker")], flush_every=100)
+    stream = EventStream([BackgroundSink(tracker, "tracker")], flush_every=100)
     emit_steps(stream, range(1000))  # would not come back from the first one
     stream.emit("checkpoint", step=999)
     stream.flush()
@@ -72,7 +71,7 @@ def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
 
 def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
     tracker = Tracker()
-    stream = EventStream([Background(tracker, "tracker", most_waiting=10)])
+    stream = EventStream([BackgroundSink(tracker, "tracker", max_waiting=10)])
     emit_steps(stream, [0])
     tracker.begun.wait()
     emit_steps(stream, range(1, 50))
@@ -81,13 +80,13 @@ def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
     stream.close()
     assert [call for call in tracker.calls if call != "flush"] == [*range(11), 20, "close"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: tracker is slower")
+    assert line.startswith("warning: tracker cannot keep up")
 
 
 def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
     tracker, failure = Tracker(), mock.Mock(side_effect=RuntimeError("503\nand more"))
     monkeypatch.setattr(tracker, "write", failure)
-    stream = EventStream([Background(tracker, "tracker", remedy="wandb sync")])
+    stream = EventStream([BackgroundSink(tracker, "tracker", remedy="wandb sync")])
     emit_steps(stream, range(20))
     stream.close()
     (line,) = capsys.readouterr().err.splitlines()
@@ -99,7 +98,7 @@ def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
 @pytest.mark.parametrize(("reason", "seconds"), [("preempted", 10), ("completed", 60)])
 def test_the_end_waits_for_so_long_only(monkeypatch, left_behind, capsys, reason, seconds):
     trackers = [Tracker(), Tracker()]
-    stream = EventStream([Background(tracker, "tracker") for tracker in trackers])
+    stream = EventStream([BackgroundSink(tracker, "tracker") for tracker in trackers])
     emit_steps(stream, range(3))
     stream.emit("stop", step=2, reason=reason)
     # The end began so many seconds ago.
@@ -117,7 +116,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process():
     program = """
         import atexit, threading
         from MaxText.metrics.events import Event
-        from MaxText.metrics.sinks.background import Background
+        from MaxText.metrics.sinks.background import BackgroundSink
         from MaxText.runtime import processes
 
         class Hangs:
@@ -126,9 +125,9 @@ def test_a_thread_that_hangs_does_not_keep_the_process():
         atexit.register(threading.Event().wait)  # as libraries do
 
         def main():
-            sink = Background(Hangs(), "tracker")
+            sink = BackgroundSink(Hangs(), "tracker")
             sink.write(Event("step", 0.0))
-            sink.end()
+            sink.request_close()
             sink.wait(0.0)
             return 75
         processes.run(main)

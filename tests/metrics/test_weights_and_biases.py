@@ -18,11 +18,11 @@ from MaxText.config.training_sections import Monitoring
 from MaxText.errors import UserError
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import Event
-from MaxText.metrics.sinks.background import Background
-from MaxText.metrics.sinks.event_file import EventFile
+from MaxText.metrics.sinks.background import BackgroundSink
+from MaxText.metrics.sinks.jsonl_sinks import EventFile
 from MaxText.metrics.sinks.offline_history import records
 from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.sinks.weights_and_biases import WeightsAndBiases
+from MaxText.metrics.sinks.weights_and_biases import WandbSink
 from tests.house.sources import REPOSITORY
 
 
@@ -43,8 +43,8 @@ def attempt(folder, first, end, blocks):
     before = size()
     monitoring = Monitoring(enable_wandb=True, wandb_mode="offline")
     config = {"steps": end, "mlp_activations": ("silu", "linear")}
-    wandb = WeightsAndBiases(monitoring, folder, "tiny", config, first)
-    sinks = [Background(wandb, "Weights & Biases"), EventFile(folder, first)]
+    wandb = WandbSink(monitoring, folder, "tiny", config, first)
+    sinks = [BackgroundSink(wandb, "Weights & Biases"), EventFile(folder, first)]
 
     def emit(kind, step, **facts):
         for sink in sinks:
@@ -178,8 +178,8 @@ def write(sink, events):
 def send(folder, first_step, *events, **keys):
     """An attempt that W&B is told these events of."""
     monitoring = Monitoring(enable_wandb=True, **keys)
-    wandb = WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
-    write(Background(wandb, "Weights & Biases", remedy=wandb.remedy), events)
+    wandb = WandbSink(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
+    write(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy), events)
 
 
 def record(folder, first_step, *events):

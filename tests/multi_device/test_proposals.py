@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import load
-from MaxText.cost import fitting
-from MaxText.cost.compiling import plan_step
-from MaxText.cost.fitting import candidates
+from MaxText.cost import plan_search
 from MaxText.cost.hardware import find
 from MaxText.cost.job_plan import peak_of
+from MaxText.cost.lowering import lower_train_step
+from MaxText.cost.plan_search import candidate_meshes
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize
@@ -51,15 +51,15 @@ CASES = {
 def proposed(words, hardware, sizes, monkeypatch):
     """The command line with the fastest plan on meshes of these sizes."""
     config = load(words).config
-    meshes = [keys for keys in candidates(config, hardware) if sizes.items() <= keys.items()]
+    meshes = [keys for keys in candidate_meshes(config, hardware) if sizes.items() <= keys.items()]
     assert meshes
-    monkeypatch.setattr(fitting, "candidates", lambda *_: meshes)
+    monkeypatch.setattr(plan_search, "candidate_meshes", lambda *_: meshes)
     # Of many proposals one is run; tiny models fit under any policy.
-    monkeypatch.setattr(fitting, "MOST_PROPOSED", 1)
-    monkeypatch.setattr(fitting, "POLICIES", ("minimal", "full"))
-    plan = fitting.fitting(config, hardware, peak_of(hardware))[0]
+    monkeypatch.setattr(plan_search, "MAX_PROPOSALS", 1)
+    monkeypatch.setattr(plan_search, "POLICIES", ("minimal", "full"))
+    plan = plan_search.find_fitting_plans(config, hardware, peak_of(hardware))[0]
     assert plan.program.tokens_per_update == 8 * 16 * config.batch.per_device_batch_size
-    return fitting.command(words, plan, config)
+    return plan_search.command_with_plan(words, plan, config)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,7 +70,7 @@ def test_a_step_runs_as_proposed(name, monkeypatch):
     config = load(proposed(words, hardware, sizes, monkeypatch), program="train.py").config
     for size, number in sizes.items():
         assert getattr(config.mesh, size) == number
-    planned = plan_step(config, jax.devices()[:8])
+    planned = lower_train_step(config, jax.devices()[:8])
     optimizer = make_optimizer(
         config.optimizer, learning_rate_schedule(config.schedule), planned.model.parameters
     )

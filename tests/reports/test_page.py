@@ -9,7 +9,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import read_run
-from MaxText.reports.content import Section, Table, Verbatim
+from MaxText.reports.page import Section, Table, Verbatim
 from MaxText.reports.writing import write_report
 from tests.reports.run_files import RunFiles, completed
 
@@ -87,7 +87,7 @@ def test_another_report_takes_the_place_of_the_first(tmp_path, run):
     (tmp_path / "out" / "mfu.png").touch()
     page = page_of(tmp_path / "out", run.write(), refresh=30)
     assert pictures_beside(page) == ["goodput"]
-    assert "No update is on record yet." in page.read_text()
+    assert "No step is recorded yet." in page.read_text()
     assert '<meta http-equiv="refresh" content="30">' in page.read_text()
     with pytest.raises(UserError, match=r"output=.*report\.html"):
         page_of(page, run.folder)

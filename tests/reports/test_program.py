@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.reports.finding import find_runs
+from MaxText.reports.discovery import find_runs
 from tests.house.sources import REPOSITORY
 from tests.reports.run_files import RunFiles, completed
 
@@ -144,5 +144,5 @@ def test_folders_without_runs(tmp_path):
         with pytest.raises(UserError, match=message):
             find_runs([str(tmp_path / name)])
     file.write_text("")
-    with pytest.raises(UserError, match=r"(?s)No run in .*0 whole rows"):
+    with pytest.raises(UserError, match=r"(?s)No run in .*0 complete rows"):
         find_runs([str(tmp_path)])

@@ -5,16 +5,21 @@ import pytest
 
 from MaxText.metrics.run_record import read_run
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import arrange
-from MaxText.reports.pictures import draw_bars, draw_chart
+from MaxText.reports.downsampling import (
+    MAX_POINTS,
+    MAX_SMOOTH_POINTS,
+    downsample,
+    running_median,
+)
+from MaxText.reports.entries import group_runs
+from MaxText.reports.figures import draw_bars, draw_chart
 from MaxText.reports.run_charts import goodput_bars, loss_chart, quantity_charts
-from MaxText.reports.thinning import MOST_POINTS, MOST_SMOOTH_POINTS, running_median, thin
 from tests.reports.run_files import TOKENS_PER_UPDATE, RunFiles, completed
 
 
 def charts_of(folders, groups=None):
     runs = [read_run(folder) for folder in folders]
-    entries, axes = arrange(runs, groups), Axes(runs)
+    entries, axes = group_runs(runs, groups), Axes(runs)
     loss = loss_chart(entries, axes)
     return {chart.name: chart for chart in (loss, *quantity_charts(entries, axes)) if chart}
 
@@ -36,24 +41,24 @@ def test_a_single_run(completed_run):
     speed = charts["tokens_per_second"].series[0].points["step"].y
     assert speed == pytest.approx(TOKENS_PER_UPDATE / 0.52, rel=0.2)
     assert charts["loss"].references == [("unigram entropy, 7.31", 7.31)]
-    # Its colours tell training from validation.
-    assert line.colour != dots.colour
+    # Its colors tell training from validation.
+    assert line.color != dots.color
 
 
-def test_several_runs_have_a_colour_each_and_shares_that_add_up(completed_run, eventful_run):
+def test_several_runs_have_a_color_each_and_shares_that_add_up(completed_run, eventful_run):
     chart = charts_of([completed_run, eventful_run])["loss"]
-    colours = {owner: {s.colour for s in chart.series if s.owner == owner} for owner in "ab"}
-    assert colours == {"a": {0}, "b": {1}}
-    bars = goodput_bars(arrange([read_run(completed_run), read_run(eventful_run)]))
+    colors = {owner: {s.color for s in chart.series if s.owner == owner} for owner in "ab"}
+    assert colors == {"a": {0}, "b": {1}}
+    bars = goodput_bars(group_runs([read_run(completed_run), read_run(eventful_run)]))
     assert np.sum(list(bars.parts.values()), axis=0) == pytest.approx([1, 1], abs=1e-3)
 
 
 def test_what_happened_is_marked_on_the_curve(eventful_run):
     chart = charts_of([eventful_run])["loss"]
     kinds = {mark.kind for mark in chart.marks}
-    assert kinds == {"checkpoint", "restart", "skipped update", "rewind", "diverged or failed"}
+    assert kinds == {"checkpoint", "restart", "skipped step", "rollback", "diverged or failed"}
     (restart,) = [mark for mark in chart.marks if mark.kind == "restart"]
-    assert restart.text == "restart 1, 20 updates lost (step 150)"
+    assert restart.text == "restart 1, 20 steps lost (step 150)"
     line = of_kind(chart, "line")[0].points["tokens"]
     x, y = restart.places["tokens"]
     assert (x, y) == (151 * TOKENS_PER_UPDATE, pytest.approx(np.interp(x, line.x, line.y)))
@@ -108,7 +113,7 @@ def test_pictures_show_any_name(tmp_path):
     names = ["_hidden", "a $x$ b", "50 % <b>", "日本", "first/run", "second/run"]
     folders = [completed(tmp_path / name) for name in names]
     runs = [read_run(folder) for folder in folders]
-    entries, axes = arrange(runs), Axes(runs)
+    entries, axes = group_runs(runs), Axes(runs)
     assert [entry.label for entry in entries] == names
     chart = charts_of(folders)["loss"]
     pictures = [draw_bars(goodput_bars(entries), name) for name in names[1:4]]
@@ -117,16 +122,16 @@ def test_pictures_show_any_name(tmp_path):
 
 
 def test_thinning_keeps_spikes_gaps_and_both_ends():
-    assert thin(np.arange(7.0)).tolist() == list(range(7))
-    assert thin(np.zeros(0)).size == 0
+    assert downsample(np.arange(7.0)).tolist() == list(range(7))
+    assert downsample(np.zeros(0)).size == 0
     values = np.sin(np.arange(1_000_000) / 1e4)
     values[123_456], values[700_001] = 50.0, -50.0
     values[400_000:400_003] = np.nan
-    kept = thin(values)
-    assert kept.size <= MOST_POINTS
+    kept = downsample(values)
+    assert kept.size <= MAX_POINTS
     assert {0, 123_456, 400_000, 700_001, 999_999} <= set(kept.tolist())
     assert (np.diff(kept) > 0).all()
-    assert {0, 9_999} <= set(thin(np.full(10_000, np.nan)).tolist())
+    assert {0, 9_999} <= set(downsample(np.full(10_000, np.nan)).tolist())
 
 
 def test_running_median_does_not_lag_and_ignores_spikes():
@@ -138,5 +143,5 @@ def test_running_median_does_not_lag_and_ignores_spikes():
     assert medians[there] == pytest.approx(line[indices[there]], abs=0.06)
     assert indices[~there].tolist() == [100]
     indices, _ = running_median(np.ones(100_000))
-    assert indices.size <= MOST_SMOOTH_POINTS
+    assert indices.size <= MAX_SMOOTH_POINTS
     assert indices[-1] == 99_999

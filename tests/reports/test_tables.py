@@ -4,18 +4,18 @@ import re
 
 import pytest
 
-from MaxText.experiments.outcome import aligned
 from MaxText.metrics.run_record import read_run
-from MaxText.reports import model_tables, run_tables, wording
-from MaxText.reports.content import Section
+from MaxText.metrics.tables import format_table
+from MaxText.reports import formatting, model_tables, run_tables
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import all_runs, arrange
+from MaxText.reports.entries import all_runs, group_runs
+from MaxText.reports.page import Section
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from tests.reports.run_files import RunFiles, completed
 
 
 def entries_of(*folders, groups=None):
-    return arrange([read_run(folder) for folder in folders], groups)
+    return group_runs([read_run(folder) for folder in folders], groups)
 
 
 def overview_of(entries):
@@ -37,7 +37,10 @@ def started(folder, *, steps=3, **facts):
 def as_text(sections):
     lines = []
     for section in sections:
-        table = section.table and aligned(section.table.header, section.table.rows)
+        table = (
+            section.table
+            and format_table(section.table.header, section.table.rows, max_width=None).splitlines()
+        )
         texts = [verbatim.text for verbatim in section.texts]
         lines += [f"-- {section.title}", *section.paragraphs, *(table or []), *texts]
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<local time>", "\n".join(lines))
@@ -49,7 +52,7 @@ def test_all_tables(completed_run, eventful_run, told):
     sections = [
         Section("Runs", table=run_tables.overview(both)),
         Section("Time of one", table=run_tables.goodput_table(one)),
-        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.happenings(one),
+        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
         *model_tables.configuration(both), *model_tables.cost(both), *model_tables.memory(one),
     ]  # fmt: skip
     assert model_tables.configuration(one) == model_tables.lineage(one) == []
@@ -88,7 +91,7 @@ def test_mfu_of_peaks_that_were_measured_differently_is_not_compared(tmp_path, s
     ]
     entries, drawn = entries_of(*folders), source == "data sheet"
     assert ("mfu" in [chart.name for chart in charts_of(entries, quantity_charts)]) == drawn
-    assert all((row["MFU"] != wording.ABSENT) == drawn for row in overview_of(entries).values())
+    assert all((row["MFU"] != formatting.ABSENT) == drawn for row in overview_of(entries).values())
     notes = " ".join(model_tables.cost(entries)[0].paragraphs)
     assert ("MFU is not compared" in notes) == (not drawn)
 
@@ -118,7 +121,7 @@ def test_a_running_run_says_how_long_it_takes_and_what_its_loss_is_the_mean_of(t
         run.add("step", 20.0, step, updates=10 if step else 1, **facts)
     row = overview_of(entries_of(run.write(old=False)))["run"]
     assert row["state"] == "running, 0:02:00 left"
-    assert row["training loss"] == "1.5000 (mean of the last 90 updates)"
+    assert row["training loss"] == "1.5000 (mean of the last 90 steps)"
 
 
 def test_lineage_is_one_tree_of_all_runs(tmp_path):

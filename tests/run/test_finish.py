@@ -8,7 +8,7 @@ from etils import epath
 from MaxText.config.model_sections import Objective
 from MaxText.errors import Diverged
 from MaxText.inference import final_sample
-from MaxText.reports import loss_curve
+from MaxText.reports import writing
 from MaxText.run.finish import write_final_artifacts
 
 
@@ -18,7 +18,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         raise error
 
     monkeypatch.setattr(final_sample, "write_sample", fails)
-    monkeypatch.setattr(loss_curve, "draw_loss_curve", fails)
+    monkeypatch.setattr(writing, "write_loss_curve", fails)
     lines = []
     space = types.SimpleNamespace
     trend = space(diverged="")

@@ -230,7 +230,7 @@ def test_what_a_run_went_back_behind_is_forgotten():
     trend = LossTrend(6.4)
     for loss in [8.0, 5.0, 5.0, 40.0, 40.0, 40.0, 40.0]:
         trend.add(loss)
-    trend.go_back()
+    trend.roll_back()
     for loss in [5.0, 4.9]:
         trend.add(loss)
     assert not trend.diverged

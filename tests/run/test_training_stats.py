@@ -4,7 +4,7 @@ import pytest
 
 from MaxText.cost import peak_flops as peaks
 from MaxText.cost.flops import count_flops
-from MaxText.cost.peak_flops import PeakFlops, from_data_sheet, peak_flops
+from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
@@ -59,14 +59,14 @@ def test_data_sheets():
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
     ]:  # fmt: skip
-        peak = from_data_sheet(kind)
+        peak = datasheet_peak(kind)
         assert peak is not None
         assert (kind, peak.tflops) == (kind, tflops)
         assert kind in peak.source
 
 
 def test_a_cpu_is_measured():
-    assert from_data_sheet("cpu") is None
+    assert datasheet_peak("cpu") is None
     peak = peak_flops()
     assert 1e-3 < peak.tflops < 100
     assert "measured" in peak.source
@@ -80,7 +80,7 @@ def test_a_processor_is_measured_once(tmp_path, monkeypatch, damage):
         measured.append(PeakFlops(1.0 + len(measured), "measured"))
         return measured[-1]
 
-    monkeypatch.setattr(peaks, "measured", measure)
+    monkeypatch.setattr(peaks, "measure_peak", measure)
     first = peak_flops(cache_folder=str(tmp_path))
     if damage is not None:
         (tmp_path / "peak_flops.json").write_text(damage)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from MaxText.metrics.json_lines import JsonLines, read_rows, stream_rows
+from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
 from MaxText.storage.paths import parse_path
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
@@ -16,7 +16,7 @@ def file(bucket):
 
 
 def write(file, steps, keep=lambda row: True, segment_bytes=200):
-    rows = JsonLines(file, keep, segment_bytes)
+    rows = JsonlFile(file, keep, segment_bytes)
     for step in steps:
         rows.append({"step": step})
         if step % 5 == 4:
@@ -43,9 +43,9 @@ def test_a_restart_or_rewind_removes_rows_of_older_segments(file, first):
     write(file, range(60)).close()
     rows = write(file, range(first, first + 9), keep=lambda row: row["step"] < first)
     rows.flush()
-    rows.settle(time.monotonic() + 60)
+    rows.wait_durable(time.monotonic() + 60)
     assert steps(file) == [*range(first + 9)]
-    rows.cut_back(lambda row: row["step"] < first)
+    rows.truncate(lambda row: row["step"] < first)
     rows.append({"step": first})
     rows.close()
     assert steps(file) == [*range(first + 1)]

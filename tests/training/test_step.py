@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.cost import known_memory
+from MaxText.cost import device_memory
 from MaxText.errors import UserError
 from MaxText.evaluation.validation import make_eval_step
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
@@ -224,15 +224,15 @@ def test_dropout_at_each_place(place):
 
 
 def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
-    assert (known_memory.memory_stats(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
+    assert (device_memory.device_memory_bytes(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
     config = tiny_config()
     layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
     built = setup_train(config, layout)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
 
     def check(memory, microbatches=1):
-        monkeypatch.setattr(known_memory, "memory_stats", lambda device: memory)
-        known_memory.check_known_memory(built, BatchPlan.constant(8, 16), 1, microbatches)
+        monkeypatch.setattr(device_memory, "device_memory_bytes", lambda device: memory)
+        device_memory.check_memory_lower_bound(built, BatchPlan.constant(8, 16), 1, microbatches)
 
     parameters = 4 * built.model.num_parameters
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built.state))

@@ -18,10 +18,10 @@ _CHUNK_HEADER = struct.Struct("<IHB")
 _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
-class RowNumbers:
+class StepCounter:
     """Maps steps, which a run may repeat, to W&B's row numbers, which only grow.
 
-    `lacking` is the first step whose valid version W&B does not have.
+    `first_missing` is the first step whose valid version W&B does not have.
     """
 
     def __init__(self, shifts: list[list[int]], next_row: int):
@@ -34,7 +34,7 @@ class RowNumbers:
                 firsts.append(next_row - shift)
                 break
             firsts.append(first)
-        self.lacking = min(firsts)
+        self.first_missing = min(firsts)
 
     def row(self, step: int) -> int:
         """Returns the row number of a step that is about to be sent."""
@@ -42,11 +42,11 @@ class RowNumbers:
         self._next_row = max(self._next_row, number + 1)
         return number
 
-    def begin_again(self, step: int) -> None:
+    def repeat_from(self, step: int) -> None:
         """Starts new rows for the steps from `step` on, if W&B has any of them."""
         if self._next_row > step + self._shifts[-1][1]:
             self._shifts.append([step, self._next_row - step])
-            self.lacking = min(self.lacking, step)
+            self.first_missing = min(self.first_missing, step)
 
 
 def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
@@ -56,13 +56,13 @@ def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
     """
     files = wandb_folder.glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
     for file in sorted(files, key=lambda file: file.parent.name.partition("run-")[2], reverse=True):
-        steps = history_steps(file)
+        steps = read_logged_steps(file)
         if steps:
             return steps[-1] + 1
     return 0
 
 
-def history_steps(file: pathlib.Path) -> list[int]:
+def read_logged_steps(file: pathlib.Path) -> list[int]:
     """Returns the row numbers in a file (W&B's steps), in order."""
     return [record.history.step.num for record in records(file) if record.HasField("history")]
 

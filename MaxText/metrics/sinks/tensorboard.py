@@ -4,15 +4,15 @@ import logging
 import pathlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
+from MaxText.config.values import to_yaml
+from MaxText.metrics.background_uploader import BackgroundUploader
 from MaxText.metrics.events import Event
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
-from MaxText.metrics.latest_object import LatestObject
-from MaxText.metrics.sinks.hyperparameters import hyperparameter_summaries
 from MaxText.storage.paths import is_object_store_path
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -20,7 +20,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 _COMPARED = ("eval/avg_loss", "learning/loss")  # metrics that the HParams page compares runs by
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Writes event files under `<run>/tensorboard`; points from `first_step` on are hidden.
 
     For a bucket, which cannot append, a thread copies them from a temporary folder after each
@@ -34,7 +34,7 @@ class TensorBoard:
         self._texts = {name: str(value) for name, value in config_flat.items()}
         self._writer: Any = None
         self._temporary: tempfile.TemporaryDirectory | None = None
-        self._copy: LatestObject | None = None  # of the writer's file
+        self._copy: BackgroundUploader | None = None  # of the writer's file
 
     def write(self, event: Event) -> None:
         if event.kind in ("start", "resume"):
@@ -97,10 +97,26 @@ class TensorBoard:
             folder = self._folder_of_writer()
             self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:
-                self._copy = LatestObject(self._folder / self._file_name())
+                self._copy = BackgroundUploader(self._folder / self._file_name())
             for name, text in self._texts.items():
                 self._writer.add_text(name, text, self._first_step)
             self._texts.clear()
             for summary in hyperparameter_summaries(self._config, _COMPARED):
                 self._writer.file_writer.add_summary(summary)
         return self._writer
+
+
+def hyperparameter_summaries(config_flat: Mapping[str, Any], metrics: Sequence[str]) -> list[Any]:
+    """Returns the two tensorboardX Summary messages that the HParams page needs.
+
+    The experiment names the columns, a session start has this run's values. `metrics` are scalar
+    tags to compare runs by.
+    """
+    from tensorboardX.summary import hparams
+
+    values = {
+        name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
+        for name, value in config_flat.items()
+    }
+    experiment, session_start, _ = hparams(values, dict.fromkeys(metrics))
+    return [experiment, session_start]

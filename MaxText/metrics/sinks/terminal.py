@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from MaxText.metrics.events import Event
-from MaxText.metrics.step_line import StepReport, duration
+from MaxText.metrics.step_line import StepReport, format_duration
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
@@ -15,6 +15,32 @@ _SOURCES = {
     "cache": "loaded from the compilation cache",
     "file": "loaded from compiled_trainstep_file",
 }
+
+
+def start_bar(*columns: Any) -> Any:
+    """Starts a rich progress bar in the last line of stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(
+        *columns,
+        console=Console(stderr=True),
+        # Lines come through `print_above`; other output stays on its own stream.
+        redirect_stdout=False,
+        redirect_stderr=False,
+        transient=True,
+    )
+    bar.start()
+    return bar
+
+
+def print_above(bar: Any, text: str, show: Callable[[str], None]) -> None:
+    """Prints a line, above the bar if there is one."""
+    if bar is not None and sys.stdout.isatty():
+        # Both streams are the terminal: printed past the bar, the line would tear it.
+        bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        show(text)
 
 
 class Terminal:
@@ -49,8 +75,8 @@ class Terminal:
             facts = event.facts
             first, end = facts["samples"]
             self.line(
-                f"GOING BACK to step {facts['to']}, {facts['source']}, leaving out samples {first} "
-                f"to {end - 1}. Noticed at step {facts['noticed']}: {facts['reason']}"
+                f"Rolling back to step {facts['to']} ({facts['source']}), skipping samples {first} "
+                f"to {end - 1}. Reason (step {facts['noticed']}): {facts['reason']}"
             )
         if event.report is not None:
             is_step = isinstance(event.report, StepReport)
@@ -64,11 +90,7 @@ class Terminal:
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        if self._bar is not None and sys.stdout.isatty():
-            # Both streams are the terminal: printed past the bar, the line would tear it.
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._show(text)
+        print_above(self._bar, text, self._show)
 
     def flush(self) -> None:
         pass
@@ -82,23 +104,16 @@ class Terminal:
         if not (sys.stderr.isatty() and jax.process_index() == 0):
             return
         from rich import progress
-        from rich.console import Console
 
-        self._bar = progress.Progress(
+        self._bar = start_bar(
             progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             progress.BarColumn(),
             progress.TextColumn("{task.fields[numbers]}"),
             progress.TimeElapsedColumn(),
-            console=Console(stderr=True),
-            # Lines come through `line`; other output stays on its own stream.
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=True,
         )
         self._task = self._bar.add_task(
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )
-        self._bar.start()
 
     def _move(self, report: StepReport) -> None:
         if self._bar is None:
@@ -108,5 +123,5 @@ class Terminal:
             f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
         )
         if report.seconds_left is not None:
-            numbers += f"  {duration(report.seconds_left)} left"
+            numbers += f"  {format_duration(report.seconds_left)} left"
         self._bar.update(self._task, completed=report.step + 1, numbers=numbers)

@@ -1,6 +1,6 @@
 """Weights & Biases: the metrics of a run under one id, over all its restarts.
 
-W&B must never block a run: the thread of the `Background` in front of this sink imports the
+W&B must never block a run: the thread of the `BackgroundSink` in front of this sink imports the
 package, connects and uploads.
 
 events.jsonl is the record of a run; W&B gets a copy. On restart, W&B (online the server, offline
@@ -9,7 +9,7 @@ events.jsonl. So every step occurs once, whatever was killed and when.
 
 W&B's row numbers only grow (its `rewind` is a preview that servers may lack). So the column `step`
 is the axis of all charts, and after a rollback or a changed configuration the repeated steps get
-new rows, of which the last one is valid (offline_history.RowNumbers).
+new rows, of which the last one is valid (offline_history.StepCounter).
 """
 
 import functools
@@ -26,9 +26,9 @@ from MaxText.config.training_sections import Monitoring
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE, Event
 from MaxText.metrics.json_lines import stream_rows
-from MaxText.metrics.sinks.offline_history import RowNumbers, next_step
+from MaxText.metrics.sinks.offline_history import StepCounter, next_step
 
-# {"id": text, "last_step": newest step handed to W&B or null, "shifts": see RowNumbers, "rewinds":
+# {"id": text, "last_step": newest step handed to W&B or null, "shifts": see StepCounter, "rewinds":
 # number of the newest rollback in W&B's rows}.
 STATE_FILE = "wandb.json"
 
@@ -39,7 +39,7 @@ _CONNECT_SECONDS = 45.0
 _UPLOAD_SECONDS = 45.0
 
 
-class WeightsAndBiases:
+class WandbSink:
     """Sends steps and evaluations as history, the configuration, and the final state."""
 
     def __init__(
@@ -73,19 +73,19 @@ class WeightsAndBiases:
         )
 
     def write(self, event: Event) -> None:
-        run, state = self._run, self._kept
+        run, state = self._run, self._stored_state
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.facts))
         elif event.kind in _ROWS and event.step is not None:
-            if event.step >= self._numbers.lacking:
+            if event.step >= self._counter.first_missing:
                 self._log(event.step, event.facts, event.time)
                 is_first, state["last_step"] = state["last_step"] is None, event.step
                 if is_first:
                     self._save(state)
         elif event.kind == "rewind":
-            self._go_back(event.facts)
+            self._roll_back(event.facts)
         elif event.kind == "config_change":
-            self._numbers.begin_again(self._first_step)
+            self._counter.repeat_from(self._first_step)
             self._save(state)
         elif event.kind == "stop":
             reason = event.facts.get("reason")
@@ -93,28 +93,28 @@ class WeightsAndBiases:
             self._exit_code = 0 if reason == "completed" else 1
 
     def flush(self) -> None:
-        self._save(self._kept)
+        self._save(self._stored_state)
 
     def close(self) -> None:
         run = self._run
-        self._save(self._kept)
+        self._save(self._stored_state)
         run.finish(exit_code=self._exit_code)
 
     @functools.cached_property
-    def _kept(self) -> dict[str, Any]:
+    def _stored_state(self) -> dict[str, Any]:
         return self._state()
 
     @functools.cached_property
-    def _numbers(self) -> RowNumbers:
+    def _counter(self) -> StepCounter:
         if self._monitoring.wandb_mode == "online":
             next_row = self._connection.starting_step
         else:
-            next_row = next_step(self._local_folder() / "wandb", self._kept["id"])
-        return RowNumbers(self._kept["shifts"], next_row)
+            next_row = next_step(self._local_folder() / "wandb", self._stored_state["id"])
+        return StepCounter(self._stored_state["shifts"], next_row)
 
     @functools.cached_property
     def _connection(self) -> Any:
-        run = self._begin(self._kept["id"])
+        run = self._begin(self._stored_state["id"])
         run.define_metric(_AXIS)
         run.define_metric("*", step_metric=_AXIS)
         return run
@@ -125,20 +125,20 @@ class WeightsAndBiases:
         run = self._connection
         rewinds = self._rewinds_before_restart()
         for rewind in rewinds:
-            self._go_back(rewind)
-        for row in self._rows_before_restart(self._numbers.lacking, rewinds):
+            self._roll_back(rewind)
+        for row in self._rows_before_restart(self._counter.first_missing, rewinds):
             self._log(row["step"], row, row["time"])
         return run
 
     def _log(self, step: int, facts: Mapping[str, Any], at: float) -> None:
-        self._connection.log(_history(step, facts, at), step=self._numbers.row(step))
+        self._connection.log(_history(step, facts, at), step=self._counter.row(step))
 
-    def _go_back(self, rewind: Mapping[str, Any]) -> None:
+    def _roll_back(self, rewind: Mapping[str, Any]) -> None:
         # Rollbacks without a number are from older versions and were handled then.
-        if rewind.get("number", 0) > self._kept["rewinds"]:
-            self._kept["rewinds"] = rewind["number"]
-            self._numbers.begin_again(rewind["to"])
-            self._save(self._kept)
+        if rewind.get("number", 0) > self._stored_state["rewinds"]:
+            self._stored_state["rewinds"] = rewind["number"]
+            self._counter.repeat_from(rewind["to"])
+            self._save(self._stored_state)
 
     def _begin(self, run_id: str) -> Any:
         import wandb
@@ -198,12 +198,12 @@ class WeightsAndBiases:
         ]
 
     def _rows_before_restart(
-        self, lacking: int, rewinds: Sequence[Mapping[str, Any]]
+        self, first_missing: int, rewinds: Sequence[Mapping[str, Any]]
     ) -> Iterator[dict[str, Any]]:
-        if lacking >= self._first_step:
+        if first_missing >= self._first_step:
             return
         for row in stream_rows(self._folder / EVENTS_FILE):
-            if row.get("event") in _ROWS and lacking <= row["step"] < self._first_step:
+            if row.get("event") in _ROWS and first_missing <= row["step"] < self._first_step:
                 # The file is truncated meanwhile, so its row order says nothing.
                 stands = (
                     row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds

@@ -9,17 +9,17 @@ import numpy as np
 from MaxText.metrics.tables import short_count
 from MaxText.reports.chart import (
     SYMBOLS,
+    Annotation,
     Axis,
     Bars,
     Chart,
-    Mark,
     Series,
-    colour_of,
+    color_of,
     dash_of,
 )
 
 _INK, _GRID, _REFERENCE = "#333333", "#e6e6e6", "#7a7a7a"
-_MOST_LEGEND_ROWS = 14
+_MAX_LEGEND_ROWS = 14
 
 _LONGEST_TITLE = 90  # maximum characters of a title
 
@@ -76,7 +76,7 @@ def draw_bars(bars: Bars, title: str = "") -> bytes:
     left = np.zeros(len(bars.labels))
     places = np.arange(len(bars.labels))
     for part, shares in bars.parts.items():
-        axes.barh(places, shares, left=left, color=bars.colours[part], label=part, height=0.7)
+        axes.barh(places, shares, left=left, color=bars.colors[part], label=part, height=0.7)
         left += shares
     from matplotlib.ticker import PercentFormatter
 
@@ -92,17 +92,17 @@ def draw_bars(bars: Bars, title: str = "") -> bytes:
 
 def _draw_series(axes, series: Series, axis: Axis) -> None:
     points = series.points[axis.name]
-    colour = colour_of(series.colour)
+    color = color_of(series.color)
     if points.low is not None and points.high is not None:
-        axes.fill_between(points.x, points.low, points.high, color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(points.x, points.low, points.high, color=color, alpha=0.18, linewidth=0)
     style = _STYLES[series.kind]
-    dashes = _DASHES[dash_of(series.colour)]
+    dashes = _DASHES[dash_of(series.color)]
     # matplotlib hides labels that start with an underscore.
     label = f" {series.label}" if series.label.startswith("_") else series.label
-    axes.plot(points.x, points.y, color=colour, linestyle=dashes, label=label, **style)
+    axes.plot(points.x, points.y, color=color, linestyle=dashes, label=label, **style)
 
 
-def _draw_marks(axes, kind: str, marks: Sequence[Mark], axis: Axis) -> None:
+def _draw_marks(axes, kind: str, marks: Sequence[Annotation], axis: Axis) -> None:
     places = [mark.places[axis.name] for mark in marks if axis.name in mark.places]
     if places:
         x, y = zip(*places, strict=True)
@@ -130,7 +130,7 @@ def _draw_axis_above(axes, chart: Chart, axis: Axis, above: Axis) -> None:
 def _legend(axes) -> None:
     _, labels = axes.get_legend_handles_labels()
     if labels:
-        columns = -(-len(labels) // _MOST_LEGEND_ROWS)
+        columns = -(-len(labels) // _MAX_LEGEND_ROWS)
         for text in axes.legend(frameon=False, fontsize=9, ncols=columns).get_texts():
             text.set_parse_math(False)
 

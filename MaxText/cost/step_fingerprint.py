@@ -21,7 +21,7 @@ from MaxText.runtime.compilation_cache import cpu_fingerprint
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
 _KEYS = ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor")
-_WITHOUT_EFFECT = ("sharding_tolerance",)
+_IRRELEVANT_KEYS = ("sharding_tolerance",)
 
 # Sources that a step is traced from.
 _SOURCES = ("layers", "training", "parallelism/constraints.py", "parallelism/mesh.py")
@@ -30,7 +30,7 @@ _SOURCES = ("layers", "training", "parallelism/constraints.py", "parallelism/mes
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
 
 
-def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
+def fingerprint(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
     """Returns JSON values that are equal for runs that can share a step; batches are left out.
 
     `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
@@ -48,7 +48,7 @@ def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[st
     }
     return {
         "configuration": {
-            name: to_yaml(values[name]) for name in names if name not in _WITHOUT_EFFECT
+            name: to_yaml(values[name]) for name in names if name not in _IRRELEVANT_KEYS
         },
         "environment": flags,
         "versions": {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
@@ -72,15 +72,15 @@ def describe(tree: Any) -> dict[str, str]:
     }
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Returns a line "group, name: theirs there, ours here" per difference."""
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Returns a line "group, name: old in the file, new in this run" per difference."""
     lines = []
-    for group, values in ours.items():
-        others = theirs.get(group, {})
+    for group, values in current.items():
+        others = stored.get(group, {})
         for name in sorted({*values, *others}):
-            there, here = others.get(name, "nothing"), values.get(name, "nothing")
-            if there != here:
-                lines.append(f"{group}, {name}: {there} there, {here} here")
+            old, new = others.get(name, "nothing"), values.get(name, "nothing")
+            if old != new:
+                lines.append(f"{group}, {name}: {old} in the file, {new} in this run")
     return lines
 
 
@@ -88,7 +88,7 @@ def _hash_of_sources() -> str:
     package = pathlib.Path(MaxText.__file__).parent
     digest = hashlib.sha256()
     for source in _SOURCES:
-        place = package / source
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        path = package / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]

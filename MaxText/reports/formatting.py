@@ -2,7 +2,7 @@
 
 import math
 
-from MaxText.metrics.step_line import duration
+from MaxText.metrics.step_line import format_duration
 
 ABSENT = "-"
 
@@ -39,4 +39,4 @@ def size(num_bytes: float | None) -> str:
 
 def spent_time(seconds: float) -> str:
     """Formats seconds as h:mm:ss, or in seconds below a minute."""
-    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)

@@ -1,12 +1,11 @@
 """Parses and checks the command line of compare.py, without jax.
 
-Apart from the program's own arguments (OWN_WORDS) it consists of configuration files, and of
+Apart from the program's own arguments (OPTIONS) it consists of configuration files, and of
 key=value arguments that apply to each of them.
 """
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,11 +17,12 @@ from MaxText.config.catalogue import all_keys
 from MaxText.config.layering import ARGUMENT, YAML_PATH
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import Problem, nearest
+from MaxText.cost.plan_args import parse_amount
 
 Match = Literal["params", "flops", "tokens", "time"]
 Launch = Literal["run", "print"]
 
-OWN_WORDS = (
+OPTIONS = (
     "match",
     "seeds",
     "budget",
@@ -45,13 +45,11 @@ _FREE_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # Key of a name, if it differs.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
 
-_AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]*)", re.IGNORECASE)
-_COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CompareArgs:
     """A requested comparison."""
 
     configs: tuple[str, ...] = ()  # paths of configuration files as typed
@@ -67,7 +65,7 @@ class Request:
     sweep: Any = None  # as config_files parses values
 
 
-class _Refused(Exception):
+class _ArgumentError(Exception):
     """An invalid argument, with its problem."""
 
     def __init__(self, what: str, *facts: tuple[str, str]):
@@ -80,7 +78,7 @@ def default_free(match: Match) -> str:
     return WIDTH if match == "params" else STEPS
 
 
-def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
+def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
     """Parses the command line.
 
     Returns the request and all problems in the program's own arguments. `variants.expand` checks
@@ -93,26 +91,26 @@ def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
         match = ARGUMENT.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
         dashed, _, value = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and dashed in OWN_WORDS:
-            what = f"argument {argument!r}: words are written without dashes"
+        if argument.startswith("-") and dashed in OPTIONS:
+            what = f"argument {argument!r}: write options without dashes"
             fact = ("write", f"{dashed}={value or next(words, 'VALUE')}")
             problems.append(Problem(what, ("command line",), (fact,)))
-        elif name in OWN_WORDS:
+        elif name in OPTIONS:
             if texts.get(name, text) != text:
                 problems.append(
                     Problem(f"{name}: given twice with different values", ("command line",))
                 )
             texts[name] = text
         elif name == "stages":
-            what = "stages: they belong to one configuration, and are written in its file"
+            what = "stages: they belong to one configuration, so write them in its file"
             fact = ("write", "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file")
             problems.append(Problem(what, (f"command line, {argument}",), (fact,)))
         elif match and name in SET_PER_RUN:
             what = f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison"
             problems.append(Problem(what, (f"command line, {argument}",)))
-        elif close := _meant(name):
+        elif close := _suggest(name):
             fact = ("nearest", ", ".join(f"{word}=..." for word in close))
-            what = f"{name}: neither a word of this program nor a key"
+            what = f"{name}: neither an option of this program nor a key"
             problems.append(Problem(what, (f"command line, {argument}",), (fact,)))
         elif not match and YAML_PATH.fullmatch(argument):
             configs.append(argument)
@@ -125,23 +123,23 @@ def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
         if name in texts:
             try:
                 found[name] = read_word(texts[name])
-            except _Refused as error:
+            except _ArgumentError as error:
                 problems.append(error.problem)
     if found.get("match") == "time" and "num_devices" in found:
         what = "num_devices: match=time measures steps on this machine, not on another one"
         problems.append(Problem(what, ("command line",), (("instead", "run it there"),)))
-    return Request(
+    return CompareArgs(
         tuple(configs), tuple(keys), output=_output(texts.get("output", ""), keys), **found
     ), problems
 
 
-def _meant(name: str) -> list[str]:
+def _suggest(name: str) -> list[str]:
     """Returns the nearest known words, if the first is one of this program."""
     keys = all_keys()
     if not name or name in keys or name in ALIASES:
         return []
-    close = nearest(name, [*OWN_WORDS, *keys])
-    return close if close and close[0] in OWN_WORDS else []
+    close = nearest(name, [*OPTIONS, *keys])
+    return close if close and close[0] in OPTIONS else []
 
 
 def _readers(match: str) -> dict[str, Callable[[str], Any]]:
@@ -149,7 +147,7 @@ def _readers(match: str) -> dict[str, Callable[[str], Any]]:
         "match": lambda text: _choice("match", text, get_args(Match)),
         "launch": lambda text: _choice("launch", text, get_args(Launch)),
         "seeds": _seeds,
-        "budget": lambda text: _amount(text, match == "time"),
+        "budget": lambda text: _budget(text, match == "time"),
         "free": _free,
         "tolerance": _tolerance,
         "num_devices": lambda text: _whole("num_devices", text, least=1),
@@ -174,7 +172,7 @@ def _remote(words: Sequence[str]) -> list[Problem]:
     names = ("output", "base_output_directory", "run_name")
     return [
         Problem(
-            f"{word.partition('=')[0]}: a comparison is kept in a local folder",
+            f"{word.partition('=')[0]}: comparisons need a local folder",
             (f"command line, {word}",),
         )
         for word in words
@@ -188,13 +186,13 @@ def _choice(name: str, text: str, choices: Sequence[str]) -> str:
     close = nearest(text, choices)
     facts = [("accepted", ", ".join(choices))]
     facts += [("nearest", close[0])] if close else []
-    raise _Refused(f"{name}: {text!r} is not among the choices", *facts)
+    raise _ArgumentError(f"{name}: {text!r} is not a valid choice", *facts)
 
 
 def _whole(name: str, text: str, least: int) -> int:
     digits = text.strip().replace("_", "")
     if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
-        raise _Refused(f"{name}: {text!r} is not a whole number, {least} or more")
+        raise _ArgumentError(f"{name}: {text!r} is not a whole number, {least} or more")
     return int(digits)
 
 
@@ -208,20 +206,16 @@ def _seeds(text: str) -> tuple[int, ...]:
         return tuple(range(_whole("seeds", text, least=1)))
     seeds = tuple(_whole("seeds", item, least=0) for item in _items(text))
     if len(set(seeds)) < len(seeds):
-        raise _Refused(f"seeds: {text!r} names a seed twice")
+        raise _ArgumentError(f"seeds: {text!r} names a seed twice")
     return seeds
 
 
-def _amount(text: str, is_time: bool) -> float:
-    suffixes = _TIME_SUFFIXES if is_time else _COUNT_SUFFIXES
-    example = ("write", "budget=600, budget=10m or budget=1.5h" if is_time else
-               "budget=1e15, budget=10M or budget=1.5B")  # fmt: skip
-    match = _AMOUNT.fullmatch(text.strip())
-    if match is None or (suffix := match[2] if is_time else match[2].upper()) not in suffixes:
-        raise _Refused(f"budget: {text!r} is no amount", example)
-    amount = float(match[1]) * suffixes[suffix]
-    if not 0 < amount < math.inf:
-        raise _Refused(f"budget: {text!r} is not above 0 and finite", example)
+def _budget(text: str, is_time: bool) -> float:
+    amount = parse_amount(text, _TIME_SUFFIXES) if is_time else parse_amount(text)
+    if amount is None:
+        examples = ("600", "10m", "1.5h") if is_time else ("1e15", "10M", "1.5B")
+        example = ("write", " or ".join(f"budget={text}" for text in examples))
+        raise _ArgumentError(f"budget: {text!r} is not an amount above 0", example)
     return amount
 
 
@@ -231,7 +225,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         tolerance = math.nan
     if not 0 < tolerance < 1:
-        raise _Refused(f"tolerance: {text!r} is no share above 0 and below 1")
+        raise _ArgumentError(f"tolerance: {text!r} is not a fraction between 0 and 1")
     return tolerance
 
 
@@ -243,13 +237,13 @@ def _free(text: str) -> tuple[str, ...]:
             continue
         if name not in keys:
             close = nearest(name, [*_FREE_NAMES, *keys])
-            raise _Refused(
+            raise _ArgumentError(
                 f"free: {name!r} is neither {', '.join(_FREE_NAMES)} nor a key",
                 *([("nearest", ", ".join(close))] if close else []),
             )
         if keys[name].annotation is not int:
             kind = values.describe(keys[name].annotation)
-            raise _Refused(f"free: {name} is not a whole number but {kind}")
+            raise _ArgumentError(f"free: {name} is not a whole number but {kind}")
     return names
 
 
@@ -261,7 +255,7 @@ def _sweep(text: str) -> Any:
         return values.from_node(node)
     except (yaml.YAMLError, values.WrongValue) as error:
         reason = getattr(error, "problem", None) or str(error)
-        raise _Refused(
+        raise _ArgumentError(
             f"sweep: {text!r} cannot be read: {reason}",
             ("write", "'sweep={position_embedding: [rotary, learned]}', in quotes"),
         ) from error

@@ -9,14 +9,15 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
-from MaxText.metrics.run_record import RunRecord, read_run, real_folder
+from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
+from MaxText.storage.file_access import natural_key
 from MaxText.storage.paths import natural_key, parse_path
 
 COMPARISON_FILE = "comparison.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class DiscoveredRuns:
     """Runs and their groups.
 
     Attributes:
@@ -30,53 +31,53 @@ class Found:
     problems: list[str]
 
 
-def find_runs(places: Sequence[str]) -> Found:
+def find_runs(paths: Sequence[str]) -> DiscoveredRuns:
     """Reads the runs in folders of runs at any depth; a comparison.json defines groups.
 
     Raises:
       UserError: A folder is missing or has no run, or a named run cannot be read.
     """
-    found = Found([], {}, [])
-    for place in places:
+    discovered = DiscoveredRuns([], {}, [])
+    for path in paths:
         try:
-            _add(place, found)
+            _add(path, discovered)
         except OSError as error:
             raise UserError(
-                f"{place} cannot be read: {error.strerror or error}. Check its permissions."
+                f"cannot read {path}: {error.strerror or error}. Check its permissions."
             ) from error
-    return found
+    return discovered
 
 
-def _add(place: str, found: Found) -> None:
-    folder = parse_path(str(place), "RUN")
+def _add(path: str, discovered: DiscoveredRuns) -> None:
+    folder = parse_path(str(path), "RUN")
     if not folder.exists():
-        raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
+        raise UserError(f"{path}: no such folder. Give the folder of a run.")
     if not folder.is_dir():
-        raise UserError(f"{place} is a file. Give the folder of a run.")
-    known = {real_folder(run.folder) for run in found.runs}
+        raise UserError(f"{path} is a file. Give the folder of a run.")
+    known = {resolve_run_dir(run.folder) for run in discovered.runs}
     if (folder / EVENTS_FILE).exists():
-        if real_folder(folder) not in known:
-            found.runs.append(read_run(folder))
+        if resolve_run_dir(folder) not in known:
+            discovered.runs.append(read_run(folder))
         return
     inside = list(_folders_of_runs(folder, set()))
     if not inside:
         raise UserError(
-            f"{place} has no {EVENTS_FILE}, and no folder in it has one, so no run has recorded "
-            "there. Give the folder of a run, which is base_output_directory/run_name."
+            f"{path} contains no {EVENTS_FILE}, also not in its subfolders, so it is not the "
+            "folder of a run. Give base_output_directory/run_name."
         )
     problems: list[str] = []
     for each in inside:
         try:
-            if real_folder(each) not in known:
-                found.runs.append(read_run(each))
+            if resolve_run_dir(each) not in known:
+                discovered.runs.append(read_run(each))
         except UserError as error:
             # A run that has just begun must not hide the others.
-            problems.append(f"Left out: {error}")
+            problems.append(f"Skipped: {error}")
     if len(problems) == len(inside):
-        raise UserError("\n".join([f"No run in {place} can be read.", *problems]))
-    found.problems.extend(problems)
+        raise UserError("\n".join([f"No run in {path} is readable.", *problems]))
+    discovered.problems.extend(problems)
     for label, members in _groups(folder).items():
-        found.groups.setdefault(label, []).extend(members)
+        discovered.groups.setdefault(label, []).extend(members)
 
 
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
@@ -84,7 +85,7 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
 
     `visited` collects real paths, because links may form cycles.
     """
-    real = real_folder(folder)
+    real = resolve_run_dir(folder)
     if real in visited:
         return
     visited.add(real)
@@ -102,13 +103,13 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
     if not file.exists():
         return {}
     try:
-        found: Any = json.loads(file.read_text())
+        content: Any = json.loads(file.read_text())
         return {
             str(label): [str(folder / member) for member in members]
-            for label, members in found["groups"].items()
+            for label, members in content["groups"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f'{file} is not of the form {{"groups": {{label: [folder, ...]}}}}: '
-            f"{type(error).__name__}: {error}. Restore it, or remove it to see each run alone."
+            f"{type(error).__name__}: {error}. Restore it, or remove it to show runs ungrouped."
         ) from error

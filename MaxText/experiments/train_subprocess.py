@@ -1,4 +1,7 @@
-"""Runs train.py in a subprocess, with a log and step progress."""
+"""Runs train.py in subprocesses, with a log, a lock on the folder, and step progress.
+
+The comparing program opens no accelerator itself, so that all are free for the runs.
+"""
 
 import contextlib
 import errno
@@ -7,23 +10,78 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from MaxText.config.catalogue import all_keys
+from MaxText.config.config_files import REPOSITORY
+from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.saved import resolved_yaml
+from MaxText.early_signals import handled
 from MaxText.errors import UserError
-from MaxText.experiments.child_processes import environment_of_runs, train_command
 from MaxText.experiments.comparison_plan import Run
 from MaxText.metrics.events import EVENTS_FILE
 
+TRAIN = REPOSITORY / "MaxText" / "train.py"
 _LOCK = ".running"
 _POLL_SECONDS = 0.25
 _TAIL_BYTES = 1 << 16  # of an events file, enough for at least one whole row
 _PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
 
+_COUNT_DEVICES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from MaxText.errors import UserError
+from MaxText.runtime import start_up
+start_up.choose_platform(sys.argv[2])
+try:
+    print("devices", len(start_up.find_devices(sys.argv[2])))
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def key_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns environment variables that would override a run's keys."""
+    names = {f"M_{name.upper()}" for name in (*all_keys(), *ALIASES)}
+    return sorted(names.intersection(environment))
+
+
+def subprocess_env() -> dict[str, str]:
+    """Returns the environment without key variables: keys are resolved."""
+    leave_out = key_variables(os.environ)
+    return {name: value for name, value in os.environ.items() if name not in leave_out}
+
+
+def train_command(config: Path) -> list[str]:
+    """Returns the command that trains a configuration."""
+    # A relative path with "=" (labels contain it) would parse as key=value.
+    is_like_key = "=" in str(config) and not config.is_absolute()
+    return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
+
+
+def count_devices(hardware: str) -> int:
+    """Returns the device count of this machine; raises UserError if none."""
+    command = [sys.executable, "-c", _COUNT_DEVICES, str(REPOSITORY), hardware]
+    done = subprocess.run(
+        command, env=subprocess_env(), capture_output=True, text=True, check=False
+    )
+    words = done.stdout.split()
+    if done.returncode or words[:1] != ["devices"]:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise UserError(f"cannot count the devices of this machine: {lines[-1]}")
+    return int(words[1])
+
+
+def tail(log: Path, count: int = 12) -> str:
+    """Returns the end of a log, indented."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"
+
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """Locks a folder against other commands; yields the file descriptor.
 
     Runs inherit it, so one that outlives a killed command still holds the folder. Raises UserError
@@ -35,7 +93,7 @@ def hold(folder: Path) -> Iterator[int]:
     except OSError as error:
         raise UserError(
             f"cannot write to the comparison's folder {folder}: {error}. "
-            "Choose another one by output=."
+            "Set output= to another folder."
         ) from error
     try:
         try:
@@ -43,8 +101,8 @@ def hold(folder: Path) -> Iterator[int]:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise UserError(
-                    f"another compare.py, or a run that it started, is at work in {folder}. "
-                    "Wait for it, end it, or name another folder by output=."
+                    f"{folder} is locked by another compare.py process or one of its runs. Wait "
+                    "for it, stop it, or set output= to another folder."
                 ) from error
             # The file system has no locks: continue without one.
         yield descriptor
@@ -59,16 +117,8 @@ def signals_as_exceptions() -> Iterator[None]:
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {
-        number: signal.signal(number, stop)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN  # nohup
-    }
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
@@ -82,7 +132,7 @@ def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
     with run.log.open("ab") as log:
         process = subprocess.Popen(
             train_command(run.config_path),
-            env=environment_of_runs(),
+            env=subprocess_env(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -95,9 +145,9 @@ def train(run: Run, descriptor: int, on_steps: Callable[[int], None]) -> int:
                 try:
                     return process.wait(_POLL_SECONDS)
                 except subprocess.TimeoutExpired:
-                    on_steps(steps_done(run.folder))
+                    on_steps(num_completed_steps(run.folder))
         except BaseException:
-            _end(process)
+            _terminate(process)
             raise
 
 
@@ -107,10 +157,12 @@ def write_config(run: Run) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
         run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write to {run.folder}: {error}. Name another output=.") from error
+        raise UserError(
+            f"cannot write to {run.folder}: {error}. Set output= to another folder."
+        ) from error
 
 
-def _end(process: subprocess.Popen) -> None:
+def _terminate(process: subprocess.Popen) -> None:
     """Interrupts a run and waits; kills it on a second Ctrl-C or timeout."""
     # Shells ignore SIGINT in a script's background jobs, and the run inherits that.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -124,7 +176,7 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def steps_done(folder: Path) -> int:
+def num_completed_steps(folder: Path) -> int:
     """Returns the number of steps that a run has recorded so far."""
     try:
         with (folder / EVENTS_FILE).open("rb") as file:

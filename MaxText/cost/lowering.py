@@ -17,7 +17,7 @@ from MaxText.training.assembly import setup_train
 from MaxText.training.state import TrainState
 
 
-class Planned(NamedTuple):
+class LoweredStep(NamedTuple):
     """A train step before compilation.
 
     Attributes:
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
     lines: Sequence[str]
 
 
-def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
+def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     """Traces train.py's step for these devices, for the last batch stage, without opening data.
 
     Batches have positions and segments unless the text is synthetic or attend_across_documents is
@@ -60,10 +60,10 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
     lowered = layout.lower_step(built.step, state, batch)
     lines = [*built.choices, *resolved.lines]
-    return Planned(config, model, layout, state, batch, plan, stage.length, lowered, lines)
+    return LoweredStep(config, model, layout, state, batch, plan, stage.length, lowered, lines)
 
 
-def compile_planned(planned: Planned) -> tuple[jax.stages.Compiled, float]:
+def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
     """Returns the step and its compile time in seconds; raises RESOURCE_EXHAUSTED like XLA."""
     # On CPU, JAX cannot serialize a program loaded from the cache.
     was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009

@@ -1,4 +1,4 @@
-"""Results of a comparison: table, sentences and CSV files."""
+"""Results of a comparison: table, summary_lines and CSV files."""
 
 import csv
 import dataclasses
@@ -7,13 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from MaxText.errors import UserError
-from MaxText.experiments.chain_record import joined
+from MaxText.experiments.chain_record import merge_stage_records
 from MaxText.experiments.comparison_plan import Chain, Plan, Run, run_path
-from MaxText.experiments.seed_statistics import Difference, Summary, in_words, paired_difference
+from MaxText.experiments.seed_statistics import (
+    Difference,
+    Summary,
+    format_difference,
+    paired_difference,
+)
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run
-from MaxText.metrics.tables import short_count
-from MaxText.reports.wording import ABSENT, loss, operations
+from MaxText.metrics.tables import format_table, short_count
+from MaxText.reports.formatting import ABSENT, loss, operations
 
 COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is resumed.
@@ -45,7 +50,7 @@ class RunResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ConfigResults:
     """Finished runs of one configuration."""
 
     label: str
@@ -80,7 +85,7 @@ class Group:
         return math.exp(min(self.loss.mean, 700.0))
 
 
-def record_of(run: Run) -> RunRecord | None:
+def load_record(run: Run) -> RunRecord | None:
     """Returns the run's record; None if it has not started recording."""
     if not (run.folder / EVENTS_FILE).exists():
         return None
@@ -94,7 +99,7 @@ def record_of(run: Run) -> RunRecord | None:
 
 def is_over(run: Run) -> bool:
     """Returns whether a run ended, or an earlier stage diverged."""
-    record = record_of(run)
+    record = load_record(run)
     if record is not None and record.state in FINISHED:
         return True
     return run.previous is not None and _has_diverged(run.previous)
@@ -102,31 +107,31 @@ def is_over(run: Run) -> bool:
 
 def _has_diverged(run: Run) -> bool:
     """Returns whether a run or one of its previous stages diverged."""
-    record = record_of(run)
+    record = load_record(run)
     if record is not None and record.state == DIVERGED:
         return True
     return run.previous is not None and _has_diverged(run.previous)
 
 
-def record_of_chain(chain: Chain) -> RunRecord | None:
-    """Returns a chain's joined record; None until it is over."""
+def load_chain_record(chain: Chain) -> RunRecord | None:
+    """Returns a chain's merge_stage_records record; None until it is over."""
     if not all(map(is_over, chain)):
         return None
     if len(chain) == 1:
-        return record_of(chain[0])
+        return load_record(chain[0])
     records = []
     for run in chain:
-        record = record_of(run)
+        record = load_record(run)
         if record is None:
             break
         records.append(record)
         if record.state == DIVERGED:
             break
-    return joined(records, records[0].folder.parent)
+    return merge_stage_records(records, records[0].folder.parent)
 
 
-def result_of(chain: Chain, record: RunRecord) -> RunResult:
-    """Summarizes a chain and its joined record."""
+def summarize(chain: Chain, record: RunRecord) -> RunResult:
+    """Summarizes a chain and its merge_stage_records record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
@@ -146,7 +151,7 @@ def result_of(chain: Chain, record: RunRecord) -> RunResult:
     )
 
 
-def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[Group]:
+def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[ConfigResults]:
     """Groups results by label, with differences to the first configuration."""
     losses: dict[str, dict[int, float]] = {label: {} for label in labels}
     for result in results:
@@ -155,7 +160,7 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[G
     first = labels[0]
     kinds = {result.config: result.loss_kind for result in results}
     return [
-        Group(
+        ConfigResults(
             label,
             tuple(result for result in results if result.config == label),
             Summary.of(list(losses[label].values())),
@@ -174,7 +179,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def table_rows(groups: Sequence[Group]) -> list[list[str]]:
+def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     """Returns one row per configuration, under HEADER."""
 
     def counted(number: float | None) -> str:
@@ -186,7 +191,7 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
         [
             group.label,
             loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
-            loss(group.loss.deviation),
+            loss(group.loss.std),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
             _optional(group.perplexity, ".2f"),
             counted(group.mean("parameters")),
@@ -198,7 +203,7 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
     ]
 
 
-def _kinds(groups: Sequence[Group]) -> dict[str, list[str]]:
+def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
     """Returns labels by kind of loss; empty if all are of the same kind."""
     kinds: dict[str, list[str]] = {}
     for group in groups:
@@ -211,38 +216,30 @@ def _optional(number: float | None, pattern: str) -> str:
     return ABSENT if number is None else format(number, pattern)
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Formats a table as lines; only the first column is left-aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for first, *rest in (header, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
-
-
-def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
+def summary_lines(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     """Returns conclusions and caveats."""
     first, *others = groups
     lines = [
-        in_words(first.label, group.label, group.difference)
+        format_difference(first.label, group.label, group.difference)
         for group in others
         if group.difference is not None
     ]
-    intervals = [group for group in others if group.difference and group.difference.low is not None]
+    intervals = [
+        group for group in others if group.difference and group.difference.ci_low is not None
+    ]
     if len(intervals) > 1:
         lines.append(
             f"These are {len(intervals)} intervals of 95 % each, not corrected for their number: "
-            "the more configurations, the likelier that one of them leaves 0 out by chance."
+            "the more configurations, the likelier that one of them excludes 0 by chance."
         )
     if kinds := _kinds(groups):
         each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
         lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
-    lines += [line for group in others for line in _other_validation(first, group)]
-    return lines + [line for group in groups for line in _reservations(group, plan)]
+    lines += [line for group in others for line in _validation_mismatch(first, group)]
+    return lines + [line for group in groups for line in _caveats(group, plan)]
 
 
-def _other_validation(first: Group, group: Group) -> Iterator[str]:
+def _validation_mismatch(first: ConfigResults, group: ConfigResults) -> Iterator[str]:
     """Warns about validation on more or fewer tokens than the first."""
     tokens = {result.seed: result.validation_tokens for result in first.results}
     for result in group.results:
@@ -250,39 +247,39 @@ def _other_validation(first: Group, group: Group) -> Iterator[str]:
         if ours and theirs and ours != theirs:
             yield (
                 f"{group.label} was validated on {theirs:,.0f} tokens and {first.label} on "
-                f"{ours:,.0f}, so part of the difference is that of the texts. eval_steps=-1 takes "
-                "all of the text, and eval_per_device_batch_size= is for validation alone."
+                f"{ours:,.0f}, so part of the difference comes from the texts. Set eval_steps=-1 "
+                "to use all of the text, and eval_per_device_batch_size for validation only."
             )
             return
 
 
-def _reservations(group: Group, plan: Plan) -> Iterator[str]:
+def _caveats(group: ConfigResults, plan: Plan) -> Iterator[str]:
     """Yields deviations of a configuration's runs from the plan."""
     planned = plan.planned[group.label]
     if group.diverged:
-        yield f"{group.label}: {group.diverged} diverged, in no mean."
+        yield f"{group.label}: {group.diverged} diverged, excluded from means."
     for result in group.results:
         if result.state == COMPLETED and result.steps < planned.steps:
             yield (
                 f"{result.config} seed {result.seed} ended after {result.steps} of {planned.steps} "
-                "steps (num_epoch or target_eval_loss): it had less than the others."
+                "steps (num_epoch or target_eval_loss): it had a smaller budget than the others."
             )
     seconds = group.mean("train_seconds")
     if planned.seconds and seconds and abs(seconds / planned.seconds - 1) > _SPEED_CHANGED:
         yield (
             f"{group.label} trained for {seconds:,.1f} s where {planned.seconds:,.1f} s were "
-            f"planned ({seconds / planned.seconds - 1:+.0%}): the machine's speed was another when "
-            "steps were measured."
+            f"planned ({seconds / planned.seconds - 1:+.0%}): the machine changed its speed "
+            "since steps were timed."
         )
 
 
-def text_lines(groups: Sequence[Group], plan: Plan) -> list[str]:
-    """Returns table and sentences for the terminal."""
+def text_lines(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
+    """Returns table and summary_lines for the terminal."""
     return [
-        *aligned(HEADER, table_rows(groups)),
+        *format_table(HEADER, table_rows(groups), max_width=None).splitlines(),
         TABLE_NOTE,
         "",
-        *sentences(groups, plan),
+        *summary_lines(groups, plan),
     ]
 
 
@@ -297,7 +294,7 @@ def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
     _write_csv(path, [*names, "tokens_per_second"], rows)
 
 
-def write_summary_csv(path: Path, groups: Sequence[Group]) -> None:
+def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     """Writes one row per configuration, with differences to the first."""
     rows = []
     for group in groups:
@@ -308,7 +305,7 @@ def write_summary_csv(path: Path, groups: Sequence[Group]) -> None:
                 "runs": group.loss.count,
                 "diverged": group.diverged,
                 "validation_loss": group.loss.mean,
-                "validation_loss_sd": group.loss.deviation,
+                "validation_loss_sd": group.loss.std,
                 "perplexity": group.perplexity,
                 "parameters": group.mean("parameters"),
                 "flops": group.mean("flops"),
@@ -316,8 +313,8 @@ def write_summary_csv(path: Path, groups: Sequence[Group]) -> None:
                 "train_seconds": group.mean("train_seconds"),
                 "tokens_per_second": group.mean("tokens_per_second"),
                 "difference": difference.mean,
-                "difference_low_95": difference.low,
-                "difference_high_95": difference.high,
+                "difference_low_95": difference.ci_low,
+                "difference_high_95": difference.ci_high,
                 "difference_seeds": difference.count if group.difference else None,
             }
         )

@@ -53,7 +53,7 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
             other.write_bytes(whole)
             other.replace(file)
     except OSError as error:
-        raise UserError(f"compiled_trainstep_file={path}: cannot be written ({error})") from error
+        raise UserError(f"compiled_trainstep_file={path}: cannot write it ({error})") from error
     return signature
 
 
@@ -63,23 +63,23 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
         content = parse_path(path, "compiled_trainstep_file").read_bytes()
     except FileNotFoundError as error:
         raise UserError(
-            f"compiled_trainstep_file={path}: there is no such file. Make it by train_compile.py "
-            "with the same configuration and compile_topology, or leave the key out."
+            f"compiled_trainstep_file={path}: no such file. Create it by train_compile.py with the "
+            "same configuration and compile_topology, or remove the key."
         ) from error
     except OSError as error:
-        raise UserError(f"compiled_trainstep_file={path}: cannot be read ({error})") from error
-    refused = f"compiled_trainstep_file={path} is refused, and nothing of it was run:"
+        raise UserError(f"compiled_trainstep_file={path}: cannot read it ({error})") from error
+    refused = f"compiled_trainstep_file={path} is rejected, and none of it was executed:"
     first, _, rest = content.partition(b"\n")
     if first + b"\n" != _FIRST_LINE:
-        raise UserError(f"{refused} it is no file of this version's train_compile.py.")
+        raise UserError(f"{refused} it is not a file of this version's train_compile.py.")
     signature, _, signed = rest.partition(b"\n")
     key = _read_key(may_make=False)
     if not hmac.compare_digest(_sign(key, signed).encode(), signature):
         raise UserError(
-            f"{refused} its signature is not that of the key {key_file()}. It is damaged, was "
-            "changed, or comes from somebody with another key.\n"
-            "  What to do: compile it again, or bring the key of the machine where it was made; "
-            f"{KEY_VARIABLE} names its file."
+            f"{refused} invalid signature for key {key_file()}: the file is corrupted, was "
+            "modified, or was signed with another key.\n"
+            "  What to do: compile it again, or copy the key of the machine that compiled it; "
+            f"{KEY_VARIABLE} is the path of the key."
         )
     facts, _, executable = signed.partition(b"\n")
     if len(facts) > _LONGEST_FACTS:
@@ -103,19 +103,19 @@ def _read_key(may_make: bool) -> bytes:
         except FileExistsError:
             pass
         except OSError as error:
-            raise UserError(f"the signing key {file} cannot be made ({error})") from error
+            raise UserError(f"cannot create the signing key {file} ({error})") from error
     try:
         mode = file.stat().st_mode
         key = file.read_bytes().strip()
     except OSError as error:
         raise UserError(
-            f"there is no key to verify compiled_trainstep_file with: {file} ({error}).\n"
+            f"no key to verify compiled_trainstep_file: {file} ({error}).\n"
             "  What to do: copy that file from the machine that compiled, with its permissions, or "
-            f"name it by {KEY_VARIABLE}."
+            f"set {KEY_VARIABLE} to its path."
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(
-            f"the signing key {file} is open to others, who could sign what they like: "
+            f"other users can access the signing key {file}, and could sign anything with it. Run: "
             f"chmod 600 {file}"
         )
     if len(key) < _KEY_BYTES:

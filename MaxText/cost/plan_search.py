@@ -19,18 +19,18 @@ from MaxText.config.model_sections import Pipeline
 from MaxText.config.rules import RULES
 from MaxText.config.saved import differences, flat
 from MaxText.config.schema import Config
-from MaxText.cost.abstract_step import Program, model_of
-from MaxText.cost.communication import exchanges
+from MaxText.cost.abstract_step import Program, abstract_model
+from MaxText.cost.communication import communication_costs
 from MaxText.cost.hardware import Hardware
-from MaxText.cost.job_plan import FULL, Plan, plan_of, program_on
+from MaxText.cost.job_plan import USABLE_SHARE, Plan, make_program_for, plan_of
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.cost.step_memory import least_memory
-from MaxText.cost.step_time import least_time
+from MaxText.cost.step_memory import min_memory
+from MaxText.cost.step_time import min_step_time
 from MaxText.errors import UserError
 from MaxText.training import backend_defaults
 
 POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
-MOST_PROPOSED = 8
+MAX_PROPOSALS = 8
 _BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 _RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
 
@@ -43,16 +43,16 @@ class _Mesh:
     batches: list[dict[str, Any]]
 
 
-def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
-    """Returns at most MOST_PROPOSED plans that fit, the shortest step first."""
+def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
+    """Returns at most MAX_PROPOSALS plans that fit, the shortest step first."""
     search = _Search(flat(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None
     for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
-        if len(found) == MOST_PROPOSED and mesh.seconds >= found[-1].time.middle:
+        if len(found) == MAX_PROPOSALS and mesh.seconds >= found[-1].time.estimate:
             break
         fits, closest = search.plans(mesh)
-        found = sorted([*found, *fits], key=lambda plan: plan.time.middle)[:MOST_PROPOSED]
+        found = sorted([*found, *fits], key=lambda plan: plan.time.estimate)[:MAX_PROPOSALS]
         if closest and (smallest is None or closest.memory.total < smallest.memory.total):
             smallest = closest
     if found:
@@ -63,12 +63,12 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
             "divides this model and batch. Set another number of devices, another "
             "per_device_batch_size, or a higher sharding_tolerance."
         )
-    keys = " ".join(command((), smallest, config)) or "the configuration as it is"
+    keys = " ".join(command_with_plan((), smallest, config)) or "the configuration as it is"
     raise NothingFits(
-        f"nothing fits {hardware.describe()}: the least that is needed is "
-        f"{smallest.memory.total / 1e9:.1f} GB per device, with {keys}; there "
-        f"are {hardware.memory / 1e9:.1f} GB. Take more devices, a smaller model, or an optimizer "
-        "with less state (opt_type=adafactor, mu_dtype=bfloat16)."
+        f"nothing fits {hardware.describe()}: the smallest plan needs "
+        f"{smallest.memory.total / 1e9:.1f} GB per device, with {keys}, and a device has "
+        f"{hardware.memory / 1e9:.1f} GB. Use more devices, a smaller model, or an optimizer with "
+        "less state (opt_type=adafactor, mu_dtype=bfloat16)."
     )
 
 
@@ -78,7 +78,7 @@ class NothingFits(UserError):
     exit_code = 1
 
 
-def words(plan: Plan, config: Config) -> dict[str, str]:
+def searched_overrides(plan: Plan, config: Config) -> dict[str, str]:
     """Returns a plan's searched keys and values as typed on the command line."""
     changed = differences(flat(config), flat(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
@@ -86,9 +86,9 @@ def words(plan: Plan, config: Config) -> dict[str, str]:
     return {name: changed[name][1].strip('"') for name in searched if name in changed}
 
 
-def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
+def command_with_plan(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
     """Returns the command line of `config` with a plan's keys, each given once."""
-    new = words(plan, config)
+    new = searched_overrides(plan, config)
     kept = [word for word in arguments if word.partition("=")[0] not in new]
     return [*kept, *(f"{name}={value}" for name, value in new.items())]
 
@@ -102,12 +102,12 @@ class _Search:
     def meshes(self, config: Config) -> Iterator[_Mesh]:
         """Yields meshes that divide model and batch and that no rule rejects."""
         every = microbatches(config, self.hardware)
-        for keys in candidates(config, self.hardware):
+        for keys in candidate_meshes(config, self.hardware):
             for number, batch in enumerate(every):
                 program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
                 if program is not None:
-                    exchanged = exchanges(program, self.hardware)
-                    seconds = least_time(program, self.hardware, exchanged, self.peak)
+                    communication = communication_costs(program, self.hardware)
+                    seconds = min_step_time(program, self.hardware, communication, self.peak)
                     yield _Mesh(seconds, keys, every[number:])
                     break
 
@@ -149,7 +149,7 @@ class _Search:
             program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
             if program is not None:
                 last = [batch]
-                if least_memory(program) <= FULL * self.hardware.memory:
+                if min_memory(program) <= USABLE_SHARE * self.hardware.memory:
                     left.append(batch)
         return left or last
 
@@ -161,7 +161,7 @@ class _Search:
         if any(rule.check(config) for rule in blamed):
             return None
         try:
-            return program_on(config, self.hardware)
+            return make_program_for(config, self.hardware)
         except UserError:
             return None
 
@@ -187,11 +187,11 @@ def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
         steps *= next(factor for factor in range(2, rest + 1) if rest % factor == 0)
 
 
-LARGEST_TENSOR = 8
-MOST_STAGES = 16
+MAX_TENSOR = 8
+MAX_STAGES = 16
 # Minimum length from which sequences are split despite a large enough batch, and maximum parts.
 LONG_SEQUENCE = 8192
-LARGEST_CONTEXT = 8
+MAX_CONTEXT = 8
 _BYTES_OF_A_WEIGHT = 16  # a float32 weight, two moments, and its gradient
 
 _PIPELINE = tuple(Pipeline.model_fields)
@@ -200,7 +200,7 @@ MESH_KEYS = (*(size_key(axis, network) for network in NETWORKS for axis in MESH_
 Keys = dict[str, int]
 
 
-def candidates(config: Config, hardware: Hardware) -> Iterator[Keys]:
+def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
     """Yields mesh keys, and pipeline keys if there are stages.
 
     Within a slice, weights are sharded over all or half of the devices, or replicated; across
@@ -232,7 +232,7 @@ def sequences_of(config: Config, hardware: Hardware) -> int:
 def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
     for expert, tensor, context, stage in itertools.product(
         _experts(config),
-        _powers(LARGEST_TENSOR),
+        _powers(MAX_TENSOR),
         _contexts(config, hardware),
         _stages(config, hardware, num_devices),
     ):
@@ -248,7 +248,7 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
 
 
 def _across(num_slices: int) -> Iterator[Keys]:
-    for stage in (n for n in range(1, MOST_STAGES + 1) if num_slices % n == 0):
+    for stage in (n for n in range(1, MAX_STAGES + 1) if num_slices % n == 0):
         rest = num_slices // stage
         for fsdp in dict.fromkeys((1, rest)):
             yield {"data": rest // fsdp, "stage": stage, "fsdp": fsdp}
@@ -264,7 +264,7 @@ def _experts(config: Config) -> list[int]:
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
     """Returns numbers of sequence parts: several for long sequences or many devices."""
     length = config.model.shape.max_target_length
-    most = LARGEST_CONTEXT if length >= LONG_SEQUENCE else 1
+    most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
     waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
     if waiting > 1:
         most = max(most, 2 ** (waiting - 1).bit_length())
@@ -274,8 +274,8 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
     """Returns numbers of stages: several if a slice cannot hold the weights otherwise."""
     section, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
-    needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
-    return _powers(MOST_STAGES if needed > hardware.memory else 1)
+    needed = _BYTES_OF_A_WEIGHT * abstract_model(section).num_parameters / num_devices
+    return _powers(MAX_STAGES if needed > hardware.memory else 1)
 
 
 def _transposed(within: Keys, across: Keys, width: int) -> Keys:

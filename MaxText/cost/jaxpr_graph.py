@@ -96,8 +96,8 @@ class Node:
     """An equation that is not a call."""
 
     name: str
-    reads: list[Value]
-    makes: list[Value]
+    inputs: list[Value]
+    outputs: list[Value]
     params: dict[str, Any]
     bodies: tuple["Traced", ...] = ()  # programs of a loop or of branches
     times: int = 1  # iterations of the body
@@ -105,7 +105,7 @@ class Node:
     @property
     def is_written(self) -> bool:
         """Whether a compiler runs it as its own kernel."""
-        return any(value.is_written for value in self.makes)
+        return any(value.is_written for value in self.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +135,12 @@ def traced(
     for value, weight, square in zip(given, weights, squares, strict=True):
         value.weight, value.is_square = weight, square
     nodes: list[Node] = []
-    results = _written_out(jaxpr, given, nodes, size_of)
-    nodes = _needed(nodes, results)
+    results = _inline_calls(jaxpr, given, nodes, size_of)
+    nodes = _drop_dead_nodes(nodes, results)
     if first_slice is not None:
         nodes = _with_slices(nodes, [value for value in given[first_slice:] if not value.weight])
     for number, node in enumerate(nodes):
-        for value in node.reads:
+        for value in node.inputs:
             value.readers.append(number)
     for node in nodes:
         _find_roots(node, nodes)
@@ -157,7 +157,7 @@ def _value(aval: Any, size_of: SizeOf) -> Value:
     return Value(tuple(shape), size_of(shape, width), width)
 
 
-def _written_out(
+def _inline_calls(
     jaxpr: core.Jaxpr, given: Sequence[Value], nodes: list[Node], size_of: SizeOf
 ) -> list[Value]:
     """Appends equations to `nodes` with calls inlined; returns the results."""
@@ -173,7 +173,7 @@ def _written_out(
         body = next((params[key] for key in _BODIES if key in params), None)
         if name in _CALLS and body is not None:
             inner = getattr(body, "jaxpr", body)
-            made = _written_out(inner, reads, nodes, size_of)
+            made = _inline_calls(inner, reads, nodes, size_of)
         else:
             made = [_value(variable.aval, size_of) for variable in equation.outvars]
             nodes.append(Node(name, reads, made, params))
@@ -181,11 +181,11 @@ def _written_out(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _needed(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
+def _drop_dead_nodes(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
     needed, kept = set(results), []
     for node in reversed(nodes):
-        if any(value in needed for value in node.makes):
-            needed.update(node.reads)
+        if any(value in needed for value in node.outputs):
+            needed.update(node.inputs)
             kept.append(node)
     return kept[::-1]
 
@@ -194,7 +194,7 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
     """Inserts each slice of a stack right before its first use."""
     uncut, complete = set(slices), []
     for node in nodes:
-        for value in node.reads:
+        for value in node.inputs:
             if value in uncut:
                 uncut.remove(value)
                 complete.append(Node(SLICE, [], [value], {}))
@@ -203,21 +203,21 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
 
 
 def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
-    handed_on = _handed_on(node)
-    for place, value in enumerate(node.makes):
-        if place in handed_on:
-            same = node.reads[handed_on[place]]
+    restacked = _restacked_results(node)
+    for place, value in enumerate(node.outputs):
+        if place in restacked:
+            same = node.inputs[restacked[place]]
             value.roots, value.weight = same.roots, same.weight
         elif node.name == SLICE:
             value.roots = frozenset([value])
         elif node.name in _WRITTEN:
             value.roots = frozenset([value])
             value.is_square = _makes_squares(node)
-            readers = list(_behind_views(value, nodes))
+            readers = list(_consumers_through_views(value, nodes))
             if node.name in PRODUCTS and len(readers) == 1:
                 reader = nodes[readers[0]]
                 if reader.name == "convert_element_type":
-                    converted = reader.makes[0]
+                    converted = reader.outputs[0]
                     if converted.size < value.size or _is_read_from_memory(converted, nodes):
                         value.size = converted.size
         else:
@@ -226,14 +226,14 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
     """Returns whether something other than a matmul or a fused reduction reads it."""
-    readers = {nodes[reader].name for reader in _behind_views(value, nodes)}
+    readers = {nodes[reader].name for reader in _consumers_through_views(value, nodes)}
     return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
 
 def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
-    arrays = [read for read in node.reads if read.size]
+    arrays = [read for read in node.inputs if read.size]
     value.is_square = any(read.is_square and read.size >= value.size / 2 for read in arrays)
-    readers = [nodes[reader] for reader in _behind_views(value, nodes)]
+    readers = [nodes[reader] for reader in _consumers_through_views(value, nodes)]
     products = [reader for reader in readers if reader.name in PRODUCTS]
     if arrays and all(read.weight for read in arrays):
         value.weight = min(read.weight for read in arrays)
@@ -242,7 +242,7 @@ def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
             value.roots, value.weight = frozenset([value]), 0.0
         return
     is_view = node.name in _VIEWS and all(read.is_written or not read.roots for read in arrays)
-    are_narrower = all(min(read.width for read in node.reads) < value.width for node in products)
+    are_narrower = all(min(read.width for read in node.inputs) < value.width for node in products)
     if len(products) > 1 and not is_view and not are_narrower:
         value.roots = frozenset([value])
     else:
@@ -254,17 +254,17 @@ def _makes_squares(node: Node) -> bool:
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.params["dimension_numbers"]
-    inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
-    return len(batch) > 1 and inner <= min(node.makes[0].shape[len(batch) :], default=0)
+    inner = math.prod(node.inputs[0].shape[axis] for axis in contracted)
+    return len(batch) > 1 and inner <= min(node.outputs[0].shape[len(batch) :], default=0)
 
 
-def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
+def _consumers_through_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
     """Yields nodes that read a value, through views of the same dtype."""
     for reader in value.readers:
         node = nodes[reader]
         if node.name in _VIEWS and node.name != "convert_element_type":
-            for made in node.makes:
-                yield from _behind_views(made, nodes)
+            for made in node.outputs:
+                yield from _consumers_through_views(made, nodes)
         else:
             yield reader
 
@@ -287,13 +287,13 @@ def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
     )
 
 
-def _handed_on(node: Node) -> dict[int, int]:
+def _restacked_results(node: Node) -> dict[int, int]:
     """Returns results of a loop that restack an argument slice by slice: XLA copies nothing."""
     if node.name != "scan":
         return {}
     body = _body_of(node)
-    first = _first_stacked(node.reads, body.invars)
-    num_carry = _first_stacked(node.makes, body.outvars)
+    first = _first_stacked(node.inputs, body.invars)
+    num_carry = _first_stacked(node.outputs, body.outvars)
     sliced = {variable: first + i for i, variable in enumerate(body.invars[first:])}
     viewed = {
         equation.outvars[0]: equation.invars[0]
@@ -316,10 +316,10 @@ def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
         inside = _body_of(node)
         body = traced(
             inside,
-            weights=[read.weight for read in node.reads],
-            is_square=[read.is_square for read in node.reads],
+            weights=[read.weight for read in node.inputs],
+            is_square=[read.is_square for read in node.inputs],
             size_of=size_of,
-            first_slice=_first_stacked(node.reads, inside.invars),
+            first_slice=_first_stacked(node.inputs, inside.invars),
         )
         return (body,), node.params["length"]
     programs = node.params["branches"] if node.name == "cond" else [node.params["body_jaxpr"]]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from MaxText.experiments.comparison_plan import Run
-from MaxText.metrics.step_line import duration
+from MaxText.metrics.sinks.terminal import print_above, start_bar
+from MaxText.metrics.step_line import format_duration
 
 _SECONDS_BETWEEN_LINES = 60.0
 
 
-class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
+class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
     """Tracks sequential runs.
 
     The time left is the remaining work at the speed so far, plus the mean startup time for each
@@ -47,37 +48,27 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
 
     def _new_bar(self) -> Any:
         from rich import progress
-        from rich.console import Console
 
-        bar = progress.Progress(
+        bar = start_bar(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=20),
             progress.TextColumn("{task.percentage:.0f} %"),
             progress.TextColumn("{task.fields[left]}"),
-            console=Console(stderr=True),
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=True,
         )
-        self._task = bar.add_task("", total=self._total, left="")
-        bar.update(self._task, completed=self._done)
-        bar.start()
+        self._task = bar.add_task("", total=self._total, completed=self._done, left="")
         return bar
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
         self._line_at = self._now()
-        if self._bar is not None and sys.stdout.isatty():
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._show(text)
+        print_above(self._bar, text, self._show)
 
     def begin(self, run: Run, steps: int) -> None:
         """Starts or resumes a run, with `steps` completed earlier."""
         self._run, self._steps, self._run_began = run, steps, self._now()
         self._waiting, self._has_started = self._waiting - 1, False
         self._found += self._part(steps)
-        self.line(f"{self._name(run)}: {'goes on' if steps else 'started'}")
+        self.line(f"{self._name(run)}: {'resumed' if steps else 'started'}")
         self._update(steps)
 
     def steps(self, done: int) -> None:
@@ -98,10 +89,10 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         self._run, self._steps = None, 0
         self._done += run.weight
         self._update(0)
-        took = duration(self._now() - self._run_began)
+        took = format_duration(self._now() - self._run_began)
         self.line(f"{self._name(run)}: {result}, {took}{self.left()}")
 
-    def pass_over(self, run: Run, why: str) -> None:
+    def skip(self, run: Run, why: str) -> None:
         """Skips a run."""
         self._waiting -= 1
         self._done += run.weight
@@ -120,7 +111,7 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
             return ""
         start = statistics.fmean(self._starts) if self._starts else 0.0
         seconds = rest * elapsed / worked + start * (self._waiting + is_starting)
-        return f", about {duration(seconds)} left"
+        return f", about {format_duration(seconds)} left"
 
     def _part(self, steps: int) -> float:
         if self._run is None:

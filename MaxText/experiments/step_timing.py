@@ -9,25 +9,24 @@ from MaxText.config.catalogue import all_keys, build
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.experiments.child_processes import last_lines
 from MaxText.experiments.comparison_plan import Plan, Run, run_config, stage_name, stage_numbers
-from MaxText.experiments.running import train
+from MaxText.experiments.train_subprocess import tail, train
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import read_run
 
 _ROUNDS = 2  # configurations alternate, so that a slow phase of the machine does not hit only one
 _STEPS = 24
-_LEFT_OUT = 4  # warm-up steps of a process
+_WARMUP_STEPS = 4  # warm-up steps of a process
 _FOLDER = "measuring"  # of the short runs, deleted afterwards
 _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 
-def measure(
+def time_steps(
     plan: Plan, variants: Sequence[Variant], descriptor: int, show: Callable[[str], None]
 ) -> None:
     """Adds missing measurements to the plan and saves it after each.
 
-    `descriptor` comes from `running.hold`. Raises UserError if batches change during a run, or a
+    `descriptor` comes from `lock_folder`. Raises UserError if batches change during a run, or a
     short run failed.
     """
     stages = {
@@ -39,9 +38,9 @@ def measure(
         batch = config.batch
         if batch.enable_rampup_batch_size or batch.sequence_length_stages:
             raise UserError(
-                f"{name}: match=time measures steps of one shape, and here batches change "
-                "in the course of the run (enable_rampup_batch_size, sequence_length_stages). "
-                "Match flops or tokens instead."
+                f"{name}: match=time needs a constant batch shape, but batches change during the "
+                "run (enable_rampup_batch_size, sequence_length_stages). Use match=flops or "
+                "match=tokens."
             )
     for index in range(_ROUNDS):
         for name, config in stages.items():
@@ -57,8 +56,8 @@ def measure(
         medians = [statistics.median(seconds) for seconds in rounds]
         line = f"  {name}: {seconds_per_step(rounds):.4g} s per step"
         if max(medians) > min(medians) * (1 + _UNSTEADY):
-            line += f", but the rounds gave {' and '.join(f'{m:.4g}' for m in medians)}: other " \
-                    "programs may share this machine"  # fmt: skip
+            seconds = " and ".join(f"{median:.4g}" for median in medians)
+            line += f", but rounds took {seconds} s: other programs may use this machine"
         show(line)
 
 
@@ -99,13 +98,13 @@ def _step_seconds(name: str, config: Config, folder: Path, descriptor: int) -> l
     code = train(run, descriptor, lambda steps: None)
     if code:
         raise UserError(
-            f"{name}: the run that measures a step ended with exit code {code}. "
-            f"Its last lines:\n{last_lines(run.log)}\n  All of them: {run.log}"
+            f"{name}: the timing run exited with code {code}. Last lines of {run.log}:\n"
+            f"{tail(run.log)}"
         )
-    rows = [row for row in read_run(folder).steps if row["step"] >= _LEFT_OUT]
+    rows = [row for row in read_run(folder).steps if row["step"] >= _WARMUP_STEPS]
     if not rows:
         raise UserError(
-            f"{name}: the data ends within {_LEFT_OUT} steps, too few to measure one. "
-            "Leave num_epoch=-1."
+            f"{name}: the data end within {_WARMUP_STEPS} steps, too few to time one. Set "
+            "num_epoch=-1."
         )
     return [row["seconds"] / row["updates"] for row in rows]

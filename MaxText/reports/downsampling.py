@@ -5,14 +5,14 @@ import math
 
 import numpy as np
 
-MOST_POINTS = 2000  # about a screen's columns; more would only slow the page down
-MOST_SMOOTH_POINTS = 600
+MAX_POINTS = 2000  # about a screen's columns; more would only slow the page down
+MAX_SMOOTH_POINTS = 600
 
-_LEAST_HALF = 4  # minimum half window of the running median
+_MIN_HALF = 4  # minimum half window of the running median
 _WINDOWS = 25  # the window is 1/_WINDOWS of all points
 
 
-def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+def downsample(values_N: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
     """Returns ascending indices of points to draw, at most `most`, including both ends.
 
     Keeps minimum, maximum and the first NaN (so that the gap shows) of equal ranges.
@@ -35,7 +35,7 @@ def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
 
 def median_window(count: int) -> int:
     """Returns the window of a running median: 1/25 of the values, at least nine."""
-    return 2 * max(count // (2 * _WINDOWS), _LEAST_HALF) + 1
+    return 2 * max(count // (2 * _WINDOWS), _MIN_HALF) + 1
 
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -46,16 +46,16 @@ def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     count = values_N.size
     half = median_window(count) // 2
-    spacing = max(count / MOST_SMOOTH_POINTS, 1.0)
+    spacing = max(count / MAX_SMOOTH_POINTS, 1.0)
     indices_M = np.minimum((np.arange(math.ceil(count / spacing)) * spacing).astype(int), count - 1)
     if count:
         indices_M[-1] = count - 1
     medians_M = np.full(indices_M.size, np.nan)
-    for place, centre in enumerate(indices_M):
-        if np.isnan(values_N[centre]):
+    for place, center in enumerate(indices_M):
+        if np.isnan(values_N[center]):
             continue
         # The window shrinks on both sides at the steep start, on one side at the flat end.
-        reach = min(half, centre)
-        window = values_N[centre - reach : centre + reach + 1]
+        reach = min(half, center)
+        window = values_N[center - reach : center + reach + 1]
         medians_M[place] = np.median(window[~np.isnan(window)])
     return indices_M, medians_M

@@ -10,7 +10,7 @@ from etils import epath
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
-class LatestObject:
+class BackgroundUploader:
     """Writes contents on a thread, skipping outdated ones, with retries and backoff."""
 
     def __init__(self, path: epath.Path):
@@ -36,7 +36,7 @@ class LatestObject:
     def is_durable(self) -> bool:
         return self._done >= self._asked
 
-    def settle(self, until: float) -> None:
+    def wait_durable(self, until: float) -> None:
         """Waits until the newest contents are stored or failed, or until `until` (monotonic)."""
         with self._changed:
             asked = self._asked
@@ -47,13 +47,13 @@ class LatestObject:
 
     def close(self, until: float) -> None:
         """Settles and ends the thread. Idempotent; `write` restarts it."""
-        self.settle(until)
+        self.wait_durable(until)
         with self._changed:
             self._ends, self._thread = True, None
             left = self._done < self._asked
             self._changed.notify_all()
         if left:
-            self._warn("the storage did not take them in time")
+            self._warn("timed out at the end of the run")
 
     def _work(self) -> None:
         wait = 0.0
@@ -86,6 +86,6 @@ class LatestObject:
         if not self._warned:
             self._warned = True
             sys.stderr.write(
-                f"warning: {self._path} lacks what is newest: {why.rstrip('.')}. The run goes on, "
-                "and tries again as long as it lasts.\n"
+                f"warning: upload of {self._path} failed: {why.rstrip('.')}. Training continues, "
+                "and the upload is retried.\n"
             )

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from MaxText.experiments import outcome
+from MaxText.experiments import comparison_results
 from MaxText.experiments.comparison_plan import Plan, run_path
-from MaxText.experiments.outcome import Group
-from MaxText.experiments.solved_plan import budget_in_words, changes_in_words, plan_rows
+from MaxText.experiments.comparison_results import ConfigResults
+from MaxText.experiments.solved_plan import format_budget, format_changes, plan_rows
 from MaxText.experiments.solving import UNITS
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import RunRecord
-from MaxText.reports.content import Section, Table
+from MaxText.reports.page import Section, Table
 from MaxText.reports.writing import write_report
 
 _LABELS_OF_TITLE = 3  # more would not fit on a line
@@ -19,25 +19,25 @@ _LABELS_OF_TITLE = 3  # more would not fit on a line
 def sections(
     plan: Plan,
     variants: Sequence[Variant],
-    groups: Sequence[Group],
+    groups: Sequence[ConfigResults],
     unasked: Sequence[str],
 ) -> list[Section]:
     """Returns the report's sections on the comparison."""
     found = Section(
         "Result",
         [
-            outcome.TABLE_NOTE,
-            *outcome.sentences(groups, plan),
+            comparison_results.TABLE_NOTE,
+            *comparison_results.summary_lines(groups, plan),
         ],
-        Table(outcome.HEADER, outcome.table_rows(groups)),
+        Table(comparison_results.HEADER, comparison_results.table_rows(groups)),
     )
     header, rows = plan_rows(plan)
     warnings = [f"The configurations differ in {line}." for line in unasked]
     made_equal = Section(
         "What was made equal",
         [
-            f"match={plan.question.match}: {budget_in_words(plan, variants)}.",
-            *changes_in_words(plan, variants),
+            f"match={plan.question.match}: {format_budget(plan, variants)}.",
+            *format_changes(plan, variants),
             "A seed gives every configuration the same order of the data and the same seed of the "
             f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
             *warnings,
@@ -51,12 +51,12 @@ def write(
     plan: Plan,
     variants: Sequence[Variant],
     records: Sequence[RunRecord],
-    groups: Sequence[Group],
+    groups: Sequence[ConfigResults],
     unasked: Sequence[str],
 ) -> Path:
     """Writes the report into the comparison's folder and returns its path.
 
-    `records` has one record of `outcome.record_of_chain` per finished chain.
+    `records` has one record of `comparison_results.load_chain_record` per finished chain.
     """
     present = {str(record.folder) for record in records}
     by_label = {

@@ -1,0 +1,244 @@
+"""Device memory of a step: of a compiled one by cause, with advice if it is too much.
+
+Before arrays are created, `check_memory_lower_bound` compares a lower bound with the device.
+"""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from MaxText.cost.hlo import HloModule, LargeBuffer, largest_unoptimized_buffers
+from MaxText.cost.lowering import LoweredStep
+from MaxText.cost.targets import Target
+from MaxText.errors import UserError
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.parallelism.mesh import HOST_MEMORY
+from MaxText.runtime.compiled_steps import memory_of
+from MaxText.training.assembly import Assembled
+
+_GIB = 2**30
+_SHOWN = 8  # number of large arrays shown
+_CGROUP = "/sys/fs/cgroup/memory.max"
+_GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
+
+
+class MemoryBreakdown(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      gradients: All gradients at once, a part of the temporaries.
+      padding: Added to the arguments by the compiler's layouts.
+      outputs: Outputs besides the donated state.
+      temporaries: Everything that lives only within a step.
+      code: Size of the program; 0 if unknown.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    padding: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    code: int = 0
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.optimizer + self.batch + self.padding
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs + self.temporaries + self.code
+
+    def rows(self) -> list[tuple[str, int]]:
+        return [
+            ("parameters", self.parameters),
+            ("optimizer state and counters", self.optimizer),
+            ("batch", self.batch),
+            ("padding of these", self.padding),
+            ("outputs besides the state", self.outputs),
+            ("temporaries: gradients, activations", self.temporaries),
+            ("program", self.code),
+        ]
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Returns bytes of sharded arrays or shapes on one device, without host memory."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != HOST_MEMORY
+    )
+
+
+def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> MemoryBreakdown:
+    """Returns the memory of a compiled step on one device."""
+    before = _before_compilation(planned)
+    stats, analysis = memory_of(compiled), compiled.memory_analysis()
+    if not stats:
+        return before
+    return before._replace(
+        padding=max(stats["arguments"] - before.arguments, 0),
+        outputs=max(stats["outputs"] - stats["aliased"], 0),
+        temporaries=stats["temporaries"],
+        code=0 if analysis is None else analysis.generated_code_size_in_bytes,
+    )
+
+
+def _before_compilation(planned: LoweredStep) -> MemoryBreakdown:
+    state = planned.state
+    parameters = bytes_on_device(state.params)
+    return MemoryBreakdown(
+        parameters=parameters,
+        optimizer=bytes_on_device(state) - parameters,
+        batch=bytes_on_device(planned.batch),
+        gradients=parameters,  # same shapes and dtypes as the parameters
+    )
+
+
+def usable_bytes(target: Target) -> int:
+    """Returns the bytes of a device that a program can use; 0 if unknown."""
+    if target.platform != "gpu":
+        return target.memory
+    fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    return int(target.memory * (float(fraction) if fraction else _GPU_FRACTION))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a compiler error says that memory does not suffice."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def out_of_memory(target: Target, planned: LoweredStep, error: BaseException) -> UserError:
+    """Returns an error if compilation ran out of memory: TPU compilers know their target's size."""
+    needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
+    arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
+    where = f"unsharded, over all {planned.layout.mesh.size} devices, before fusion"
+    return _oom_message(target, planned, _before_compilation(planned), arrays, where, needs)
+
+
+def check_fits(
+    target: Target, planned: LoweredStep, memory: MemoryBreakdown, program: HloModule
+) -> None:
+    """Raises UserError if a compiled step needs more memory than the target has."""
+    limit = usable_bytes(target)
+    if limit and memory.total > limit and target.platform != "tpu":  # their compiler checks it
+        needs = (
+            f"the step needs {memory.total / _GIB:.2f} GiB; {limit / _GIB:.2f} GiB are usable "
+            f"({limit / target.memory:.0%} of the device)"
+        )
+        arrays = program.largest_arrays(_SHOWN)
+        where = "per device, not all live at once"
+        raise _oom_message(target, planned, memory, arrays, where, needs)
+
+
+def _oom_message(
+    target: Target,
+    planned: LoweredStep,
+    memory: MemoryBreakdown,
+    arrays: Sequence[LargeBuffer],
+    where: str,
+    needs: str,
+) -> UserError:
+    causes = [f"    {size / _GIB:9.2f} GiB  {cause}" for cause, size in memory.rows() if size]
+    largest = [f"    {row.num_bytes / _GIB:9.2f} GiB  {row.described}" for row in arrays]
+    return UserError(
+        f"{target.name} has too little memory: {needs}\n"
+        "  On each device:\n"
+        + "\n".join(causes)
+        + f"\n    all gradients, part of the temporaries: {memory.gradients / _GIB:.2f} GiB"
+        + f"\n  The largest arrays ({where}):\n"
+        + "\n".join(largest)
+        + "\n  What to do, cheapest first:\n"
+        + "\n".join(f"    {line}" for line in _advice(target, planned, memory, arrays))
+    )
+
+
+def _advice(
+    target: Target, planned: LoweredStep, memory: MemoryBreakdown, arrays: Sequence[LargeBuffer]
+) -> list[str]:
+    section, batch, layout = planned.model.section, planned.config.batch, planned.layout
+    lines = []
+    limit = usable_bytes(target)
+    if limit and memory.arguments + memory.gradients > limit:
+        lines.append("parameters, optimizer state and gradients alone exceed device memory")
+        if layout.mesh.shape["data"] > 1:
+            lines.append("ici_data_parallelism=1 ici_fsdp_parallelism=-1: shard the weights")
+    else:
+        if section.memory.remat_policy != "full":
+            policy = section.memory.remat_policy
+            lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
+        if not section.memory.scan_layers and section.scan_refused is None:
+            lines.append("scan_layers=true: one layer's temporaries at a time")
+        vocabulary, length = section.shape.vocab_size, planned.length
+        sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
+        if any(vocabulary in of for of in sizes) and section.objective.num_vocab_tiling == 1:
+            lines.append("num_vocab_tiling=8: compute logits in chunks of the sequence")
+        whole = section.attention.attention == "dot_product"
+        if whole and any(of.count(length) >= 2 for of in sizes):
+            lines.append("attention=autoselected: compute scores in a kernel, or in blocks")
+        rows = batch.per_device_batch_size
+        if rows * layout.mesh.size / 2 >= layout.num_batch_parts:
+            lines.append(
+                f"per_device_batch_size={rows / 2:g} "
+                f"gradient_accumulation_steps={2 * batch.gradient_accumulation_steps}: the same "
+                "batch in more microbatches"
+            )
+    if not layout.optimizer_state_axis and layout.mesh.shape["data"] > 1:
+        lines.append("shard_optimizer_over_data=true: each replica keeps a shard of the moments")
+    if planned.config.optimizer.opt_type == "adamw" and not planned.config.optimizer.mu_dtype:
+        lines.append("mu_dtype=bfloat16: halve the bytes of the first moment")
+    lines.append(f"a machine with more devices or more memory than {target.name}")
+    return lines
+
+
+def check_memory_lower_bound(
+    built: Assembled, plan: BatchPlan, num_devices: int, num_microbatches: int
+) -> None:
+    """Raises UserError if state, gradients and one activation per token cannot fit.
+
+    CPU devices share the memory of their host. `num_devices` counts all processes.
+    """
+    device = jax.local_devices()[0]
+    limit = device_memory_bytes(device)
+    section = built.model.section
+    tokens = max(plan.rows(stage) * stage.length for stage in plan.stages)
+    width = section.shape.dimensions.emb_dim * jax.numpy.dtype(section.numerics.dtype).itemsize
+    parameters = bytes_on_device(built.state.params)
+    needed = {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer state": bytes_on_device(built.state) - parameters,
+        "one activation of each token": tokens // num_devices // num_microbatches * width,
+    }
+    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    total = sharing * sum(needed.values())
+    if limit is None or total <= limit:
+        return
+    causes = ", ".join(f"{name} {sharing * size / _GIB:,.2f}" for name, size in needed.items())
+    where = "this machine" if device.platform == "cpu" else f"a {device.device_kind}"
+    raise UserError(
+        f"a step needs at least {total / _GIB:,.2f} GiB (GiB of {causes}), but {where} has "
+        f"{limit / _GIB:,.2f} GiB. Use a smaller model, fewer tokens per batch "
+        "(per_device_batch_size, max_target_length, gradient_accumulation_steps), or more devices; "
+        "plan.py finds settings that fit."
+    )
+
+
+def device_memory_bytes(device: Any) -> int | None:
+    """Returns bytes of a device, or of a CPU device's host; None if unknown."""
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+    try:
+        with open(_CGROUP) as file:
+            return min(memory, int(file.read()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return memory
