@@ -17,8 +17,8 @@ from MaxText.cost.targets import Target
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.parallelism.mesh import HOST_MEMORY
-from MaxText.runtime.compiled_steps import memory_of
-from MaxText.training.assembly import Assembled
+from MaxText.runtime.compiled_steps import memory_stats
+from MaxText.training.assembly import TrainSetup
 
 _GIB = 2**30
 _SHOWN = 8  # number of large arrays shown
@@ -78,7 +78,7 @@ def bytes_on_device(tree: Any) -> int:
 def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> MemoryBreakdown:
     """Returns the memory of a compiled step on one device."""
     before = _before_compilation(planned)
-    stats, analysis = memory_of(compiled), compiled.memory_analysis()
+    stats, analysis = memory_stats(compiled), compiled.memory_analysis()
     if not stats:
         return before
     return before._replace(
@@ -197,7 +197,7 @@ def _advice(
 
 
 def check_memory_lower_bound(
-    built: Assembled, plan: BatchPlan, num_devices: int, num_microbatches: int
+    built: TrainSetup, plan: BatchPlan, num_devices: int, num_microbatches: int
 ) -> None:
     """Raises UserError if state, gradients and one activation per token cannot fit.
 

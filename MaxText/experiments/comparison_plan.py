@@ -17,7 +17,7 @@ from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.stages import KEPT_AT_THE_END, source_keys
 from MaxText.experiments.variants import Variant
-from MaxText.storage.atomic import write_whole
+from MaxText.storage.atomic import atomic_write_text
 
 FILE = "comparison.json"
 _FORMAT = 2
@@ -124,7 +124,7 @@ class Plan:
             "seeds": list(self.seeds),
             "groups": self.groups,
         }
-        write_whole(self.folder / FILE, json.dumps(content, indent=1) + "\n")
+        atomic_write_text(self.folder / FILE, json.dumps(content, indent=1) + "\n")
 
 
 def stage_numbers(count: int) -> list[int | None]:

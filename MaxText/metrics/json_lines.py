@@ -41,7 +41,7 @@ class JsonlFile:
         self._open(keep)
 
     def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
-        is_remote = is_bucket(self.path)
+        is_remote = is_object_store_path(self.path)
         existing = list(_segments(self.path)) or [self.path]
         lines: list[str] = []
         for segment in existing:

@@ -10,7 +10,6 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
-from MaxText.storage.file_access import natural_key
 from MaxText.storage.paths import natural_key, parse_path
 
 COMPARISON_FILE = "comparison.json"

@@ -7,7 +7,7 @@ from etils import epath
 
 from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, Event
 from MaxText.metrics.json_lines import JsonlFile
-from MaxText.storage.paths import path_of
+from MaxText.storage.paths import parse_path
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -55,7 +55,7 @@ class MetricsFile(JsonlFile):
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
-        path = path_of(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
+        path = parse_path(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
         super().__init__(path, None if self._is_shared else self._before(first_step))
 
     def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:
