@@ -60,16 +60,16 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
 
     `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
     """
-    from MaxText.conversion.hugging_face_folder import is_folder
+    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
-    return _folder(path, config_flat) if is_folder(path) else _run(path)
+    return _folder(path, config_flat) if is_hf_checkpoint(path) else _run(path)
 
 
 def _run(path: str) -> Source:
-    from MaxText.conversion.stored_arrays import StoredArrays
+    from MaxText.conversion.stored_arrays import LazyCheckpointReader
 
     stored = layout.find(path, KEY)
-    arrays = StoredArrays(stored.items)
+    arrays = LazyCheckpointReader(stored.items)
     return Source(
         folder=str(stored),
         step=stored.step,
@@ -87,7 +87,7 @@ def _run(path: str) -> Source:
 
 
 def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
-    from MaxText.conversion.importing import open_weights
+    from MaxText.conversion.hf_import import open_weights
 
     weights, theirs = open_weights(path, KEY, config_flat)
 

@@ -11,7 +11,7 @@ from MaxText.checkpointing.rewinds import Rewind
 from MaxText.config import import_modules
 from MaxText.config.saved import differences
 from MaxText.config.training_sections import Checkpoint
-from MaxText.conversion.given_parameters import (
+from MaxText.conversion.initial_weights import (
     open_parameters,
     unreadable_is_user_error,
 )

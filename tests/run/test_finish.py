@@ -7,7 +7,7 @@ from etils import epath
 
 from MaxText.config.model_sections import Objective
 from MaxText.errors import Diverged
-from MaxText.inference import final_sample
+from MaxText.inference import decoding
 from MaxText.reports import loss_curve
 from MaxText.run.finish import leave_results
 
@@ -17,7 +17,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(final_sample, "write_sample", fails)
+    monkeypatch.setattr(decoding, "write_sample", fails)
     monkeypatch.setattr(loss_curve, "draw_loss_curve", fails)
     lines = []
     space = types.SimpleNamespace
