@@ -1,13 +1,11 @@
 """Import of a Hugging Face checkpoint, one array at a time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.saved import flat
@@ -20,7 +18,6 @@ from MaxText.conversion.weight_source import (
     abstract_model,
     check_arrays,
     common_format,
-    unflatten,
 )
 from MaxText.errors import UserError
 
@@ -136,44 +133,3 @@ def open_weights(
     weights = HFWeights(resolve_hf_path(path, key), given)
     stored_flat = flat(weights.config)
     return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}
-
-
-def open_folder(
-    path: str,
-    key: str,
-    abstract_params: Any,
-    config_flat: Mapping[str, Any],
-    show: Callable[[str], None],
-) -> tuple[str, dict[str, Any], Callable[[], Any]]:
-    """Returns the path, the configuration updated from it, and a reader.
-
-    Checks names and shapes against `abstract_params` (jax.ShapeDtypeStruct with target shardings).
-    """
-    weights, stored_flat = open_weights(path, key, config_flat)
-    shapes = {
-        name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
-        for name, info in weights.model.parameters.items()
-    }
-    try:
-        hint = ConfigHint(stored_flat, config_flat)
-        casts = check_matches({"params": unflatten(shapes)}, {"params": abstract_params}, hint)
-    except UserError as error:
-        raise UserError(
-            f"{key}={path}: {error}\n"
-            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
-        ) from None
-    for line in describe_casts(casts):
-        show(line)
-
-    def read() -> Any:
-        def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-            # Only one array at a time is on the host; each device takes its shard.
-            array = weights.read("/".join(entry.key for entry in location))
-            sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            return jax.make_array_from_callback(
-                wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
-            )
-
-        return jax.tree_util.tree_map_with_path(place, abstract_params)
-
-    return str(weights.folder), stored_flat, read

@@ -103,7 +103,7 @@ def test_mesh_tensorflow(case):
     for name, info in model.parameters.items():
         params[name] = np.empty(info.shape, np.float32)
         for tensor in table.sources(name):
-            params[name][tensor.place] = table.part(name, given[tensor.name])
+            params[name][tensor.index] = table.part(name, given[tensor.name])
     tokens = jnp.asarray(arrays["input_ids"])
     batch = Batch(tokens, jnp.asarray(arrays["labels"]), jnp.ones(tokens.shape))
 
