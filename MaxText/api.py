@@ -55,7 +55,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     if split == "train":
         return iter(training)
     if evaluating is None:
-        raise UserError("there is no evaluation data: eval_interval is not above 0")
+        raise UserError("no evaluation data: set eval_interval above 0")
     return iter(evaluating)
 
 
@@ -109,14 +109,14 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
 
     path = parse_path(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
     if not path.exists():
-        raise UserError(f"{path} does not exist: {path.parent} is not the folder of a run")
+        raise UserError(f"{path} does not exist: {path.parent} is not a run folder")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
 
 
 def load(path: epath.PathLike, **keys: Any) -> "Run":
-    """Opens trained weights, with the configuration and the tokenizer that lie with them.
+    """Opens trained weights, with their configuration and tokenizer.
 
     Args:
       path: a run folder, a checkpoint of one, or "hf:FOLDER" for a Hugging Face folder.
@@ -126,12 +126,12 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
       UserError: no weights there, or weights that do not fit.
     """
     from MaxText.config import values
-    from MaxText.inference import own_configuration
-    from MaxText.inference.trained_model import open_trained_model
+    from MaxText.inference import checkpoint_config
+    from MaxText.inference.trained_model import load_model
 
     arguments = [f"{name}={values.to_yaml(value)}" for name, value in keys.items()]
-    loaded = own_configuration.load([f"load_parameters_path={path}", *arguments])
-    trained = open_trained_model(loaded.config, show=lambda line: None)
+    loaded = checkpoint_config.load([f"load_parameters_path={path}", *arguments])
+    trained = load_model(loaded.config, show=lambda line: None)
     return Run(str(path), trained, loaded.typed("tokenizer_path"))
 
 
@@ -163,7 +163,7 @@ class Run:
         """Has `encode(text) -> ids` and `decode(ids) -> text`.
 
         Raises:
-          UserError: no tokenizer lies with the weights.
+          UserError: the weights have no tokenizer.
         """
         from MaxText.inference.model_tokenizer import open_tokenizer
 
@@ -231,7 +231,7 @@ class Run:
         for pattern in capture:
             if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
                 known = ", ".join(path for path in paths if path.startswith("layers/0/"))
-                raise ValueError(f"capture: nothing matches {pattern!r}; there are {known}")
+                raise ValueError(f"capture: {pattern!r} matches nothing; available: {known}")
         rows = 0 if is_single else slice(num_rows)
         return np.asarray(logits)[rows], {name: np.asarray(x)[rows] for name, x in values.items()}
 
@@ -271,20 +271,20 @@ class Run:
           The new text without its prompt; a list of them for several prompts.
         """
         from MaxText.inference.engine import Engine
-        from MaxText.inference.generating import Limits, generate
-        from MaxText.inference.token_choice import Choice
+        from MaxText.inference.generate import StoppingCriteria, generate
+        from MaxText.inference.sampling import SamplingParams
 
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         trained, tokenizer = self.trained, self.tokenizer
-        num_ids = tokenizer.num_ids_of(self.config.model.shape.vocab_size)
-        choice = Choice(temperature, **sampling)
+        num_ids = tokenizer.num_sampled_ids(self.config.model.shape.vocab_size)
+        choice = SamplingParams(temperature, **sampling)
         engine = Engine(trained.model, self.params, trained.layout, choice, num_ids=num_ids)
         texts = [""] * len(asked)
         for number, completion in generate(
             engine,
             [tokenizer.encode(prompt) for prompt in asked],
-            Limits(max_new_tokens, frozenset(tokenizer.ends), tuple(stop)),
-            rows=len(asked),
+            StoppingCriteria(max_new_tokens, frozenset(tokenizer.eos_ids), tuple(stop)),
+            batch_size=len(asked),
             seed=seed,
             decode=tokenizer.decode,
         ):

@@ -13,7 +13,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.conversion import conversion_request
+from MaxText.conversion.request import parse_arguments
 
 USAGE = """
 usage: convert.py [grow] [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
@@ -27,21 +27,21 @@ docs/reference/model_families.md.
   python MaxText/convert.py from=maxtext_output/first export=stablehlo to=forward.stablehlo
   python MaxText/convert.py grow from=maxtext_output/small to=maxtext_output/large slot_num=2140
 
-SOURCE: hf:FOLDER or hf:HUB_ID (what its cache holds; nothing is downloaded), a run of this program
+SOURCE: hf:FOLDER or hf:HUB_ID (from the local cache; nothing is downloaded), a run of this program
 (its newest checkpoint, or checkpoints/STEP), maxtext:FOLDER, or fattorib:FILE. TARGET:
-hf:FOLDER, a run folder, or a file. Keys are those of train.py. Besides:
+hf:FOLDER, a run folder, or a file. Keys are those of train.py. Options:
 
   --verify              run both models on the same tokens and compare logits and loss before
-                        anything is left; needs pip install '.[torch]'
-  dtype=FORMAT          of exported tensors: float32, bfloat16, float16; by default as stored
-  family=MODEL_TYPE     to export as, where several fit: llama, mistral, ...
-  max_shard_size=5GB    larger exports are several files with an index
-  tokenizer=FOLDER      to export; by default that of the run's data set
-  query_scaling=WHERE   of a checkpoint of MaxText: weights or model
+                        the result is kept; needs pip install '.[torch]'
+  dtype=FORMAT          format of exported tensors: float32, bfloat16, float16; default: as stored
+  family=MODEL_TYPE     export as this family if several match: llama, mistral, ...
+  max_shard_size=5GB    split larger exports into several files with an index
+  tokenizer=FOLDER      tokenizer to export; default: that of the run's data set
+  query_scaling=WHERE   of MaxText checkpoints: weights or model
   grow                  make a larger model of the same kind (docs/how-to/
                         train_and_grow_tokenformer.md): growth_mode=...,
                         slot_num=..., base_num_decoder_layers=...
-  length=N              tokens of export=stablehlo, by default max_target_length
+  length=N              sequence length of export=stablehlo; default: max_target_length
 """
 
 
@@ -51,12 +51,12 @@ def main() -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE.strip())
         return exit_codes.DONE
-    with command_line.ending_well("stopped: nothing was written"):
-        asked = conversion_request.read(arguments)
+    with command_line.ending_well("Interrupted; nothing was written."):
+        asked = parse_arguments(arguments)
         if asked.grow:
             from MaxText.run.growing import grow as convert
         else:
-            from MaxText.conversion.converting import convert
+            from MaxText.conversion.convert import convert
         convert(asked, lambda line: print(line, flush=True))
     return exit_codes.DONE
 

@@ -13,7 +13,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.inference import own_configuration, terminal_output
+from MaxText.inference import checkpoint_config, terminal_output
 from MaxText.runtime import start_up
 
 USAGE = """Continues prompts with trained weights.
@@ -29,14 +29,14 @@ docs/how-to/generate_text.md."""
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 not the expected text, 2 a mistake of the user, 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 unexpected text, 2 a mistake of the user, 130 Ctrl-C."""
     start_up.reexec_with_malloc_tuning()
-    loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
+    loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    with command_line.ending_well("\nstopped"):
+    with command_line.ending_well("\nInterrupted."):
         from MaxText.inference.decoding import decode
 
-        decode(loaded, terminal_output.writer())
+        decode(loaded, terminal_output.stdout_writer())
     return exit_codes.DONE
 
 

@@ -13,7 +13,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.inference import own_configuration, terminal_output
+from MaxText.inference import checkpoint_config, terminal_output
 from MaxText.runtime import start_up
 
 USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data set, and tasks.
@@ -31,12 +31,12 @@ docs/reference/metrics.md."""
 def main() -> int:
     """Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C."""
     start_up.reexec_with_malloc_tuning()
-    loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=own_configuration.load)
+    loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    with command_line.ending_well("stopped: nothing was written"):
-        from MaxText.evaluation.evaluating import evaluate
+    with command_line.ending_well("Interrupted; nothing was written."):
+        from MaxText.evaluation.evaluate import evaluate
 
-        write = terminal_output.writer()
+        write = terminal_output.stdout_writer()
         evaluate(loaded, lambda line: write(line + "\n"))
     return exit_codes.DONE
 

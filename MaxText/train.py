@@ -19,7 +19,7 @@ early_signals.install(__name__, also_sigterm=True)  # before the slow imports
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line
 from MaxText.errors import UserError
-from MaxText.inference import own_configuration
+from MaxText.inference import checkpoint_config
 from MaxText.runtime import processes, start_up
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
@@ -36,7 +36,7 @@ def main() -> int:
     """Trains; exit_codes.py says what the number that it returns means."""
     start_up.reexec_with_malloc_tuning()
     stop = PreemptionHandler.install()
-    loaded = command_line.parse("train.py", sys.argv[1:], USAGE, own_configuration.for_training)
+    loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:
         return train(loaded.config, stop)
     except BaseException as error:

@@ -99,23 +99,25 @@ def ours(folder: str):
     """The same by our engine; the engine, and the bytes of weights that a step reads."""
     import jax
 
+    from MaxText.inference.checkpoint_config import load
     from MaxText.inference.engine import Engine
-    from MaxText.inference.generating import Limits, generate
-    from MaxText.inference.own_configuration import load
-    from MaxText.inference.token_choice import Choice
-    from MaxText.inference.trained_model import open_trained_model
+    from MaxText.inference.generate import StoppingCriteria, generate
+    from MaxText.inference.sampling import SamplingParams
+    from MaxText.inference.trained_model import load_model
 
     config = load([f"load_parameters_path=hf:{folder}", "dtype=float32", "hardware=cpu"]).config
-    trained = open_trained_model(config)
+    trained = load_model(config)
     params = trained.model.in_parts(trained.params)
-    engine = Engine(trained.model, params, trained.layout, Choice(temperature=0))
+    engine = Engine(trained.model, params, trained.layout, SamplingParams(temperature=0))
     # Of the position table a step reads one row per text.
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     num_bytes -= params["position_embedder"]["embedding"].nbytes
 
     def texts(prompts, num_tokens: int):
         began = time.perf_counter()
-        found = dict(generate(engine, prompts, Limits(num_tokens), rows=len(prompts)))
+        found = dict(
+            generate(engine, prompts, StoppingCriteria(num_tokens), batch_size=len(prompts))
+        )
         seconds = time.perf_counter() - began
         return [found[number].tokens for number in range(len(prompts))], seconds
 
@@ -158,7 +160,7 @@ def bandwidth(engine, num_bytes: int, rounds: int) -> None:
     weights = jnp.ones(num_bytes // 4, jnp.float32)
     read = jax.jit(jnp.sum)
     read(weights).block_until_ready()
-    sequences, _ = engine.start([[1] * PROMPT_LENGTH], [(0, 0)], [0], seed=0, room=256)
+    sequences, _ = engine.prefill([[1] * PROMPT_LENGTH], [(0, 0)], [0], seed=0, room=256)
     sequences, drawn = engine.step(sequences)
     drawn.on_host()
     seconds: dict[str, list[float]] = {"step": [], "sum": []}

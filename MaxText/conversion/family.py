@@ -1,4 +1,4 @@
-"""Building blocks of family tables: rows of tensors and settings.
+"""Building blocks of family tables: mappings of tensors and of config.json keys.
 
 Each file of `families/` has the tables of a family. Only these contain names of other programs.
 """
@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from MaxText.conversion.layouts import Layout
+from MaxText.conversion.tensor_layout import TensorLayout
 
 REQUIRED = object()
 
 # config.json key that carries the length requested by the user.
-TEXTS = "length of the user's texts"
+REQUESTED_LENGTH = "requested max_target_length"
 
 # Placeholders for numbers in tensor names.
 _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
@@ -22,25 +22,25 @@ _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class WeightMapping:
     """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
 
     # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
-    theirs: str
+    hf_name: str
     # parameters in the tensor, in the order of J. Names in layers begin with `layers/`, however
     # layers are stored; one array holds all experts, after the layer dimension. The row applies
     # only to models with the first parameter: a model without biases has no bias rows.
-    ours: tuple[str, ...]
-    layout: Layout  # for one layer and one expert
-    older: tuple[str, ...] = ()  # alternative names in published files
+    param_names: tuple[str, ...]
+    layout: TensorLayout  # for one layer and one expert
+    legacy_names: tuple[str, ...] = ()  # alternative names in published files
 
     @property
     def in_layers(self) -> bool:
-        return any(match[1] == "layer" for match in _NUMBER.finditer(self.theirs))
+        return any(match[1] == "layer" for match in _NUMBER.finditer(self.hf_name))
 
     @property
     def in_experts(self) -> bool:
-        return "{expert}" in self.theirs
+        return "{expert}" in self.hf_name
 
 
 def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
@@ -50,46 +50,72 @@ def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
 
 
 def row(
-    theirs: str, ours: str, theirs_axes: str, ours_axes: str, older: tuple[str, ...] = ()
-) -> Row:
-    """Returns a row; `ours` are space-separated names."""
-    return Row(theirs, tuple(ours.split()), Layout(theirs_axes, ours_axes), older)
+    hf_name: str,
+    param_names: str,
+    hf_axes: str,
+    param_axes: str,
+    legacy_names: tuple[str, ...] = (),
+) -> WeightMapping:
+    """Returns a row; `param_names` are separated by spaces."""
+    return WeightMapping(
+        hf_name, tuple(param_names.split()), TensorLayout(hf_axes, param_axes), legacy_names
+    )
 
 
-def norm(theirs: str, ours: str, ends: tuple[str, str] = (".weight", ".bias")) -> tuple[Row, Row]:
+def norm(
+    hf_name: str, param_names: str, suffixes: tuple[str, str] = (".weight", ".bias")
+) -> tuple[WeightMapping, WeightMapping]:
     """Returns the rows of a norm: its scale, and the bias of LayerNorm."""
     return (
-        row(theirs + ends[0], f"{ours}/scale", "D", "D"),
-        row(theirs + ends[1], f"{ours}/bias", "D", "D"),
+        row(hf_name + suffixes[0], f"{param_names}/scale", "D", "D"),
+        row(hf_name + suffixes[1], f"{param_names}/bias", "D", "D"),
     )
 
 
 def projection(
-    theirs: str,
-    ours: str,
-    theirs_axes: str,
-    ours_axes: str,
-    ends: tuple[str, str] = (".weight", ".bias"),
-) -> tuple[Row, Row]:
+    hf_name: str,
+    param_names: str,
+    hf_axes: str,
+    param_axes: str,
+    suffixes: tuple[str, str] = (".weight", ".bias"),
+) -> tuple[WeightMapping, WeightMapping]:
     """Returns the rows of projections that share a tensor, and of their biases."""
-    last = ours_axes[-1]
-    outputs = next(found for found in _DIMENSION.findall(theirs_axes) if last in found)
-    letters = [letter for letter in ours_axes.split() if letter in outputs]
-    kernels = " ".join(f"{name}/kernel" for name in ours.split())
+    last = param_axes[-1]
+    outputs = next(found for found in _DIMENSION.findall(hf_axes) if last in found)
+    letters = [letter for letter in param_axes.split() if letter in outputs]
+    kernels = " ".join(f"{name}/kernel" for name in param_names.split())
     return (
-        row(theirs + ends[0], kernels, theirs_axes, ours_axes),
-        row(theirs + ends[1], kernels.replace("/kernel", "/bias"), outputs, " ".join(letters)),
+        row(hf_name + suffixes[0], kernels, hf_axes, param_axes),
+        row(hf_name + suffixes[1], kernels.replace("/kernel", "/bias"), outputs, " ".join(letters)),
+    )
+
+
+ATTENTION = "layers/self_attention/"
+
+
+def attention(prefix: str, names: str, kv: str = "N") -> tuple[WeightMapping, ...]:
+    """Returns the rows of a torch.nn.Linear each for queries, keys, values and output.
+
+    `names` follow `prefix`, in this order; `kv` is the layout letter of key and value heads.
+    """
+    query, key, value, out = (prefix + name for name in names.split())
+    return (
+        *projection(query, ATTENTION + "query", "(N H) D", "D N H"),
+        *projection(key, ATTENTION + "key", f"({kv} H) D", f"D {kv} H"),
+        *projection(value, ATTENTION + "value", f"({kv} H) D", f"D {kv} H"),
+        *projection(out, ATTENTION + "out", "D (N H)", "N H D"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class ConfigMapping:
     """Maps one key of config.json to keys of this program."""
 
-    theirs: tuple[str, ...]  # key, then older names that are only read; "a.b" is key b of object a
-    # our keys, which all take the value. If empty, `values` lists the supported ones, of which the
+    # key, then legacy names, which are only read; "a.b" is key b of object a
+    hf_names: tuple[str, ...]
+    # our keys, which all get the value. If empty, `values` lists the supported ones, of which the
     # first is written.
-    ours: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     # value in transformers if config.json omits the key or has null, or a function of config.json;
     # REQUIRED if there is none
     default: Any = REQUIRED
@@ -99,7 +125,7 @@ class Setting:
     is_written: bool = True  # whether config.json gets it
     is_computed: bool = False  # whether any value but the default contradicts other keys
     unset: Any = None  # a Hugging Face value equivalent to an absent key
-    remedy: str = ""  # added to the message about a value that cannot be imported
+    hint: str = ""  # added to the message about a value that cannot be imported
     # config.json -> a value that our keys have anyway, so that an import omits them
     implied: Callable[[Mapping[str, Any]], Any] | None = None
     # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
@@ -110,96 +136,98 @@ class Setting:
     @property
     def name(self) -> str:
         """The key written to config.json."""
-        return self.theirs[0]
+        return self.hf_names[0]
 
-    def given(self, config: Mapping[str, Any]) -> list[Any]:
+    def stored_values(self, config: Mapping[str, Any]) -> list[Any]:
         """Returns its values in a config.json, under all of its names."""
-        found = [config[name] for name in self.theirs if name in config]
+        found = [config[name] for name in self.hf_names if name in config]
         return [value for value in found if self.unset is None or value != self.unset]
 
-    def value_of_silence(self, config: Mapping[str, Any]) -> Any:
+    def default_when_absent(self, config: Mapping[str, Any]) -> Any:
         """Returns the value of an absent key; REQUIRED if there is none."""
-        return _computed(self.default, config) if callable(self.default) else self.default
+        return _evaluate(self.default, config) if callable(self.default) else self.default
 
     def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
         """Returns whether our keys have the value without being set."""
-        return self.implied is not None and _computed(self.implied, config) == value
+        return self.implied is not None and _evaluate(self.implied, config) == value
 
-    def ours_of(self, value: Any, config: Mapping[str, Any]) -> Any:
+    def to_key_value(self, value: Any, config: Mapping[str, Any]) -> Any:
         """Converts a Hugging Face value; REQUIRED if impossible."""
         if self.read is not None:
             return self.read(value, config)
         pairs = ((value, value),) if self.values is None else self.values
-        return next((ours for theirs, ours in pairs if theirs == value), REQUIRED)
+        return next((key for hf, key in pairs if hf == value), REQUIRED)
 
-    def theirs_of(self, values: Mapping[str, Any]) -> Any:
+    def to_hf_value(self, values: Mapping[str, Any]) -> Any:
         """Converts our keys to the Hugging Face value; REQUIRED if impossible."""
         if self.write is not None:
             return self.write(values)
-        value = values[self.ours[0]] if self.ours else None
+        value = values[self.keys[0]] if self.keys else None
         pairs = ((value, value),) if self.values is None else self.values
-        return next((theirs for theirs, ours in pairs if ours == value), REQUIRED)
+        return next((hf for hf, key in pairs if key == value), REQUIRED)
 
 
-def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
+def _evaluate(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
     try:
         return value(config)
     except (KeyError, TypeError, ZeroDivisionError):
-        return REQUIRED  # the other key is missing or no size, which is reported separately
+        return REQUIRED  # the other key is missing or not a size, which is reported separately
 
 
-def same(
-    theirs: str, ours: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
-) -> Setting:
+def mapped(
+    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
+) -> ConfigMapping:
     """Returns a setting that both sides have.
 
     Names are separated by spaces; the first Hugging Face name is the one written.
     """
-    return Setting(tuple(theirs.split()), tuple(ours.split()), default, values, implied=implied)
+    return ConfigMapping(
+        tuple(hf_names.split()), tuple(keys.split()), default, values, implied=implied
+    )
 
 
-def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
+def supported(hf_name: str, *values: Any, hint: str = "") -> ConfigMapping:
     """Returns a setting without a key here: supported values, default first."""
     pairs = tuple((value, None) for value in values)
-    return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
+    return ConfigMapping((hf_name,), (), values[0], pairs, is_written=False, hint=hint)
 
 
-def stated(theirs: str, *values: Any, default: Any = REQUIRED, remedy: str = "") -> Setting:
+def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = "") -> ConfigMapping:
     """Returns a setting of a fixed part; its first value is written."""
     pairs = tuple((value, None) for value in values)
-    return Setting((theirs,), (), default, pairs, remedy=remedy)
+    return ConfigMapping((hf_name,), (), default, pairs, hint=hint)
 
 
-def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
-    """Returns a key of ours that the family derives, absent in config.json."""
-    return Setting((ours,), (ours,), value, is_written=False, is_computed=True)
+def family_default(key: str, value: Callable[[Mapping[str, Any]], Any]) -> ConfigMapping:
+    """Returns a key of this program that the family derives, absent in config.json."""
+    return ConfigMapping((key,), (key,), value, is_written=False, is_computed=True)
 
 
-def derived(
-    theirs: str, ours: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
-) -> Setting:
+def write_only(
+    hf_name: str, key: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
+) -> ConfigMapping:
     """Returns a setting that follows from others but is written nevertheless."""
-    return Setting((theirs,), (ours,), value, is_computed=True, unset=unset)
+    return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
 
 
 def _size(config: Mapping[str, Any], name: str) -> Any:
     """Returns a number; rejects text and lists, which also multiply."""
     if isinstance(config[name], str | list | tuple):
-        raise TypeError(f"{name} is no number")
+        raise TypeError(f"{name} is not a number")
     return config[name]
 
 
-def like(name: str) -> Callable[[Mapping[str, Any]], Any]:
+def copy_of(name: str) -> Callable[[Mapping[str, Any]], Any]:
     """Default: the value of another config.json key."""
     return lambda config: config[name]
 
 
-def multiple(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
+def scaled_by(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
     """Default: a multiple of another key."""
     return lambda config: factor * _size(config, name)
 
 
-def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
+def divided_by(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
     """Default: one key divided by another."""
     return lambda config: _size(config, name) // _size(config, divisor)
 
@@ -212,8 +240,8 @@ class Family:
     architecture: str  # as in `architectures` of config.json
     decoder_block: str  # nearest preset
     own: Mapping[str, Any]  # our keys with fixed values, besides SHARED_PARTS
-    settings: tuple[Setting, ...]
-    rows: tuple[Row, ...]
+    settings: tuple[ConfigMapping, ...]
+    rows: tuple[WeightMapping, ...]
     prefix: str  # common to all tensor names but the head; absent in files of the bare model
     head: str = "lm_head.weight"  # optional in files of tied models
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
@@ -229,14 +257,14 @@ class Family:
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
         """Our keys that no setting determines, with their values."""
-        decided = {name for setting in self.settings for name in setting.ours}
+        decided = {name for setting in self.settings for name in setting.keys}
         every = {**SHARED_PARTS, **self.own}
         return {name: value for name, value in every.items() if name not in decided}
 
     @property
     def in_layer(self) -> str:
         """Prefix of a layer's tensors, such as "model.layers.{layer}."."""
-        name = next(row.theirs for row in self.rows if row.in_layers)
+        name = next(row.hf_name for row in self.rows if row.in_layers)
         return name[: name.index("}") + 2]
 
     @property

@@ -9,15 +9,20 @@ from flax import serialization, traverse_util
 from MaxText.checkpointing.matching import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
-from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
-from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of
+from MaxText.conversion.tensor_map import TensorMap, UnmappedParametersError
+from MaxText.conversion.weight_source import (
+    WeightSource,
+    abstract_model,
+    check_arrays,
+    common_format,
+)
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
 _STEP = re.compile(r"params_(\d+)")
 
 
-class FattoribWeights(Weights):
+class FattoribWeights(WeightSource):
     """Parameters of a fattorib/transformer checkpoint."""
 
     def __init__(self, path: str, config: Config):
@@ -26,14 +31,14 @@ class FattoribWeights(Weights):
         `path` is params_STEP, a folder of such files (the newest is read), or a file of
         extract_weights.py; gs:// works too.
         """
-        self.config, self.model = config, model_of(config)
+        self.config, self.model = config, abstract_model(config)
         try:
             self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
-        except UnknownParameters as error:
+        except UnmappedParametersError as error:
             raise UserError(
-                f"from=fattorib:{path}: the configuration is of another model than "
-                f"fattorib/transformer's: it has {error.names}. Name the one that was trained, for "
-                "example model_name=fattorib-base."
+                f"from=fattorib:{path}: the configuration is not a fattorib/transformer model: it "
+                f"has {error.names}. Use the one that was trained, for example "
+                "model_name=fattorib-base."
             ) from error
         self.file = _find(parse_path(path, "from"), path)
         self._arrays = _flattened(_restored(self.file))
@@ -41,7 +46,7 @@ class FattoribWeights(Weights):
             {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
             {tensor.name: tensor.shape for tensor in self.map.tensors},
             f"{self.file} does not hold the model of the configuration",
-            "Name the model that was trained, for example model_name=fattorib-base.",
+            "Use the model that was trained, for example model_name=fattorib-base.",
         )
         self.formats = {
             name: common_format(
@@ -50,8 +55,8 @@ class FattoribWeights(Weights):
             for name in self.model.parameters
         }
 
-    def read(self, ours: str) -> np.ndarray:
-        return self.map.array(ours, self.formats[ours], self._arrays.__getitem__)
+    def read(self, name: str) -> np.ndarray:
+        return self.map.array(name, self.formats[name], self._arrays.__getitem__)
 
 
 def _find(path: Any, given: str) -> Any:
@@ -61,7 +66,7 @@ def _find(path: Any, given: str) -> Any:
             raise UserError(f"{given} has no file params_STEP.")
         return steps[max(steps)]
     if not path.exists():
-        raise UserError(f"{given}: there is no such file or folder.")
+        raise UserError(f"{given} does not exist.")
     return path
 
 
@@ -69,7 +74,7 @@ def _restored(file: Any) -> Any:
     try:
         return serialization.msgpack_restore(file.read_bytes())
     except Exception as error:
-        raise UserError(f"{file} is no msgpack file of Flax, or is damaged: {error}") from error
+        raise UserError(f"{file} is not a Flax msgpack file, or is corrupted: {error}") from error
 
 
 def _flattened(tree: Any) -> dict[str, np.ndarray]:

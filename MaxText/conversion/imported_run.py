@@ -27,13 +27,13 @@ from MaxText.checkpointing.checksums import host_checksum
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.saved import flat, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
-from MaxText.conversion.weight_source import Weights, nested, num_bytes
+from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
 
 CONFIG_YML = "config.yml"
 
 
-def check_free(target: Path) -> None:
+def require_absent(target: Path) -> None:
     """Refuses a target that exists, except an empty folder."""
     if re.match(r"\w+:/", str(target)):
         raise UserError(f"to={target} is in a bucket; write to a local disk and copy the result.")
@@ -42,11 +42,11 @@ def check_free(target: Path) -> None:
     except OSError as error:
         raise UserError(f"to={target} cannot be used: {error.strerror}.") from error
     if taken:
-        raise UserError(f"to={target} exists already. Remove it, or choose another name.")
+        raise UserError(f"to={target} already exists. Remove it, or choose another path.")
 
 
 @contextlib.contextmanager
-def whole_or_nothing(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields a staging folder, renamed at the end and removed on errors."""
     target = Path(os.path.abspath(target))
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
@@ -75,10 +75,10 @@ def _remove(folder: Path) -> None:
         time.sleep(0.1)
 
 
-class _Pending:
+class _LazyArray:
     """An array that is read when written; `checksum` is "" until then."""
 
-    def __init__(self, weights: Weights, name: str):
+    def __init__(self, weights: WeightSource, name: str):
         self.shape = weights.model.parameters[name].shape
         self.dtype = weights.formats[name]
         self.size = math.prod(self.shape)
@@ -93,7 +93,7 @@ class _Pending:
         return array
 
 
-def _one_at_a_time(failures: list[BaseException]) -> Any:
+def _streaming_type_handlers(failures: list[BaseException]) -> Any:
     """Returns Orbax's type handlers, extended by arrays that are read lazily.
 
     Orbax copies all arrays before writing: 2.9 GB instead of 1.1 GB for a model of 1.6 GB.
@@ -102,11 +102,11 @@ def _one_at_a_time(failures: list[BaseException]) -> Any:
     """
     import orbax.checkpoint as ocp
 
-    class PendingHandler(ocp.type_handlers.NumpyHandler):
+    class LazyHandler(ocp.type_handlers.NumpyHandler):
         async def serialize(self, values, infos, args=None):
             args = args or [ocp.SaveArgs()] * len(values)
             for value, info, arg in zip(values, infos, args, strict=True):
-                assert isinstance(value, _Pending)
+                assert isinstance(value, _LazyArray)
                 try:
                     array = value.read()
                 except BaseException as error:
@@ -117,19 +117,19 @@ def _one_at_a_time(failures: list[BaseException]) -> Any:
             return []
 
     return ocp.type_handlers.create_type_handler_registry(
-        (_Pending, PendingHandler(deepcopy_host_arrays=False)),
+        (_LazyArray, LazyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),
     )
 
 
-def peak_bytes(weights: Weights) -> int:
+def peak_bytes(weights: WeightSource) -> int:
     """Returns peak memory: the largest array, and twice while compressed."""
     return 4 * max(num_bytes(weights).values())
 
 
 def write_run(
     folder: Path,
-    weights: Weights,
+    weights: WeightSource,
     keys: Mapping[str, Any],
     comment: list[str],
     extra_metadata: Mapping[str, Any],
@@ -137,18 +137,18 @@ def write_run(
     """Writes a run folder; `extra_metadata` extends train.py's metadata."""
     import orbax.checkpoint as ocp
 
-    pending = {name: _Pending(weights, name) for name in weights.model.parameters}
+    lazy = {name: _LazyArray(weights, name) for name in weights.model.parameters}
     failures: list[BaseException] = []
-    registry = _one_at_a_time(failures)
+    registry = _streaming_type_handlers(failures)
     handlers: dict[str, Any] = {
         checkpoint_files.ITEMS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     }
     items: dict[str, Any] = {
-        checkpoint_files.ITEMS: ocp.args.PyTreeSave({"params": nested(pending)})
+        checkpoint_files.ITEMS: ocp.args.PyTreeSave({"params": unflatten(lazy)})
     }
     step = epath.Path(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
     metadata = {
-        **checkpoint_metadata(flat(weights.config), nested(pending)),
+        **checkpoint_metadata(flat(weights.config), unflatten(lazy)),
         checkpoint_files.PARAMETERS_ONLY: True,
         **extra_metadata,
     }
@@ -160,14 +160,14 @@ def write_run(
             raise
     if failures:
         raise failures[0]
-    checksums = {f"params/{name}": array.checksum for name, array in pending.items()}
+    checksums = {f"params/{name}": array.checksum for name, array in lazy.items()}
     stored = checkpoint_files.StoredCheckpoint(step / checkpoint_files.ITEMS, 0)
     stored.write_metadata(metadata, checksums)
     text = section_lines([f"# {line}".rstrip() for line in comment], keys)
     (folder / CONFIG_YML).write_text(text, encoding="utf-8")
 
 
-def show_run(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:
+def log_next_command(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:
     """Reports the written files and how to train from them."""
     show(
         f"Wrote {target}: {CONFIG_YML}, checkpoints/0"

@@ -14,13 +14,18 @@ import numpy as np
 from etils import epath
 
 from MaxText.config.schema import Config
-from MaxText.conversion.stored_arrays import StoredArrays
-from MaxText.conversion.weight_source import Weights, check_arrays, common_format, model_of
+from MaxText.conversion.stored_arrays import LazyCheckpointReader
+from MaxText.conversion.weight_source import (
+    WeightSource,
+    abstract_model,
+    check_arrays,
+    common_format,
+)
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
-_OF_MUDDFORMER = "state"
-_ITEMS = ("items", _OF_MUDDFORMER, "default")  # MaxText, MUDDFormer's program, older MaxText
+_MUDDFORMER_ITEMS = "state"
+_ITEMS = ("items", _MUDDFORMER_ITEMS, "default")  # MaxText, MUDDFormer's program, older MaxText
 
 # Our names outside layers -> MaxText's.
 _NAMES = {
@@ -72,12 +77,12 @@ _SOURCE_NORM_NAMES = ("decoder/mudd_prenorm/scale", "decoder/mudd_prenorm_{layer
 _LAYER_AXIS = 1  # param_scan_axis of scanned layers
 
 _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
-_TURNED = re.compile(r"/(query|key)(_norm)?/")  # affected by the rotary embedding
-_OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")  # aggregation after one layer
+_ROTARY = re.compile(r"/(query|key)(_norm)?/")  # affected by the rotary embedding
+_CONNECTION = re.compile(r"connections/after/(\d+)/(.*)")  # aggregation after one layer
 
 
-class _Place(NamedTuple):
-    """Location of an array of ours in the checkpoint."""
+class _ArrayLocation(NamedTuple):
+    """Location of a parameter in the checkpoint."""
 
     paths: list[str]  # one, or several to stack along a new first dimension
     shape: tuple[int, ...]  # of the array at each path
@@ -85,7 +90,7 @@ class _Place(NamedTuple):
     is_scanned: bool = False  # whether it holds all layers, along _LAYER_AXIS
 
 
-class MaxTextWeights(Weights):
+class MaxTextWeights(WeightSource):
     """Weights of a MaxText checkpoint.
 
     `query_scaling` tells where 1/sqrt(head_dim) is applied. MaxText's Llama and Mistral fold it
@@ -103,7 +108,7 @@ class MaxTextWeights(Weights):
         """
         _check_parts(config, query_scaling)
         self.config = config
-        self.model = model_of(config)
+        self.model = abstract_model(config)
         self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
         given = parse_path(path, "from")
         if "://" not in path:
@@ -112,62 +117,64 @@ class MaxTextWeights(Weights):
         in_model = (
             config.model.block.normalization_type == "layer_norm"
             or config.model.attention.use_qk_norm
-            or self.folder.name == _OF_MUDDFORMER
+            or self.folder.name == _MUDDFORMER_ITEMS
         )
         self.query_scaling = query_scaling or ("model" if in_model else "weights")
-        self._arrays = StoredArrays(self.folder)
-        self._places = self._match()
+        self._arrays = LazyCheckpointReader(self.folder)
+        self._locations = self._match()
         self.formats = {
-            ours: common_format(self._arrays.leaves[path].dtype.name for path in place.paths)
-            for ours, place in self._places.items()
+            name: common_format(self._arrays.leaves[path].dtype.name for path in location.paths)
+            for name, location in self._locations.items()
         }
 
-    def _match(self) -> dict[str, _Place]:
+    def _match(self) -> dict[str, _ArrayLocation]:
         found = {
             path: leaf for path, leaf in self._arrays.leaves.items() if path.startswith("params/")
         }
         prefix = (
             "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
         )
-        written_out = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
-        places = {
-            ours: self._place(ours, info.shape, prefix, written_out)
-            for ours, info in self.model.parameters.items()
+        is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
+        locations = {
+            name: self._location(name, info.shape, prefix, is_unrolled)
+            for name, info in self.model.parameters.items()
         }
         check_arrays(
             found,
-            {path: place.shape for place in places.values() for path in place.paths},
-            f"{self.folder} does not fit the configuration that was named",
-            "Name the configuration that the checkpoint was trained with, in MaxText's key names: "
+            {path: location.shape for location in locations.values() for path in location.paths},
+            f"{self.folder} does not match the configuration",
+            "Use the configuration that the checkpoint was trained with, in MaxText's key names: "
             "convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are MaxText's "
             "llama2, mistral, gpt3 and qwen3 blocks, with separate projections (fused_qkv and "
             "fused_mlp off), TokenFormer's and MUDDFormer's.",
         )
-        return places
+        return locations
 
-    def _place(self, ours: str, shape: tuple[int, ...], prefix: str, written_out: bool) -> _Place:
+    def _location(
+        self, name: str, shape: tuple[int, ...], prefix: str, is_unrolled: bool
+    ) -> _ArrayLocation:
         num_layers = self.model.section.shape.dimensions.num_layers
-        if ours == _SOURCE_NORM:
+        if name == _SOURCE_NORM:
             first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
-            return _Place([prefix + name for name in names], shape[1:], is_stack=True)
-        if match := _OF_SUM.fullmatch(ours):
+            return _ArrayLocation([prefix + name for name in names], shape[1:], is_stack=True)
+        if match := _CONNECTION.fullmatch(name):
             name = _CONNECTION_NAMES[match[2]].format(layer=int(match[1]) - 1)
-            return _Place([prefix + name], shape)
-        within, layers = self.model.placed(ours)
+            return _ArrayLocation([prefix + name], shape)
+        within, layers = self.model.placed(name)
         if layers is None:
-            return _Place([prefix + _NAMES[ours]], shape)
-        theirs = self._layer_name(within)
-        if "layers" not in self.model.parameters[ours].logical_axes:
-            return _Place([f"{prefix}decoder/layers_{layers[0]}/{theirs}"], shape)
+            return _ArrayLocation([prefix + _NAMES[name]], shape)
+        maxtext_name = self._layer_name(within)
+        if "layers" not in self.model.parameters[name].logical_axes:
+            return _ArrayLocation([f"{prefix}decoder/layers_{layers[0]}/{maxtext_name}"], shape)
         shape = shape[1:]
         if _slots_of(within) in _SHARED_SLOTS:
             shape = (*shape[:-1], len(_SHARED_SLOTS), shape[-1])
-        if written_out or len(layers) < num_layers:
-            paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in layers]
-            return _Place(paths, shape, is_stack=True)
+        if is_unrolled or len(layers) < num_layers:
+            paths = [f"{prefix}decoder/layers_{i}/{maxtext_name}" for i in layers]
+            return _ArrayLocation(paths, shape, is_stack=True)
         shape = (*shape[:_LAYER_AXIS], num_layers, *shape[_LAYER_AXIS:])
-        return _Place([f"{prefix}decoder/layers/{theirs}"], shape, is_scanned=True)
+        return _ArrayLocation([f"{prefix}decoder/layers/{maxtext_name}"], shape, is_scanned=True)
 
     def _layer_name(self, within: str) -> str:
         if slots := _SLOT_NAMES.get(_slots_of(within)):
@@ -175,22 +182,22 @@ class MaxTextWeights(Weights):
         part, _, rest = within.partition("/")
         return f"{self._layer_names.get(part, part)}/{rest}"
 
-    def read(self, ours: str) -> np.ndarray:
-        place = self._places[ours]
-        parts = [self._arrays.read(path) for path in place.paths]
-        array = np.stack(parts) if place.is_stack else parts[0]
-        if place.is_scanned:
+    def read(self, name: str) -> np.ndarray:
+        location = self._locations[name]
+        parts = [self._arrays.read(path) for path in location.paths]
+        array = np.stack(parts) if location.is_stack else parts[0]
+        if location.is_scanned:
             array = np.moveaxis(array, _LAYER_AXIS, 0)
-        if (which := _SHARED_SLOTS.get(_slots_of(self.model.placed(ours)[0]))) is not None:
+        if (which := _SHARED_SLOTS.get(_slots_of(self.model.placed(name)[0]))) is not None:
             array = array[..., which, :]
-        if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
+        if self.config.model.position.rope_type == "llama3.1" and _ROTARY.search(name):
             # MaxText pairs dimensions 2i and 2i + 1, this program i and i + H/2.
             array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
-        if "/query/" in ours and self.query_scaling == "weights":
+        if "/query/" in name and self.query_scaling == "weights":
             # Exact if head_dim is a power of 4, otherwise rounded once.
             factor = math.sqrt(self.model.section.shape.dimensions.head_dim)
             array = (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
-        return np.ascontiguousarray(array, self.formats[ours])
+        return np.ascontiguousarray(array, self.formats[name])
 
 
 def _slots_of(within: str) -> str:
@@ -210,10 +217,10 @@ def _check_parts(config: Config, query_scaling: str) -> None:
         if section.position.position_embedding == "rotary":
             raise UserError(
                 "position_embedding=rotary: TokenFormer's JAX program has no rotary positions. "
-                "Name the configuration that the checkpoint was trained with, for example "
+                "Use the configuration that the checkpoint was trained with, for example "
                 "decoder_block=tokenformer."
             )
-    _check_sums(config)
+    _check_dense_connections(config)
     block, centred = section.block, section.block.normalization_zero_centered
     if section.embedding.scale_embedding or (centred and block.normalization_type == "rms_norm"):
         raise UserError(
@@ -234,21 +241,21 @@ def _check_parts(config: Config, query_scaling: str) -> None:
         )
 
 
-def _check_sums(config: Config) -> None:
+def _check_dense_connections(config: Config) -> None:
     """Refuses aggregations that MUDDFormer's program does not have."""
     dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
     if not dense.dense_conn:
         return
     if dense.dense_ways != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":
         raise UserError(
-            "MUDDFormer's JAX program has sums for q, k, v and r, in this order, and normalises "
-            "that of r alone. Name the configuration that the checkpoint was trained with, for "
+            "MUDDFormer's JAX program has dense connections for q, k, v and r, in this order, and "
+            "normalizes only r. Use the configuration that the checkpoint was trained with, for "
             "example decoder_block=muddformer_prepost."
         )
     if epsilon != 1e-6:
         raise UserError(
-            f"normalization_layer_epsilon={epsilon:g}: norms of sums have 1e-6 in MUDDFormer's JAX "
-            "program whatever that of layers is, and all norms have the same here."
+            f"normalization_layer_epsilon={epsilon:g}: MUDDFormer's JAX program always uses 1e-6 "
+            "in the norms of dense connections, and all norms share one epsilon here."
         )
 
 

@@ -1,6 +1,7 @@
 """Export of the forward pass as one file that needs only jax to run."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from MaxText.conversion.weight_source import Weights, nested, num_bytes
+from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -17,7 +18,7 @@ from MaxText.training.backend_defaults import resolve_auto
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # Weights are constants of the program, and the serializer uses 32-bit sizes.
-MOST_BYTES = 2**31 - 2**24
+MAX_BYTES = 2**31 - 2**24
 
 _README = """Runs with jax and flatbuffers alone: pip install jax flatbuffers
 
@@ -29,22 +30,22 @@ it, which no earlier token sees.
 """
 
 
-def exported(weights: Weights, length: int) -> export.Exported:
+def export_forward(weights: WeightSource, length: int) -> export.Exported:
     """Returns the program: int32 [b, length] -> float32 [b, length, vocab].
 
     Maps tokens to logits for any b. Computes in the configuration's dtype, float32 if it is auto.
     """
     section, _ = resolve_auto(weights.config.model, "cpu")
     model = Model(section)
-    params = nested({name: jnp.asarray(weights.read(name)) for name in model.parameters})
+    params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 
     def forward(tokens_BT: jax.Array) -> jax.Array:
         decoder = model.merge(params)
         batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
         return decoder(batch)
 
-    (rows,) = export.symbolic_shape("b")
-    shape = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    (batch_size,) = export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
     return export.export(jax.jit(forward), platforms=PLATFORMS)(shape)
 
 
@@ -52,35 +53,37 @@ def readme_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.README.md")
 
 
-def check_free(target: Path) -> None:
+def require_absent(target: Path) -> None:
     """Refuses to overwrite existing files."""
     for path in (target, readme_of(target)):
         if path.exists():
-            raise UserError(f"to={target}: {path} exists already. Remove it, or choose another.")
+            raise UserError(
+                f"to={target}: {path} already exists. Remove it, or choose another path."
+            )
 
 
-def check_size(weights: Weights) -> None:
+def check_size(weights: WeightSource) -> None:
     """Refuses weights that are too large for constants of a program."""
     size = sum(num_bytes(weights).values())
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise UserError(
-            f"the weights take {size / 2**30:.1f} GiB, and a program with its weights inside may "
-            f"have {MOST_BYTES / 2**30:.1f}. Export a folder with to=hf:FOLDER instead."
+            f"the weights take {size / 2**30:.1f} GiB, and a program with embedded weights is "
+            f"limited to {MAX_BYTES / 2**30:.1f} GiB. Export a folder with to=hf:FOLDER instead."
         )
 
 
-def peak_bytes(weights: Weights) -> int:
+def peak_bytes(weights: WeightSource) -> int:
     """Returns peak memory: the weights as arrays, as constants, and as the file."""
     return 4 * sum(num_bytes(weights).values())
 
 
-def write(weights: Weights, length: int, target: Path, show: Callable[[str], None]) -> None:
+def write(weights: WeightSource, length: int, target: Path, show: Callable[[str], None]) -> None:
     """Writes the program, and usage instructions to `target`.README.md."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     readme = readme_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(exported(weights, length).serialize())
+        partial.write_bytes(export_forward(weights, length).serialize())
         vocab_size = weights.config.model.shape.vocab_size
         text = _README.format(name=target.name, length=length, vocab_size=vocab_size)
         readme.write_text(text, encoding="utf-8")

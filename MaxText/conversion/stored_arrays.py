@@ -17,13 +17,18 @@ from MaxText.config import import_modules
 from MaxText.config.catalogue import build
 from MaxText.config.saved import under_todays_names
 from MaxText.config.schema import Config
-from MaxText.conversion.weight_source import Weights, check_arrays, model_of
+from MaxText.conversion.weight_source import (
+    WeightSource,
+    abstract_model,
+    check_arrays,
+    unreadable_checkpoint,
+)
 from MaxText.errors import UserError
 
 _PARAMS = "params/"
 
 
-class StoredArrays:
+class LazyCheckpointReader:
     """An Orbax PyTree on disk. Verifies checksums if they were saved.
 
     `leaves` maps paths such as "params/decoder_norm/scale" to shapes and formats, and includes
@@ -44,7 +49,7 @@ class StoredArrays:
         if self._checksums is not None and (
             difference := first_spec_mismatch(self.leaves, self._checksums)
         ):
-            raise _unreadable(folder, difference)
+            raise unreadable_checkpoint(folder, difference)
 
     def read(self, path: str) -> np.ndarray:
         import orbax.checkpoint as ocp
@@ -66,7 +71,7 @@ class StoredArrays:
             value = value[int(name)] if isinstance(value, list | tuple) else value[name]
         array = np.asarray(value)
         if self._checksums is not None and host_checksum(array) != self._checksums[path]:
-            raise _unreadable(self.folder, f"{path}: its checksum is not that of what was saved")
+            raise unreadable_checkpoint(self.folder, f"{path}: checksum mismatch")
         return array
 
 
@@ -91,17 +96,10 @@ def _damage_explained(folder: epath.Path) -> Iterator[None]:
         with translate_errors():
             yield
     except CheckpointCorruptedError as error:
-        raise _unreadable(folder, str(error)) from error
+        raise unreadable_checkpoint(folder, error) from error
 
 
-def _unreadable(folder: epath.Path, reason: str) -> UserError:
-    return UserError(
-        f"the checkpoint at {folder} cannot be read: {reason}\n"
-        "  Name an older step, or restore the files."
-    )
-
-
-class RunWeights(Weights):
+class RunWeights(WeightSource):
     """Weights of the checkpoint that a path names (checkpoint_files.resolve_checkpoint)."""
 
     def __init__(self, path: str, given: Config | None = None):
@@ -113,8 +111,8 @@ class RunWeights(Weights):
         self.stored = checkpoint_files.resolve_checkpoint(path, "from")
         self.metadata = self.stored.try_metadata()
         self.config = given or self._own_config()
-        self.model = model_of(self.config)
-        self._arrays = StoredArrays(self.stored.items)
+        self.model = abstract_model(self.config)
+        self._arrays = LazyCheckpointReader(self.stored.items)
         found = {
             path.removeprefix(_PARAMS): leaf
             for path, leaf in self._arrays.leaves.items()
@@ -124,7 +122,7 @@ class RunWeights(Weights):
             found,
             {name: info.shape for name, info in self.model.parameters.items()},
             f"{self.stored} does not hold the model of its configuration",
-            "Name the run's own config.yml before from=, or a checkpoint of this program; "
+            "Put the run's own config.yml before from=, or use a checkpoint of this program; "
             "from=maxtext:... reads MaxText's.",
         )
         self.formats = {name: leaf.dtype for name, leaf in found.items()}
@@ -133,14 +131,13 @@ class RunWeights(Weights):
         flat = self.metadata.get("config")
         if not flat:
             raise UserError(
-                f"{self.stored} does not say which configuration it was made with. Name it first: "
-                "convert.py CONFIG.yml from=..."
+                f"{self.stored} has no configuration. Add it: convert.py CONFIG.yml from=..."
             )
         import_modules.check_named(flat, str(self.stored))
         return build(under_todays_names(flat, str(self.stored)))
 
-    def read(self, ours: str) -> np.ndarray:
-        return self._arrays.read(_PARAMS + ours)
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays.read(_PARAMS + name)
 
     @property
     def hugging_face(self) -> dict[str, Any]:

@@ -5,23 +5,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from MaxText.conversion.hugging_face_folder import is_file
+from MaxText.conversion.hf_checkpoint import is_file
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from MaxText.input_pipeline.tokenization.load_tokenizer import TRANSFORMERS_FILES
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
 
 RUN_FOLDER_NAME = "tokenizer"  # in a run folder, next to its checkpoints
 
-_FILES = (
-    TOKENIZER_NAME,
-    CONFIG_NAME,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+_FILES = (*TRANSFORMERS_FILES, "chat_template.jinja")
 _TABLES = ("vocab.json", "added_tokens.json")
 
 
@@ -29,11 +21,11 @@ def check_ids(folder: Path, vocab_size: int) -> None:
     """Refuses an unreadable tokenizer or ids beyond the embedding table."""
     path = folder / TOKENIZER_NAME
     if path.is_file():
-        _check_largest(path, _opened(path).get_vocab(), vocab_size)
+        _check_max_id(path, _opened(path).get_vocab(), vocab_size)
         return
     # Older tokenizers are a vocabulary and a table of added tokens.
     for path in (folder / name for name in _TABLES if (folder / name).is_file()):
-        _check_largest(path, read_json(path), vocab_size)
+        _check_max_id(path, read_json(path), vocab_size)
 
 
 def _opened(path: Path) -> Any:
@@ -46,12 +38,12 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}. Copy it again.") from error
 
 
-def _check_largest(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -> None:
+def _check_max_id(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -> None:
     largest = max((id_ for id_ in vocabulary.values() if isinstance(id_, int)), default=-1)
     if largest >= vocab_size:
         raise UserError(
-            f"{path} makes ids up to {largest}, but the model has vocab_size={vocab_size} rows "
-            "for them. It is the tokenizer of another model: copy the right one, or take it away."
+            f"{path} has ids up to {largest}, but the model has vocab_size={vocab_size}. It is the "
+            "tokenizer of another model: copy the right one, or remove it."
         )
 
 
@@ -116,7 +108,7 @@ def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, st
     if (run_folder / RUN_FOLDER_NAME / TOKENIZER_NAME).is_file():
         return run_folder / RUN_FOLDER_NAME, ""
     if not dataset_path:
-        return None, "the run names no dataset_path; add tokenizer=FOLDER to export a tokenizer"
+        return None, "the run has no dataset_path; add tokenizer=FOLDER to export a tokenizer"
     data_set = Path(dataset_path).expanduser()
     if is_file(data_set / TOKENIZER_NAME):
         return data_set, ""

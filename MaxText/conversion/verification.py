@@ -10,8 +10,8 @@ import numpy as np
 
 from MaxText.config.schema import Config
 from MaxText.conversion.family import Family
-from MaxText.conversion.settings import absent_in_transformers
-from MaxText.conversion.weight_source import Weights, nested
+from MaxText.conversion.hf_config import absent_in_transformers
+from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -23,7 +23,7 @@ LOSS_TOLERANCE = 1e-4
 _ROWS, _LENGTH = 2, 64
 
 
-class Agreement(NamedTuple):
+class ParityResult(NamedTuple):
     """Differences of logits and of mean loss in nats on random tokens."""
 
     logits_difference: float
@@ -32,7 +32,7 @@ class Agreement(NamedTuple):
     their_loss: float
 
     @property
-    def holds(self) -> bool:
+    def passed(self) -> bool:
         """Whether both are within their tolerance."""
         scale = max(1.0, self.largest_logit)
         close = self.logits_difference <= LOGITS_TOLERANCE * scale
@@ -43,7 +43,7 @@ def check_possible(family: Family, config: Config) -> None:
     """Refuses an impossible verification before any work is done."""
     if absent := absent_in_transformers(family, config):
         raise UserError(
-            f"--verify compares with transformers, which has no {absent}. Leave --verify out."
+            f"--verify compares with transformers, which has no {absent}. Remove --verify."
         )
     try:
         import torch  # pyright: ignore[reportMissingImports]  # noqa: F401
@@ -54,7 +54,7 @@ def check_possible(family: Family, config: Config) -> None:
         ) from error
 
 
-def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
+def compare(weights: WeightSource, folder: Path, dtype: str = "") -> ParityResult:
     """Runs the same random tokens through both models.
 
     With `dtype`, our tensors are rounded to it like the exported ones.
@@ -65,7 +65,7 @@ def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
     tokens = generator.integers(0, section.shape.vocab_size, (_ROWS, length)).astype(np.int32)
     theirs = _their_logits(folder, tokens)
     ours = _our_logits(weights, tokens, dtype)
-    return Agreement(
+    return ParityResult(
         logits_difference=float(np.abs(ours - theirs).max()),
         largest_logit=float(np.abs(theirs).max()),
         our_loss=_loss(ours, tokens),
@@ -73,7 +73,7 @@ def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
     )
 
 
-def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
+def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
     section = weights.config.model
     numerics = section.numerics.model_copy(
         update={"dtype": "float32", "matmul_precision": "highest"}
@@ -81,7 +81,7 @@ def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
     section = section.model_copy(update={"numerics": numerics})
     model = Model(resolve_auto(section, "cpu")[0])
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
-    params = nested({name: weights.read(name).astype(kind) for name, kind in formats.items()})
+    params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 
     @jax.jit
     def run(params, tokens_BT):
@@ -112,7 +112,7 @@ def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
 
 
 def verify(
-    weights: Weights, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
+    weights: WeightSource, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
 ) -> None:
     """Compares, reports, and refuses a checkpoint that computes something else."""
     found = compare(weights, folder, dtype)
@@ -121,9 +121,9 @@ def verify(
         f"{found.largest_logit:.3g}), loss {found.our_loss:.6f} here and {found.their_loss:.6f} in "
         "transformers"
     )
-    if not found.holds:
+    if not found.passed:
         raise UserError(
-            f"{shown} computes something else in transformers: {line}. Nothing was written. "
+            f"{shown} gives different results in transformers: {line}. Nothing was written. "
             "Please report this with the folder's config.json."
         )
     show(f"Verified: {line}")

@@ -13,29 +13,36 @@ from MaxText.layers.model import Model
 _MOST_LINES = 20
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     config: Config
     model: Model  # abstract: parameter names and shapes
     formats: dict[str, np.dtype]  # by parameter name
 
-    def read(self, ours: str) -> np.ndarray:
-        """Returns one array of ours, all layers stacked."""
+    def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, all layers stacked."""
         ...
 
 
-def model_of(config: Config) -> Model:
+def abstract_model(config: Config) -> Model:
     """Returns the abstract model of a configuration, with CPU numerics."""
     from MaxText.training.backend_defaults import resolve_auto
 
     return Model(resolve_auto(config.model, "cpu")[0])
 
 
-def num_bytes(weights: Weights) -> dict[str, int]:
+def unreadable_checkpoint(where: Any, reason: Any) -> UserError:
+    return UserError(
+        f"the checkpoint at {where} cannot be read: {reason}\n"
+        "  Use an older step, or restore the files."
+    )
+
+
+def num_bytes(weights: WeightSource) -> dict[str, int]:
     parameters = weights.model.parameters
     return {name: info.size * weights.formats[name].itemsize for name, info in parameters.items()}
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
     """Returns a tree from paths such as "layers/mlp/wo/kernel"."""
     return traverse_util.unflatten_dict(flat, sep="/")
 

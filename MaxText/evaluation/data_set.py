@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
-from MaxText.evaluation.bytes_of_ids import IdBytes
-from MaxText.evaluation.data_set_score import SourceScore
-from MaxText.evaluation.tasks import progress_lines
+from MaxText.evaluation.scores import SourceScore
+from MaxText.evaluation.tasks import log_progress
 from MaxText.evaluation.text_bytes import TextBytes
+from MaxText.evaluation.token_bytes import TokenByteCounts
 from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.input_pipeline.run_batches import OpenedSource, open_source_batches
 from MaxText.layers.batch import Batch
@@ -23,24 +23,24 @@ from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.objective import is_in_nats, loss_sums
 
-Sums = dict[str, jax.Array]
+LossTotals = dict[str, jax.Array]
 
 
 def make_score_step(
     model: Model, *, count_correct: bool = False
-) -> Callable[[Any, Batch, IdBytes], Sums]:
+) -> Callable[[Any, Batch, TokenByteCounts], LossTotals]:
     """Returns a step that sums nats, targets and their bytes of a batch.
 
     Nats are float32, counts int32. With `count_correct` it also counts `correct`, the argmax hits.
     """
     objective = model.section.objective
 
-    def score_step(params: Any, batch: Batch, id_bytes: IdBytes) -> Sums:
+    def score_step(params: Any, batch: Batch, byte_counts: TokenByteCounts) -> LossTotals:
         sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
-        counts_V, spaced_V = id_bytes
+        counts_V, has_dummy_prefix_V = byte_counts
         bytes_BT = counts_V[batch.targets_BT]
         # A text that follows a control id begins with a space that the tokenizer added.
-        begins_BT = spaced_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
+        begins_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
         counts_BT = batch.weights_BT > 0
         correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
         return correct | {
@@ -74,7 +74,7 @@ class _Scorer:
         self._text_bytes = text_bytes
         self._show = show
         per_device = config.evaluation.eval_per_device_batch_size
-        self._rows = mesh.rows_of_batch(config.batch, trained.layout, per_device)
+        self._batch_size = mesh.rows_of_batch(config.batch, trained.layout, per_device)
         self._shape = trained.model.section.shape
         self._counts_correct = config.masking.mlm_training
         self._step = trained.layout.jit(
@@ -88,24 +88,24 @@ class _Scorer:
         batches = open_source_batches(
             self._config,
             source,
-            rows=self._rows,
+            rows=self._batch_size,
             stride=self._config.scoring.eval_stride,
             part=jax.process_index(),
             parts=jax.process_count(),
             show=self._show,
         )
-        of_ids = self._text_bytes.of_ids(source)
-        tables = self._placed_tables(of_ids)
+        byte_counts, why = self._text_bytes.byte_counts(source)
+        tables = self._placed_tables(byte_counts)
         objective = self._trained.model.section.objective
         sums: dict[str, Any] = {"nats": 0.0, "targets": 0, "bytes": 0}
         if self._counts_correct:
             sums["correct"] = 0
-        waiting: Sums | None = None
+        waiting: LossTotals | None = None
         num_batches, compiling = 0, 0.0
-        progress = progress_lines(f"{name} (batches)", self._show)
+        progress = log_progress(f"{name} (batches)", self._show)
         began = time.perf_counter()
         for batch in batches:
-            placed = self._trained.layout.place(batch, self._rows)
+            placed = self._trained.layout.place(batch, self._batch_size)
             step, seconds = self._step_for(placed, tables)
             compiling += seconds
             new = step(self._trained.params, placed, tables)
@@ -116,14 +116,16 @@ class _Scorer:
         _add(sums, waiting)
         seconds = time.perf_counter() - began - compiling
         targets = int(sums["targets"])
-        whole = self._config.evaluation.eval_steps == -1
-        num_bytes, why = self._text_bytes.count(source, of_ids, int(sums["bytes"]), targets, whole)
+        num_bytes = int(sums["bytes"])
+        if byte_counts is None:
+            is_whole_split = self._config.evaluation.eval_steps == -1
+            num_bytes, why = self._text_bytes.from_manifest(source, targets, is_whole_split, why)
         return SourceScore(
             name=name,
-            nats=sums["nats"],
+            total_nll=sums["nats"],
             num_targets=targets,
             num_bytes=num_bytes,
-            why_no_bytes=why,
+            bytes_unavailable_reason=why,
             num_batches=num_batches,
             seconds=seconds,
             correct=sums.get("correct"),
@@ -131,19 +133,21 @@ class _Scorer:
             facts=_facts(source, len(batches.skipped)),
         )
 
-    def _placed_tables(self, of_ids: IdBytes | None) -> IdBytes:
+    def _placed_tables(self, byte_counts: TokenByteCounts | None) -> TokenByteCounts:
         """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
         size = self._shape.vocab_size
-        counts_V, spaced_V = np.zeros(size, np.int32), np.zeros(size, bool)
-        if of_ids is not None:
+        counts_V, has_dummy_prefix_V = np.zeros(size, np.int32), np.zeros(size, bool)
+        if byte_counts is not None:
             # The model's vocabulary may be padded, or smaller than the tokenizer's.
-            known = min(size, len(of_ids.counts_V))
-            counts_V[:known] = of_ids.counts_V[:known]
-            spaced_V[:known] = of_ids.spaced_V[:known]
+            known = min(size, len(byte_counts.counts_V))
+            counts_V[:known] = byte_counts.counts_V[:known]
+            has_dummy_prefix_V[:known] = byte_counts.has_dummy_prefix_V[:known]
         whole = self._trained.layout.replicated
-        return IdBytes(jax.device_put(counts_V, whole), jax.device_put(spaced_V, whole))
+        return TokenByteCounts(
+            jax.device_put(counts_V, whole), jax.device_put(has_dummy_prefix_V, whole)
+        )
 
-    def _step_for(self, batch: Batch, tables: IdBytes) -> tuple[Any, float]:
+    def _step_for(self, batch: Batch, tables: TokenByteCounts) -> tuple[Any, float]:
         """Returns the step compiled for this structure, and compile seconds."""
         kind = jax.tree.structure(batch)
         if kind in self._compiled:
@@ -154,7 +158,7 @@ class _Scorer:
         return step, time.perf_counter() - began
 
 
-def _add(sums: dict[str, Any], new: Sums | None) -> None:
+def _add(sums: dict[str, Any], new: LossTotals | None) -> None:
     """Accumulates in double-precision floats and unbounded integers."""
     for name in sums if new is not None else ():
         value = new[name]  # type: ignore[index]

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from MaxText.errors import UserError
-from MaxText.evaluation.tasks import progress_lines
-from MaxText.evaluation.text_pairs import first_id
-from MaxText.inference import own_configuration
+from MaxText.evaluation.tasks import log_progress
+from MaxText.inference import checkpoint_config
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
-from MaxText.inference.trained_model import Show, TrainedModel, open_trained_model
+from MaxText.inference.trained_model import Show, TrainedModel, load_model
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 from MaxText.runtime import start_up
@@ -35,10 +34,10 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from MaxText.inference.engine import Engine
-    from MaxText.inference.token_choice import Choice
+    from MaxText.inference.sampling import SamplingParams
 
-# generation_kwargs -> field of inference.token_choice.Choice
-_CHOICES = {
+# generation_kwargs -> field of inference.sampling.SamplingParams
+_SAMPLING_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "nucleus_p",
@@ -60,21 +59,21 @@ class MaxTextLM(TemplateLM):
     """
 
     def __init__(self, trained: TrainedModel, tokenizer: ModelTokenizer, show: Show = print):
-        """Takes the results of open_trained_model and open_tokenizer.
+        """Takes the results of load_model and open_tokenizer.
 
         Raises UserError if the model or tokenizer cannot score text.
         """
-        from MaxText.evaluation.continuations import ContinuationScorer
+        from MaxText.evaluation.scorers import LoglikelihoodScorer
 
         super().__init__()
         self._trained, self._show = trained, show
-        self._scorer = ContinuationScorer(trained)
-        self._texts = _Texts(tokenizer)
+        self._scorer = LoglikelihoodScorer(trained)
+        self._text_tokenizer = _HarnessTokenizer(tokenizer)
         self._prefix = tokenizer.prefix
-        self._ends = frozenset(tokenizer.ends)
-        self._first = first_id(tokenizer)
+        self._eos_ids = frozenset(tokenizer.eos_ids)
+        self._prefix_id = tokenizer.prefix_token_id()
         eos = tokenizer.tokenizer.entry.eos_id
-        self._end = eos if eos is not None else next(iter(tokenizer.ends), self._first)
+        self._eot_id = eos if eos is not None else next(iter(tokenizer.eos_ids), self._prefix_id)
         self._num_ids = tokenizer.tokenizer.entry.vocab_size
         self.was_asked = False
 
@@ -85,9 +84,9 @@ class MaxTextLM(TemplateLM):
         It must include load_parameters_path=RUN. Raises UserError for bad arguments or weights.
         """
         words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
-        loaded = own_configuration.load(words)
+        loaded = checkpoint_config.load(words)
         start_up.choose_platform(loaded.config.run.hardware)
-        trained = open_trained_model(loaded.config, show)
+        trained = load_model(loaded.config, show)
         tokenizer = open_tokenizer(
             loaded.config,
             trained.folder,
@@ -116,12 +115,12 @@ class MaxTextLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """End-of-text id."""
-        return self._end
+        return self._eot_id
 
     @property
     def prefix_token_id(self) -> int:
         """Id before a text without context: beginning of text, else end of text."""
-        return self._first
+        return self._prefix_id
 
     @property
     def max_length(self) -> int:
@@ -147,9 +146,11 @@ class MaxTextLM(TemplateLM):
 
         Control tokens spelled out in the text become their ids, as in transformers.
         """
-        ids = self._texts.encode(string)
+        ids = self._text_tokenizer.encode(string)
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self._texts.spelled([self._first]))
+            add_special_tokens = not string.startswith(
+                self._text_tokenizer.decode_all([self._prefix_id])
+            )
         return [*self._prefix, *ids] if add_special_tokens else ids
 
     def _loglikelihood_tokens(
@@ -158,18 +159,18 @@ class MaxTextLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        from MaxText.evaluation.continuations import Continuation
+        from MaxText.evaluation.scorers import Continuation
 
         self.was_asked = True
         asked = []
         for texts, context, ids in requests:
             if not 0 < len(ids) <= self.max_length:
                 raise UserError(
-                    f"the answer {texts[1][:60]!r} has {len(ids)} tokens, and between 1 and the "
-                    f"model's window of {self.max_length} can be scored after a context."
+                    f"the answer {texts[1][:60]!r} has {len(ids)} tokens; it must have between 1 "
+                    f"and max_target_length={self.max_length}."
                 )
-            asked.append(Continuation(context or [self._first], ids))
-        progress = None if disable_tqdm else progress_lines("loglikelihood", self._show)
+            asked.append(Continuation(context or [self._prefix_id], ids))
+        progress = None if disable_tqdm else log_progress("loglikelihood", self._show)
         answers = []
         for (texts, *_), score in zip(requests, self._scorer.score(asked, progress), strict=True):
             answers.append((score.log_probability, score.is_greedy))
@@ -178,15 +179,17 @@ class MaxTextLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the total log-probability of each text, over disjoint windows."""
-        from MaxText.evaluation.continuations import rolling
+        from MaxText.evaluation.scorers import rolling_windows
 
         self.was_asked = True
         windows, owners = [], []
         for number, request in enumerate(requests):
-            of_text = rolling(self.tok_encode(request.args[0]), self._first, self.max_length)
+            of_text = rolling_windows(
+                self.tok_encode(request.args[0]), self._prefix_id, self.max_length
+            )
             windows += of_text
             owners += [number] * len(of_text)
-        progress = None if disable_tqdm else progress_lines("loglikelihood_rolling", self._show)
+        progress = None if disable_tqdm else log_progress("loglikelihood_rolling", self._show)
         totals = [0.0] * len(requests)
         for owner, score in zip(owners, self._scorer.score(windows, progress), strict=True):
             totals[owner] += score.log_probability
@@ -203,7 +206,7 @@ class MaxTextLM(TemplateLM):
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(number)
-        progress = None if disable_tqdm else progress_lines("generate_until", self._show)
+        progress = None if disable_tqdm else log_progress("generate_until", self._show)
         texts = [""] * len(requests)
         num_done = 0
         engine_for = self._engines()
@@ -218,7 +221,7 @@ class MaxTextLM(TemplateLM):
                     progress(num_done, len(requests))
         return texts
 
-    def _engines(self) -> Callable[["Choice"], "Engine"]:
+    def _engines(self) -> Callable[["SamplingParams"], "Engine"]:
         """Returns a cached factory of engines, one per sampling setting."""
         import jax
         import jax.numpy as jnp
@@ -230,8 +233,8 @@ class MaxTextLM(TemplateLM):
         parts = trained.model.in_parts(jax.tree.map(jnp.copy, trained.params))
 
         @functools.cache
-        def engine_for(choice: "Choice") -> Engine:
-            return Engine(trained.model, parts, trained.layout, choice, num_ids=self._num_ids)
+        def engine_for(sampling: "SamplingParams") -> Engine:
+            return Engine(trained.model, parts, trained.layout, sampling, num_ids=self._num_ids)
 
         return engine_for
 
@@ -239,57 +242,59 @@ class MaxTextLM(TemplateLM):
         self,
         contexts: Sequence[str],
         settings: Mapping[str, Any],
-        engine_for: Callable[["Choice"], "Engine"],
+        engine_for: Callable[["SamplingParams"], "Engine"],
     ) -> Iterator[tuple[int, str]]:
         """Yields (context index, continuation)."""
-        from MaxText.inference.generating import Limits, generate
+        from MaxText.inference.generate import StoppingCriteria, generate
         from MaxText.parallelism.mesh import rows_of_batch
 
         kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
         until = [stop for stop in kwargs.pop("until", None) or [] if stop]
-        most_new = kwargs.pop("max_gen_toks")
-        room = self.max_length - most_new
+        max_new_tokens = kwargs.pop("max_gen_toks")
+        room = self.max_length - max_new_tokens
         if room <= 0:
             raise UserError(
-                f"the task asks for up to {most_new} new tokens (max_gen_toks), and the model's "
-                f"window has room for {self.max_length}, the question included. Set max_gen_toks "
-                "below it in the task's generation_kwargs."
+                f"the task asks for up to {max_new_tokens} new tokens (max_gen_toks), but "
+                f"max_target_length={self.max_length} includes the question. Set a smaller "
+                "max_gen_toks in the task's generation_kwargs."
             )
         config = self._trained.config
         per_device = config.evaluation.eval_per_device_batch_size
         completions = generate(
-            engine_for(_choice(kwargs)),
-            [(self.tok_encode(context) or [self._first])[-room:] for context in contexts],
-            Limits(most_new, self._ends | {self._end}, tuple(until)),
-            rows=rows_of_batch(config.batch, self._trained.layout, per_device),
+            engine_for(_sampling_params(kwargs)),
+            [(self.tok_encode(context) or [self._prefix_id])[-room:] for context in contexts],
+            StoppingCriteria(max_new_tokens, self._eos_ids | {self._eot_id}, tuple(until)),
+            batch_size=rows_of_batch(config.batch, self._trained.layout, per_device),
             seed=config.decoding.decode_seed,
-            decode=self._texts.spelled,
+            decode=self._text_tokenizer.decode_all,
         )
         for number, completion in completions:
-            text = self._texts.decode(completion.tokens)
+            text = self._text_tokenizer.decode(completion.tokens)
             yield number, postprocess_generated_text(text, until, think_end_token=None)
 
 
-def _choice(kwargs: Mapping[str, Any]) -> "Choice":
+def _sampling_params(kwargs: Mapping[str, Any]) -> "SamplingParams":
     """Converts a task's normalized generation_kwargs to sampling settings."""
-    from MaxText.inference.token_choice import Choice
+    from MaxText.inference.sampling import SamplingParams
 
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     sampled = kwargs.pop("do_sample")
-    if unknown := sorted(set(kwargs) - set(_CHOICES)):
+    if unknown := sorted(set(kwargs) - set(_SAMPLING_KEYS)):
         raise UserError(
-            f"generation_kwargs: {', '.join(unknown)} cannot be followed. Known are until, "
-            f"max_gen_toks, do_sample, {', '.join(_CHOICES)}."
+            f"generation_kwargs: {', '.join(unknown)} are not supported. Supported: until, "
+            f"max_gen_toks, do_sample, {', '.join(_SAMPLING_KEYS)}."
         )
     if not sampled:
         # Greedy decoding in transformers uses only the penalty.
-        return Choice(temperature=0.0, repetition_penalty=kwargs.get("repetition_penalty", 1.0))
+        return SamplingParams(
+            temperature=0.0, repetition_penalty=kwargs.get("repetition_penalty", 1.0)
+        )
     # transformers samples at temperature 1 by default.
     kwargs["temperature"] = kwargs.get("temperature") or 1.0
-    return Choice(**{_CHOICES[name]: value for name, value in kwargs.items()})
+    return SamplingParams(**{_SAMPLING_KEYS[name]: value for name, value in kwargs.items()})
 
 
-class _Texts:
+class _HarnessTokenizer:
     """Tokenizer that maps control tokens in a text to control ids.
 
     This is what transformers does. Training data encodes them as plain text (TextTokenizer), so
@@ -311,7 +316,7 @@ class _Texts:
             return self._plain.encode([text])[0].tolist()
         return self._whole.encode(without_surrogates(text), add_special_tokens=False).ids
 
-    def spelled(self, ids: Sequence[int]) -> str:
+    def decode_all(self, ids: Sequence[int]) -> str:
         """Decodes ids, including control tokens."""
         return self._plain.decode(ids)
 
@@ -324,11 +329,11 @@ class _Texts:
 
 def _refuse_other_settings(settings: Mapping[str, Any] | None) -> None:
     """Refuses simple_evaluate arguments for the harness's own models."""
-    remedies = {"batch_size": "eval_per_device_batch_size", "device": "hardware"}
+    replacements = {"batch_size": "eval_per_device_batch_size", "device": "hardware"}
     for name, value in (settings or {}).items():
         if value is not None:
-            remedy = remedies.get(name, "eval_per_device_batch_size")
+            replacement = replacements.get(name, "eval_per_device_batch_size")
             raise UserError(
-                f"{name}={value} has no effect on the model maxtext. Set {remedy}=... in "
+                f"{name}={value} has no effect on the model maxtext. Set {replacement}=... in "
                 "model_args instead."
             )

@@ -27,10 +27,9 @@ def check_harness(config: Config) -> None:
     """
     if not config.model.attention.causal:
         raise UserError(
-            f"harness_tasks={','.join(config.scoring.harness_tasks)} asks for the probability of "
-            "continuations, and this model has mlm_training=true: it fills in hidden tokens and "
-            "sees what follows. Leave harness_tasks out; eval_tasks=[lambada,wikitext] and data "
-            "sets are scored."
+            f"harness_tasks={','.join(config.scoring.harness_tasks)} needs a causal model, and "
+            "this one has mlm_training=true. Remove harness_tasks; masked models are scored on "
+            "eval_tasks=[lambada,wikitext] and data sets."
         )
     _find_tasks(config.scoring.harness_tasks, config.scoring.harness_task_path)
 
@@ -75,8 +74,8 @@ def run_harness(
         reason = str(error).strip().splitlines() or [""]
         raise UserError(
             f"harness_tasks={','.join(names)} cannot be read: {type(error).__name__}: "
-            f"{reason[0][:300]}\n  What to do: mend the task file, or fetch its data first where "
-            "this machine has no network (datasets keep it in HF_DATASETS_CACHE)."
+            f"{reason[0][:300]}\n  What to do: fix the task file, or download its data first if "
+            "this machine has no network (datasets keeps it in HF_DATASETS_CACHE)."
         ) from error
     show(make_table(found))
     if found.get("groups"):
@@ -99,8 +98,8 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
     folder = str(Path(path).expanduser()) if path else ""
     if folder and not Path(folder).is_dir():
         raise UserError(
-            f"harness_task_path={path} is no folder (seen from {Path.cwd()}). Name the folder that "
-            "holds the task's YAML file."
+            f"harness_task_path={path} is not a folder (seen from {Path.cwd()}). Set it to the "
+            "folder of the task's YAML file."
         )
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -122,10 +121,10 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
 def _about_files(folder: str) -> str:
     """Explains why the task files of a folder are not found."""
     if not folder:
-        return " Task files of yours are found with harness_task_path=FOLDER."
+        return " Set harness_task_path=FOLDER to use your own task files."
     files = sorted(Path(folder).rglob("*.yaml"))
     if not files:
-        return f" {folder} holds no file that ends in .yaml."
+        return f" {folder} has no .yaml files."
     for file in files:
         try:
             yaml.compose(file.read_text(encoding="utf-8"))

@@ -5,22 +5,19 @@ Causal models are scored like task lambada_openai of lm-evaluation-harness.
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from MaxText.errors import UserError
-from MaxText.evaluation.masked_text import hide_word, without_cls
-from MaxText.evaluation.task_score import TaskScore
-from MaxText.evaluation.text_files import holds_json, json_fields, read_text_file
-from MaxText.evaluation.text_pairs import encode_pair, first_id
-from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.evaluation.masked_text import mask_word_left_to_right, strip_cls_prefix
+from MaxText.evaluation.scores import TaskResult
+from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
+from MaxText.inference.text_files import is_json_lines, json_rows, nonblank_lines, read_text_file
 from MaxText.metrics.step_line import perplexity
 
 if TYPE_CHECKING:
-    from MaxText.evaluation.continuations import ContinuationScorer
-    from MaxText.evaluation.masked_scorer import MaskedScorer
-    from MaxText.evaluation.place_reader import Progress
+    from MaxText.evaluation.position_scorer import Progress
+    from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
 
 KEY = "lambada_path"
 
@@ -32,52 +29,48 @@ class Passage(NamedTuple):
     word: str
 
 
-def read(path: str) -> list[Passage]:
+def read_passages(path: str) -> list[Passage]:
     """Reads passages: .jsonl with the field "text", else one passage per line.
 
     Raises UserError if the file is missing, or names the line with fewer than two words.
     """
     text = read_text_file(path, KEY)
-    place = f"{KEY}={path}"
-    if holds_json(path):
-        lines = json_fields(text, "text", place)
+    location = f"{KEY}={path}"
+    if is_json_lines(path):
+        lines = [(number, passage) for number, passage, _ in json_rows(text, "text", location)]
     else:
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        lines = nonblank_lines(text)
     passages = []
     for number, passage in lines:
         context, space, word = passage.rstrip().rpartition(" ")
         if not context.strip():
             raise UserError(
-                f"{place}:{number} has fewer than two words ({passage.strip()[:40]!r}): a passage "
-                "is some text and the last word, which is predicted."
+                f"{location}:{number} has fewer than two words ({passage.strip()[:40]!r}). A "
+                "passage is some text and the last word, which is predicted."
             )
         passages.append(Passage(context, space + word))
     if not passages:
-        raise UserError(f"{place} holds no passage.")
+        raise UserError(f"{location} has no passages.")
     return passages
 
 
 def score(
     passages: Sequence[Passage],
     path: str,
-    scorer: "ContinuationScorer",
+    scorer: "LoglikelihoodScorer",
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
-) -> TaskScore:
+) -> TaskResult:
     """Returns accuracy on whole last words, and perplexity per word."""
-    from MaxText.evaluation.continuations import Continuation
+    from MaxText.evaluation.scorers import Continuation
 
-    began = time.perf_counter()
-    first = first_id(tokenizer)
-    pairs = [encode_pair(tokenizer.encode, *passage, first) for passage in passages]
+    prefix = tokenizer.prefix_token_id()
+    pairs = [encode_pair(tokenizer.encode, *passage, prefix) for passage in passages]
     scores = scorer.score([Continuation(*pair) for pair in pairs], progress)
     loss = -math.fsum(one.log_probability for one in scores) / len(scores)
-    return TaskScore(
-        "lambada",
-        path,
+    return TaskResult(
         _accuracy([one.is_greedy for one in scores]) | {"perplexity": perplexity(loss)},
         {"passages": len(passages), "tokens": sum(len(ids) for _, ids in pairs)},
-        time.perf_counter() - began,
     )
 
 
@@ -87,38 +80,34 @@ def score_masked(
     scorer: "MaskedScorer",
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
-) -> TaskScore:
+) -> TaskResult:
     """Returns accuracy and pseudo-perplexity of a masked language model.
 
     A word is correct if each token is the argmax while all of its tokens are hidden. Its
-    log-probability is that of hide_word. Passages are truncated on the left to the window. Raises
-    UserError for a last word without tokens or longer than the window.
+    log-probability is that of mask_word_left_to_right. Passages are truncated on the left to the
+    window. Raises UserError for a last word without tokens or longer than the window.
     """
-    began = time.perf_counter()
-    tokenizer = without_cls(tokenizer, scorer.ids.cls)
+    tokenizer = strip_cls_prefix(tokenizer, scorer.ids.cls)
     texts, lengths = [], []
     for number, passage in enumerate(passages, 1):
         context, ids = encode_pair(tokenizer.encode, *passage, None)
         if not 0 < len(ids) <= scorer.window:
             raise UserError(
                 f"{KEY}={path}: the last word of passage {number}, {passage.word[:40]!r}, has "
-                f"{len(ids)} tokens, and between 1 and {scorer.window} can be hidden at once "
-                "(max_target_length, less one where CLS begins a row)."
+                f"{len(ids)} tokens; it must have between 1 and {scorer.window} "
+                "(max_target_length, less one if CLS begins each sequence)."
             )
         whole = [*context, *ids][-scorer.window :]
-        texts += hide_word(whole, len(whole) - len(ids))
+        texts += mask_word_left_to_right(whole, len(whole) - len(ids))
         lengths.append(len(ids))
     scores = scorer.score(texts, progress)
     loss = -math.fsum(float(one.log_probabilities_C[0]) for one in scores) / len(passages)
     # The first text of each word hides all of its tokens.
     firsts = itertools.accumulate(lengths[:-1], initial=0)
-    right = [bool(scores[first].likeliest_C.all()) for first in firsts]
-    return TaskScore(
-        "lambada",
-        path,
+    right = [bool(scores[first].is_argmax_C.all()) for first in firsts]
+    return TaskResult(
         _accuracy(right) | {"pseudo_perplexity": perplexity(loss)},
         {"passages": len(passages), "tokens": len(texts)},
-        time.perf_counter() - began,
     )
 
 

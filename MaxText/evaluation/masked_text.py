@@ -43,29 +43,29 @@ def mask_ids(config: Config, tokenizer: ModelTokenizer) -> MaskIds:
         of_tokenizer = tokenizer.tokenizer.entry.mask_id
         if of_tokenizer is None:
             raise UserError(
-                "mlm_mask_id=-1 takes the mask of the tokenizer, and that of "
-                f"{tokenizer.folder} has none ([MASK] or <mask>). Set mlm_mask_id to the id that "
-                "hid tokens when the model was trained."
+                "mlm_mask_id=-1 uses the mask token of the tokenizer, and that of "
+                f"{tokenizer.folder} has none ([MASK] or <mask>). Set mlm_mask_id to the mask id "
+                "that the model was trained with."
             )
         mask = of_tokenizer
     cls = masking.mlm_cls_token_id
     for key, name, i in (("mlm_mask_id", "mask", mask), ("mlm_cls_token_id", "CLS", cls)):
         if i >= vocab_size:
             raise UserError(
-                f"{name} is id {i}, and the model has vocab_size={vocab_size} ids, from 0. Set "
-                f"{key} to the id that the model was trained with."
+                f"the {name} id is {i}, but the model has vocab_size={vocab_size}. Set {key} to "
+                "the id that the model was trained with."
             )
     return MaskIds(mask, cls if cls >= 0 else None)
 
 
-def without_cls(tokenizer: ModelTokenizer, cls: int | None) -> ModelTokenizer:
+def strip_cls_prefix(tokenizer: ModelTokenizer, cls: int | None) -> ModelTokenizer:
     """Removes CLS from the tokenizer's prefix, for texts that get CLS anyway."""
     if cls is None or tokenizer.prefix[:1] != (cls,):
         return tokenizer
     return dataclasses.replace(tokenizer, prefix=tokenizer.prefix[1:])
 
 
-def hide_word(ids: Sequence[int], start: int) -> Iterator[Masked]:
+def mask_word_left_to_right(ids: Sequence[int], start: int) -> Iterator[Masked]:
     """Hides the word from `start` on, then all but its first token, and so on.
 
     The word's log-probability is the sum over the first hidden token of each.
@@ -75,7 +75,7 @@ def hide_word(ids: Sequence[int], start: int) -> Iterator[Masked]:
         yield Masked(array, range(place, len(ids)))
 
 
-def hide_each(ids: Sequence[int], start: int, window: int) -> Iterator[Masked]:
+def mask_each_token(ids: Sequence[int], start: int, window: int) -> Iterator[Masked]:
     """Hides each token from `start` on once, alone, in a text of any length.
 
     Windows of `window` tokens are disjoint, except that the last one is moved left until it is full

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from etils import epath
 
 from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
 from MaxText.errors import UserError
+from MaxText.metrics.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
 from MaxText.storage.paths import parse_path
@@ -27,7 +27,7 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     """
     if asked:
         path = parse_path(asked, "eval_output")
-        if problem := _unwritable(path):
+        if problem := _write_error(path):
             raise UserError(f"eval_output={asked} cannot be written: {problem}.")
         return path
     step = parse_path(weights, "load_parameters_path")
@@ -36,10 +36,10 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     folder = step.parent.parent / _FOLDER
     names = (f"{step.name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
     path = next(folder / name for name in names if not (folder / name).exists())
-    return None if _unwritable(path) else path
+    return None if _write_error(path) else path
 
 
-def _unwritable(path: epath.Path) -> str:
+def _write_error(path: epath.Path) -> str:
     """Returns why a file cannot be written, or ""; creates nothing."""
     if is_url(str(path)):
         return ""
@@ -56,7 +56,7 @@ def _unwritable(path: epath.Path) -> str:
 
 def write(path: epath.Path, scores: Mapping[str, Any], show: Callable[[str], None]) -> None:
     """Writes scores as JSON at once, non-finite numbers as null."""
-    text = json.dumps(_plain(scores), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(to_json_value(scores), indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, text)
@@ -66,13 +66,3 @@ def write(path: epath.Path, scores: Mapping[str, Any], show: Callable[[str], Non
             "are complete; name another file to keep them."
         ) from error
     show(f"written to {path}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

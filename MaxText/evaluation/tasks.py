@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from MaxText.config.schema import Config
 from MaxText.evaluation import lambada, wikitext
 from MaxText.evaluation.masked_text import mask_ids
-from MaxText.evaluation.task_score import TaskScore, table
+from MaxText.evaluation.scores import TaskResult, TaskScore, task_table
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Show, TrainedModel
 
 if TYPE_CHECKING:
-    from MaxText.evaluation.place_reader import Progress
+    from MaxText.evaluation.position_scorer import Progress
 
 _SECONDS_PER_LINE = 30.0  # between progress lines
 
@@ -22,13 +22,13 @@ class Task(NamedTuple):
 
     key: str
     read: Callable[[str], Sequence[Any]]  # path -> items
-    score: Callable[..., TaskScore]  # (items, path, scorer, tokenizer, progress) -> result
-    score_masked: Callable[..., TaskScore]  # the same with a MaskedScorer
+    score: Callable[..., TaskResult]  # (items, path, scorer, tokenizer, progress) -> result
+    score_masked: Callable[..., TaskResult]  # the same with a MaskedScorer
 
 
 TASKS = {
-    "lambada": Task(lambada.KEY, lambada.read, lambada.score, lambada.score_masked),
-    "wikitext": Task(wikitext.KEY, wikitext.read, wikitext.score, wikitext.score_masked),
+    "lambada": Task(lambada.KEY, lambada.read_passages, lambada.score, lambada.score_masked),
+    "wikitext": Task(wikitext.KEY, wikitext.read_pages, wikitext.score, wikitext.score_masked),
 }
 
 
@@ -51,25 +51,26 @@ def run_tasks(
 
     Raises UserError for a text that exceeds the window, or a masked model without a mask id.
     """
-    from MaxText.evaluation.continuations import ContinuationScorer
-    from MaxText.evaluation.masked_scorer import MaskedScorer
+    from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
 
     masked = config.masking.mlm_training
     if masked:
         scorer = MaskedScorer(trained, mask_ids(config, tokenizer))
     else:
-        scorer = ContinuationScorer(trained)
+        scorer = LoglikelihoodScorer(trained)
     scores = []
-    for name, of_task in items.items():
+    for name, task_items in items.items():
         task = TASKS[name]
         path = getattr(config.scoring, task.key)
         score = task.score_masked if masked else task.score
-        scores.append(score(of_task, path, scorer, tokenizer, progress_lines(name, show)))
-    show(table(scores))
+        began = time.perf_counter()
+        result = score(task_items, path, scorer, tokenizer, log_progress(name, show))
+        scores.append(TaskScore(name, path, *result, time.perf_counter() - began))
+    show(task_table(scores))
     return scores
 
 
-def progress_lines(name: str, show: Show) -> "Progress":
+def log_progress(name: str, show: Show) -> "Progress":
     """Returns a callback that logs progress every half minute."""
     began = last = time.perf_counter()
 

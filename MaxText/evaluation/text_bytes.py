@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from MaxText.errors import UserError
-from MaxText.evaluation.bytes_of_ids import IdBytes, NotExact, bytes_of_ids
+from MaxText.evaluation.token_bytes import InexactByteCountError, TokenByteCounts, token_byte_counts
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
@@ -37,39 +37,26 @@ class TextBytes:
         self._split = split
         self._masked = masked
         self._model_tokenizer = model_tokenizer
-        self._why: dict[str, str] = {}
         self._of_path = functools.cache(lambda path: load_tokenizer(path, num_threads=1))
 
-    def of_ids(self, source: "OpenedSource | None") -> IdBytes | None:
-        """Returns bytes per id of a source, or None if they are undefined."""
+    def byte_counts(self, source: "OpenedSource | None") -> tuple[TokenByteCounts | None, str]:
+        """Returns bytes per id of a source, or None and the reason if they are undefined."""
         try:
             if source is None:
-                raise NotExact("random tokens are no text")
+                raise InexactByteCountError("random tokens are not text")
             if self._masked:
-                raise NotExact("hidden tokens are predicted, which are no text")
-            return bytes_of_ids(self._tokenizer(source))
-        except (NotExact, UserError) as error:
-            self._why[_name(source)] = str(error)
-            return None
+                raise InexactByteCountError("hidden tokens are not text")
+            return token_byte_counts(self._tokenizer(source)), ""
+        except (InexactByteCountError, UserError) as error:
+            return None, str(error)
 
-    def count(
-        self,
-        source: "OpenedSource | None",
-        of_ids: IdBytes | None,
-        spelled: int,
-        num_targets: int,
-        whole: bool,
+    def from_manifest(
+        self, source: "OpenedSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
-        """Returns the bytes of the scored targets, or None and the reason.
+        """Returns the bytes of the scored targets by the manifest, or None and the reason.
 
-        Args:
-          of_ids: Result of of_ids.
-          spelled: Sum of the targets' bytes by of_ids.
-          whole: Whether the whole split was read.
+        `why` is the reason of byte_counts.
         """
-        if of_ids is not None:
-            return spelled, ""
-        why = self._why[_name(source)]
         if source is None or self._masked:
             return None, why
         folder = Path(source.entry.location).expanduser()
@@ -79,12 +66,12 @@ class TextBytes:
         split = manifest.splits[self._split]
         # The first token of each text is a target only if a bos precedes it.
         begins = bool(manifest.options.get("add_bos"))
-        if begins and whole and num_targets >= split.num_tokens - split.num_documents:
+        if begins and is_whole_split and num_targets >= split.num_tokens - split.num_documents:
             return split.num_text_bytes, ""
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
     def _tokenizer(self, source: "OpenedSource") -> TextTokenizer:
-        """Returns the tokenizer of a source's ids; NotExact or UserError if none."""
+        """Returns the tokenizer of a source's ids; InexactByteCountError or UserError if none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
             if isinstance(self._model_tokenizer, UserError):
@@ -92,7 +79,7 @@ class TextBytes:
             return self._model_tokenizer
         tokenizer = self._of_path(str(folder))
         if sha256 and tokenizer.entry.sha256 != sha256:
-            raise NotExact(f"the tokenizer in {folder} is not the one that made the ids")
+            raise InexactByteCountError(f"the tokenizer in {folder} is not the one of the ids")
         return tokenizer
 
     def mismatch(self, source: "OpenedSource") -> str:
@@ -108,11 +95,7 @@ class TextBytes:
         if different <= _SAME_TOKENIZER * size:
             return ""
         return (
-            f"warning: {different:,} of {size:,} ids of {source.entry.location} stand for other "
-            f"text than in the tokenizer of the weights ({model.entry.origin}). Prepare the data "
-            "with that tokenizer."
+            f"warning: {different:,} of {size:,} ids of {source.entry.location} decode differently "
+            f"with the tokenizer of the weights ({model.entry.origin}). Prepare the data with that "
+            "tokenizer."
         )
-
-
-def _name(source: "OpenedSource | None") -> str:
-    return "" if source is None else source.entry.location

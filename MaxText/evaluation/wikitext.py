@@ -7,22 +7,19 @@ hidden one at a time.
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from MaxText.errors import UserError
-from MaxText.evaluation.masked_text import hide_each, without_cls
-from MaxText.evaluation.task_score import TaskScore
-from MaxText.evaluation.text_files import holds_json, json_fields, read_text_file
-from MaxText.evaluation.text_pairs import first_id
+from MaxText.evaluation.masked_text import mask_each_token, strip_cls_prefix
+from MaxText.evaluation.scores import TaskResult
 from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.inference.text_files import is_json_lines, json_rows, read_text_file
 from MaxText.metrics.step_line import perplexity
 
 if TYPE_CHECKING:
-    from MaxText.evaluation.continuations import ContinuationScorer
-    from MaxText.evaluation.masked_scorer import MaskedScorer
-    from MaxText.evaluation.place_reader import Progress
+    from MaxText.evaluation.position_scorer import Progress
+    from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
 
 KEY = "wikitext_path"
 
@@ -50,24 +47,24 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
-def read(path: str) -> list[str]:
+def read_pages(path: str) -> list[str]:
     """Reads pages of a .jsonl file, wiki.test.raw or wiki.test.tokens.
 
     JSON lines have the field "page". Raises UserError for a missing file, an empty page (with its
     line), or no pages.
     """
     text = read_text_file(path, KEY)
-    place = f"{KEY}={path}"
-    if not holds_json(path):
+    location = f"{KEY}={path}"
+    if not is_json_lines(path):
         pages = split_pages(text)
     else:
-        rows = json_fields(text, "page", place)
-        for number, page in rows:
+        rows = json_rows(text, "page", location)
+        for number, page, _ in rows:
             if not page.strip():
-                raise UserError(f'{place}:{number} has an empty "page".')
-        pages = [page for _, page in rows]
+                raise UserError(f'{location}:{number} has an empty "page".')
+        pages = [page for _, page, _ in rows]
     if not pages:
-        raise UserError(f"{place} holds no text.")
+        raise UserError(f"{location} is empty.")
     return pages
 
 
@@ -100,20 +97,19 @@ def count_words(page: str) -> int:
 def score(
     pages: Sequence[str],
     path: str,
-    scorer: "ContinuationScorer",
+    scorer: "LoglikelihoodScorer",
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
-) -> TaskScore:
+) -> TaskResult:
     """Returns perplexity per word and byte, and bits per byte.
 
     Each page is read alone, in disjoint windows.
     """
-    from MaxText.evaluation.continuations import rolling
+    from MaxText.evaluation.scorers import rolling_windows
 
-    began = time.perf_counter()
-    first = first_id(tokenizer)
+    prefix = tokenizer.prefix_token_id()
     ids = [tokenizer.encode(detokenized(page)) for page in pages]
-    windows = [window for page in ids for window in rolling(page, first, scorer.window)]
+    windows = [window for page in ids for window in rolling_windows(page, prefix, scorer.window)]
     scores = scorer.score(windows, progress)
     loss = -math.fsum(one.log_probability for one in scores)
     num_words = sum(map(count_words, pages))
@@ -129,7 +125,7 @@ def score(
         "bytes": num_bytes,
         "tokens": sum(map(len, ids)),
     }
-    return TaskScore("wikitext", path, metrics, counts, time.perf_counter() - began)
+    return TaskResult(metrics, counts)
 
 
 def score_masked(
@@ -138,19 +134,18 @@ def score_masked(
     scorer: "MaskedScorer",
     tokenizer: ModelTokenizer,
     progress: "Progress | None" = None,
-) -> TaskScore:
+) -> TaskResult:
     """Returns pseudo-perplexity per word and token (Salazar et al. 2020).
 
     Each page is read alone, in disjoint windows. Hiding each token once costs a forward pass of its
     window; the tokenizer's prefix is never hidden. Raises UserError if the text has no tokens.
     """
-    began = time.perf_counter()
-    tokenizer = without_cls(tokenizer, scorer.ids.cls)
+    tokenizer = strip_cls_prefix(tokenizer, scorer.ids.cls)
     ids = [tokenizer.encode(detokenized(page)) for page in pages]
     start = len(tokenizer.prefix)
-    texts = [text for page in ids for text in hide_each(page, start, scorer.window)]
+    texts = [text for page in ids for text in mask_each_token(page, start, scorer.window)]
     if not texts:
-        raise UserError(f"{KEY}={path}: the tokenizer of {tokenizer.folder} makes no token of it.")
+        raise UserError(f"{KEY}={path} has no tokens in the tokenizer of {tokenizer.folder}.")
     scores = scorer.score(texts, progress)
     loss = -math.fsum(float(one.log_probabilities_C[0]) for one in scores)
     num_words = sum(map(count_words, pages))
@@ -159,4 +154,4 @@ def score_masked(
         "token_pseudo_perplexity": perplexity(loss / len(texts)),
     }
     counts = {"pages": len(pages), "words": num_words, "tokens": len(texts)}
-    return TaskScore("wikitext", path, metrics, counts, time.perf_counter() - began)
+    return TaskResult(metrics, counts)

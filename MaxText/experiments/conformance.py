@@ -202,13 +202,13 @@ def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     """Returns logits of prompts, and of the following tokens decoded one by one."""
     lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
-    h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
+    h_BTD, states = decoder.prefill(padded_BT, lengths_B, capacity=LENGTH)
     prompt = decoder.logits(h_BTD, states[-1])
 
     def step(states, place):
         positions_B1 = (lengths_B + place)[:, None]
         new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
-        h_B1D, states = decoder.read_next(new_B1, positions_B1, states)
+        h_B1D, states = decoder.decode_step(new_B1, positions_B1, states)
         return states, decoder.logits(h_B1D, states[-1], positions_B1)[:, 0]
 
     _, steps = jax.lax.scan(step, states, jnp.arange(LENGTH - PROMPT))
@@ -395,12 +395,12 @@ def _bfloat16(subject: Subject) -> str | None:
 def _states(model: Model, params: Parameters) -> Any:
     decoder, places = model.merge(params), jnp.full((2, 1), PROMPT)
     states = _prefill_states(decoder, LENGTH)
-    _, new = decoder.read_next(jnp.zeros((2, 1), int), places, states)
+    _, new = decoder.decode_step(jnp.zeros((2, 1), int), places, states)
     return states, new
 
 
 def _prefill_states(decoder: Any, capacity: int) -> Any:
-    return decoder.read_prompt(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
+    return decoder.prefill(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
 
 
 def _overrides(sizes: Mapping[str, int]) -> str:

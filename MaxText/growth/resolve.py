@@ -124,10 +124,10 @@ def _asked_rate(config: Config) -> dict[str, float]:
 
 def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGrowth:
     """Resolves a run without checkpoints; load_parameters_path names `source`."""
-    from MaxText.conversion.weight_source import model_of
+    from MaxText.conversion.weight_source import abstract_model
 
     section = config.checkpoint
-    growth = source.plan(model_of(config).parameters, flat(config))
+    growth = source.plan(abstract_model(config).parameters, flat(config))
     _check_slot_number(section.load_parameters_path_slot_number, growth, source)
     mode = section.mode_of_growth
     if growth.changes:

@@ -63,16 +63,16 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
 
     `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
     """
-    from MaxText.conversion.hugging_face_folder import is_folder
+    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
-    return _folder(path, config_flat) if is_folder(path) else _run(path)
+    return _folder(path, config_flat) if is_hf_checkpoint(path) else _run(path)
 
 
 def _run(path: str) -> SourceCheckpoint:
-    from MaxText.conversion.stored_arrays import StoredArrays
+    from MaxText.conversion.stored_arrays import LazyCheckpointReader
 
     stored = checkpoint_files.resolve_checkpoint(path, KEY)
-    arrays = StoredArrays(stored.items)
+    arrays = LazyCheckpointReader(stored.items)
     return SourceCheckpoint(
         folder=str(stored),
         step=stored.step,
@@ -90,7 +90,7 @@ def _run(path: str) -> SourceCheckpoint:
 
 
 def _folder(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
-    from MaxText.conversion.importing import open_weights
+    from MaxText.conversion.hf_import import open_weights
 
     weights, theirs = open_weights(path, KEY, config_flat)
 

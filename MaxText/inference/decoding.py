@@ -1,30 +1,36 @@
-"""Text generation for decode.py."""
+"""Text generation for decode.py, and the sample at the end of train.py."""
 
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from MaxText.config.inference_sections import Decoding
 from MaxText.config.loading import Loaded
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
-from MaxText.inference.generating import Completion, Limits, Timing, generate
-from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
-from MaxText.inference.output import Output
-from MaxText.inference.prompts import Prompt, read_prompts
-from MaxText.inference.token_choice import Choice
-from MaxText.inference.trained_model import TrainedModel, open_trained_model
-from MaxText.parallelism.mesh import rows_of_batch
+from MaxText.inference.generate import Completion, StoppingCriteria, Timing, generate
+from MaxText.inference.model_tokenizer import (
+    ModelTokenizer,
+    load_model_tokenizer,
+    open_tokenizer,
+)
+from MaxText.inference.prompt_files import JsonlWriter, Prompt, read_prompts
+from MaxText.inference.sampling import SamplingParams
+from MaxText.inference.trained_model import load_model
+from MaxText.layers.model import Model, Parameters
+from MaxText.parallelism.mesh import Layout, rows_of_batch
 
 Write = Callable[[str], None]
 
 _LONGEST_SHOWN = 2000  # characters of a prompt on the terminal
 
 
-class OtherText(UserError):
+class UnexpectedOutputError(UserError):
     """Generated text that differs from autoregressive_decode_assert."""
 
     exit_code = 1
@@ -33,38 +39,75 @@ class OtherText(UserError):
 def decode(loaded: Loaded, write: Write) -> None:
     """Generates completions for the configured prompts.
 
-    Raises UserError without usable weights, tokenizer, prompts or output file, and OtherText if the
-    text differs from autoregressive_decode_assert.
+    Raises UserError without usable weights, tokenizer, prompts or output file, and
+    UnexpectedOutputError if the text differs from autoregressive_decode_assert.
     """
     config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
-    output = Output(section.decode_output, section.prompt_file)
-    trained = open_trained_model(config, lambda line: write(line + "\n"))
+    output = JsonlWriter(section.decode_output, section.prompt_file)
+    trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = open_tokenizer(
         config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
     )
-    rows = rows_of_batch(config.batch, trained.layout)
+    batch_size = rows_of_batch(config.batch, trained.layout)
     if jax.process_index() > 0:  # all hosts generate the same texts
-        write, output = lambda text: None, Output("", "")
-    engine = make_engine(trained, choice_of(section), tokenizer)
+        write, output = lambda text: None, JsonlWriter("", "")
+    engine = Engine(
+        trained.model,
+        trained.model.in_parts(trained.params),
+        trained.layout,
+        sampling_params(section),
+        num_ids=tokenizer.num_sampled_ids(config.model.shape.vocab_size),
+    )
     # Frees the arrays that the engine does not use.
     del trained
     with output:
-        texts = _generate(engine, tokenizer, prompts, section, rows, write, output)
+        texts = _generate(engine, tokenizer, prompts, section, batch_size, write, output)
     expected = section.autoregressive_decode_assert
     if expected and texts != [expected]:
-        raise OtherText(
+        raise UnexpectedOutputError(
             f"the generated text is not the expected one\n  generated: {texts[0]!r}\n"
             f"  expected:  {expected!r}"
         )
 
 
-def choice_of(section: Decoding) -> Choice:
+def write_sample(
+    model: Model,
+    params: Parameters,
+    layout: Layout,
+    config: Config,
+    tokenizer_folder: Path,
+    run_folder: Any,
+) -> str:
+    """Generates from the configured prompt and writes sample.txt.
+
+    Returns the text. Parameters stay stacked: so short a text is not worth a second, unstacked
+    copy.
+    """
+    section = config.decoding
+    tokenizer = load_model_tokenizer(str(tokenizer_folder), config)
+    num_ids = tokenizer.num_sampled_ids(model.section.shape.vocab_size)
+    engine = Engine(model, params, layout, sampling_params(section), num_ids=num_ids)
+    ((_, completion),) = generate(
+        engine,
+        [tokenizer.encode(section.prompt)],
+        StoppingCriteria(section.sample_tokens),
+        batch_size=1,
+        seed=section.decode_seed,
+        decode=tokenizer.tokenizer.decode,
+    )
+    text = section.prompt + completion.text
+    if jax.process_index() == 0:
+        (run_folder / "sample.txt").write_text(text + "\n")
+    return text
+
+
+def sampling_params(section: Decoding) -> SamplingParams:
     """Returns the settings of decode_sampling_strategy."""
     settings: dict[str, Any] = {"repetition_penalty": section.repetition_penalty}
     strategy = section.decode_sampling_strategy
     if strategy == "greedy":
-        return Choice(temperature=0.0, **settings)
+        return SamplingParams(temperature=0.0, **settings)
     settings["temperature"] = section.decode_sampling_temperature
     if strategy in ("composite", "nucleus"):
         settings["nucleus_p"] = section.decode_sampling_nucleus_p
@@ -77,19 +120,7 @@ def choice_of(section: Decoding) -> Choice:
         }
     if strategy in ("composite", "topk"):
         settings["top_k"] = section.decode_sampling_top_k
-    return Choice(**settings)
-
-
-def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer) -> Engine:
-    """Returns an engine that takes over the arrays of `trained`."""
-    num_ids = tokenizer.num_ids_of(trained.model.section.shape.vocab_size)
-    return Engine(
-        trained.model,
-        trained.model.in_parts(trained.params),
-        trained.layout,
-        choice,
-        num_ids=num_ids,
-    )
+    return SamplingParams(**settings)
 
 
 def _generate(
@@ -97,9 +128,9 @@ def _generate(
     tokenizer: ModelTokenizer,
     prompts: list[Prompt],
     section: Decoding,
-    rows: int,
+    batch_size: int,
     write: Write,
-    output: Output,
+    output: JsonlWriter,
 ) -> list[str]:
     samples = section.decode_num_samples
     asked = [prompt for prompt in prompts for _ in range(samples)]
@@ -109,9 +140,9 @@ def _generate(
             f"prompt={empty[0].text!r} has no token, and the tokenizer no id to begin a text with. "
             "Write a prompt."
         )
-    limits = Limits(
+    stopping = StoppingCriteria(
         section.max_new_tokens,
-        frozenset() if section.decode_ignore_end else frozenset(tokenizer.ends),
+        frozenset() if section.decode_ignore_end else frozenset(tokenizer.eos_ids),
         section.decode_stop,
     )
     streams = len(asked) == 1 and section.decode_stream
@@ -122,12 +153,12 @@ def _generate(
     for number, completion in generate(
         engine,
         ids,
-        limits,
-        rows=rows,
+        stopping,
+        batch_size=batch_size,
         seed=section.decode_seed,
         names=[divmod(number, samples) for number in range(len(asked))],
         decode=tokenizer.decode,
-        show_piece=(lambda number, piece: write(piece)) if streams else None,
+        on_text=(lambda number, piece: write(piece)) if streams else None,
         timing=timing,
     ):
         prompt = asked[number]
@@ -137,9 +168,9 @@ def _generate(
             write(f"Input `{_shown(prompt)}` -> `{completion.text}`\n")
         if completion.num_dropped:
             write(
-                f"note: the model has a window of {engine.window} tokens; the first "
-                f"{completion.num_dropped} of the prompt's "
-                f"{completion.num_dropped + len(completion.prompt)} were not read\n"
+                f"note: prompt truncated to the last {len(completion.prompt)} of "
+                f"{completion.num_dropped + len(completion.prompt)} tokens; max_target_length is "
+                f"{engine.window}\n"
             )
         output.add(_row(prompt, number // samples, number % samples, completion))
         texts.append(completion.text)
@@ -165,7 +196,7 @@ def _shown(prompt: Prompt) -> str:
 
 def _row(prompt: Prompt, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     return {
-        **prompt.fields,
+        **prompt.extra_fields,
         "index": index,
         "sample": sample,
         "prompt": prompt.text,

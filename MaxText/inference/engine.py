@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.inference.token_choice import Choice, next_token
+from MaxText.inference.sampling import SamplingParams, sample
 from MaxText.layers.decoder import Decoder, States
 from MaxText.layers.key_value_cache import capacity_of, with_capacity
 from MaxText.layers.model import Model, Parameters
@@ -26,10 +26,10 @@ SMALLEST_CAPACITY = 64
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sequences:
+class DecodeState:
     """Sequences in progress."""
 
-    states: States
+    cache: States
     tokens_B: jax.Array  # newest tokens, not yet read by a decode step
     lengths_B: jax.Array  # including the newest token
     keys_B: jax.Array
@@ -39,13 +39,13 @@ class Sequences:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class StepOutput:
     """New tokens and their log-probabilities in nats."""
 
     tokens_B: Any
     log_probabilities_B: Any
 
-    def on_host(self) -> "Drawn":
+    def on_host(self) -> "StepOutput":
         """Blocks until the arrays are ready and returns them as NumPy arrays."""
         return jax.tree.map(np.asarray, self)
 
@@ -63,7 +63,7 @@ class Engine:
         model: Model,
         params: Parameters,
         layout: Layout,
-        choice: Choice,
+        sampling: SamplingParams,
         *,
         num_ids: int | None = None,
     ):
@@ -75,14 +75,14 @@ class Engine:
         self.window = model.section.shape.max_target_length
         self.row_multiple = layout.num_batch_parts
         self._model, self._params = model, params
-        self._choice, self._num_ids = choice, num_ids
+        self._sampling, self._num_ids = sampling, num_ids
         # Sampled tokens are replicated, so that every host can read them.
         outputs = {"out_shardings": (None, layout.replicated)}
-        self._prompt_step = layout.jit(self._read_prompts, static_argnums=6, **outputs)
-        self._token_step = layout.jit(self._read_tokens, donate_argnums=1, **outputs)
+        self._prefill_step = layout.jit(self._prefill, static_argnums=6, **outputs)
+        self._decode_step = layout.jit(self._decode, donate_argnums=1, **outputs)
         self._growth = layout.jit(_with_capacity, static_argnums=1)
 
-    def start(
+    def prefill(
         self,
         prompts: Sequence[Sequence[int]],
         names: Sequence[tuple[int, int]],
@@ -90,7 +90,7 @@ class Engine:
         *,
         seed: int,
         room: int,
-    ) -> tuple[Sequences, Drawn]:
+    ) -> tuple[DecodeState, StepOutput]:
         """Prefills prompts and draws a token for each.
 
         Args:
@@ -101,13 +101,13 @@ class Engine:
         """
         lengths = [len(prompt) for prompt in prompts]
         assert all(1 <= length <= self.window for length in lengths), lengths
-        padded = min(power_of_two(max(lengths), SMALLEST_PROMPT), self.window)
+        padded = min(next_power_of_two(max(lengths), SMALLEST_PROMPT), self.window)
         tokens = np.zeros((len(prompts), padded), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         capacity = max(padded, self._capacity(room))
         # NumPy arrays, the same on all hosts, become replicated arrays.
-        return self._prompt_step(
+        return self._prefill_step(
             self._params,
             tokens,
             np.asarray(lengths, np.int32),
@@ -117,24 +117,24 @@ class Engine:
             capacity,
         )
 
-    def step(self, sequences: Sequences) -> tuple[Sequences, Drawn]:
-        """Decodes one token per sequence. Donates `sequences`.
+    def step(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+        """Decodes one token per sequence. Donates `state`.
 
-        Call `with_room` first, and keep unfinished sequences shorter than `window`.
+        Call `ensure_cache_capacity` first, and keep unfinished sequences shorter than `window`.
         """
-        return self._token_step(self._params, sequences)
+        return self._decode_step(self._params, state)
 
-    def with_room(self, sequences: Sequences, length: int) -> Sequences:
+    def ensure_cache_capacity(self, state: DecodeState, length: int) -> DecodeState:
         """Grows to `length` tokens, at least fourfold: every capacity compiles another program."""
-        capacity = capacity_of(sequences.states)
+        capacity = capacity_of(state.cache)
         if capacity is None or length <= capacity:
-            return sequences
-        return self._growth(sequences, self._capacity(max(length, 4 * capacity)))
+            return state
+        return self._growth(state, self._capacity(max(length, 4 * capacity)))
 
     def _capacity(self, length: int) -> int:
-        return min(power_of_two(length, SMALLEST_CAPACITY), self.window)
+        return min(next_power_of_two(length, SMALLEST_CAPACITY), self.window)
 
-    def _read_prompts(
+    def _prefill(
         self,
         params: Parameters,
         tokens_BT: jax.Array,
@@ -143,23 +143,23 @@ class Engine:
         num_drawn_B: jax.Array,
         seed: jax.Array,
         capacity: int,
-    ) -> tuple[Sequences, Drawn]:
+    ) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
-        h_BTD, states = decoder.read_prompt(tokens_BT, lengths_B, capacity)
+        h_BTD, cache = decoder.prefill(tokens_BT, lengths_B, capacity)
         last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
         key, fold = jax.random.key(seed), jax.random.fold_in
-        sequences = Sequences(
-            states=states,
+        state = DecodeState(
+            cache=cache,
             tokens_B=lengths_B,  # placeholder, replaced in _draw
             lengths_B=lengths_B,
             keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
             num_drawn_B=num_drawn_B,
             seen_BV=self._seen(tokens_BT, lengths_B),
         )
-        return self._draw(decoder, last_B1D, sequences)
+        return self._draw(decoder, last_B1D, state)
 
     def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
-        if self._choice.repetition_penalty == 1:
+        if self._sampling.repetition_penalty == 1:
             return None
         none_V = jnp.zeros(self._model.section.shape.vocab_size, bool)
         real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
@@ -167,38 +167,38 @@ class Engine:
             tokens_BT, real_BT
         )
 
-    def _read_tokens(self, params: Parameters, sequences: Sequences) -> tuple[Sequences, Drawn]:
+    def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
-        tokens_BT, positions_BT = sequences.tokens_B[:, None], sequences.lengths_B[:, None] - 1
-        h_B1D, states = decoder.read_next(tokens_BT, positions_BT, sequences.states)
-        return self._draw(decoder, h_B1D, dataclasses.replace(sequences, states=states))
+        tokens_BT, positions_BT = state.tokens_B[:, None], state.lengths_B[:, None] - 1
+        h_B1D, cache = decoder.decode_step(tokens_BT, positions_BT, state.cache)
+        return self._draw(decoder, h_B1D, dataclasses.replace(state, cache=cache))
 
     def _draw(
-        self, decoder: Decoder, h_B1D: jax.Array, sequences: Sequences
-    ) -> tuple[Sequences, Drawn]:
-        head_state, places_B1 = sequences.states[-1], sequences.lengths_B[:, None] - 1
-        logits_BV = decoder.logits(h_B1D, head_state, places_B1)[:, 0]
-        keys_B = jax.vmap(jax.random.fold_in)(sequences.keys_B, sequences.num_drawn_B)
-        seen_BV = sequences.seen_BV
-        tokens_B, log_probabilities_B = next_token(
-            logits_BV, keys_B, self._choice, seen_BV, num_ids=self._num_ids
+        self, decoder: Decoder, h_B1D: jax.Array, state: DecodeState
+    ) -> tuple[DecodeState, StepOutput]:
+        head_state, positions_B1 = state.cache[-1], state.lengths_B[:, None] - 1
+        logits_BV = decoder.logits(h_B1D, head_state, positions_B1)[:, 0]
+        keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.num_drawn_B)
+        seen_BV = state.seen_BV
+        tokens_B, log_probabilities_B = sample(
+            logits_BV, keys_B, self._sampling, seen_BV, num_ids=self._num_ids
         )
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(len(tokens_B)), tokens_B].set(True)
-        sequences = dataclasses.replace(
-            sequences,
+        state = dataclasses.replace(
+            state,
             tokens_B=tokens_B,
-            lengths_B=sequences.lengths_B + 1,
-            num_drawn_B=sequences.num_drawn_B + 1,
+            lengths_B=state.lengths_B + 1,
+            num_drawn_B=state.num_drawn_B + 1,
             seen_BV=seen_BV,
         )
-        return sequences, Drawn(tokens_B, log_probabilities_B)
+        return state, StepOutput(tokens_B, log_probabilities_B)
 
 
-def _with_capacity(sequences: Sequences, capacity: int) -> Sequences:
-    return dataclasses.replace(sequences, states=with_capacity(sequences.states, capacity))
+def _with_capacity(state: DecodeState, capacity: int) -> DecodeState:
+    return dataclasses.replace(state, cache=with_capacity(state.cache, capacity))
 
 
-def power_of_two(number: int, least: int) -> int:
+def next_power_of_two(number: int, least: int) -> int:
     """Returns the smallest power of two >= max(number, least)."""
     return max(least, 1 << (number - 1).bit_length())

@@ -1,12 +1,12 @@
 """Tokenizer of trained weights, with its begin and end ids."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from MaxText.config.schema import Config
-from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
+from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_copies import copied_folder
@@ -29,21 +29,61 @@ class ModelTokenizer:
 
     tokenizer: TextTokenizer
     prefix: tuple[int, ...]  # bos if the model was trained with it
-    ends: tuple[int, ...]
+    eos_ids: tuple[int, ...]
     folder: Path  # folder or file it was loaded from
 
-    def num_ids_of(self, rows: int) -> int:
+    def num_sampled_ids(self, rows: int) -> int:
         """Returns the number of ids to sample from, without embedding padding."""
         return min(self.tokenizer.entry.vocab_size, rows)
 
     def encode(self, text: str) -> list[int]:
-        """Returns prefix and ids. An empty text without a prefix becomes an end id."""
+        """Returns prefix and ids. An empty text without a prefix becomes an eos id."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
-        return ids or list(self.ends[:1])
+        return ids or list(self.eos_ids[:1])
 
     def decode(self, ids: Sequence[int]) -> str:
-        control = {*self.prefix, *self.ends}
+        control = {*self.prefix, *self.eos_ids}
         return self.tokenizer.decode([i for i in ids if i not in control])
+
+    def prefix_token_id(self) -> int:
+        """Returns the id before the first id of a scored text: bos, else eos.
+
+        As in lm-evaluation-harness, a tokenizer whose settings set bos_token to null uses eos,
+        whatever other tokens it has. Raises UserError if the tokenizer has neither.
+        """
+        # A hub id is not a local path, so local files do not belong to it.
+        folder = self.folder if self.folder.is_dir() else self.folder.parent
+        settings = read_json(folder / CONFIG_NAME) if self.folder.exists() else {}
+        has_no_bos = "bos_token" in settings and settings["bos_token"] is None and not self.prefix
+        entry = self.tokenizer.entry
+        candidates = (None if has_no_bos else entry.bos_id, entry.eos_id, *self.eos_ids)
+        for candidate in candidates:
+            if candidate is not None:
+                return candidate
+        raise UserError(
+            f"the tokenizer of {self.folder} has neither a bos nor an eos token, and one of them "
+            "has to precede a text that is scored. Set bos_token or eos_token in its "
+            f"{CONFIG_NAME}."
+        )
+
+
+def encode_pair(
+    encode: Callable[[str], Sequence[int]], context: str, continuation: str, prefix_id: int | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the ids of a context and of its continuation.
+
+    As in lm-evaluation-harness, both are encoded as one text and split at the length of the encoded
+    context. Trailing white space of the context moves to the continuation. `prefix_id` precedes a
+    continuation without context.
+    """
+    stripped = context.rstrip()
+    context, continuation = stripped, context[len(stripped) :] + continuation
+    if not context:
+        assert prefix_id is not None
+        ids = encode(continuation)
+        return ([prefix_id], ids) if ids[0] != prefix_id else (ids[:1], ids[1:])
+    context_ids = encode(context)
+    return context_ids, encode(context + continuation)[len(context_ids) :]
 
 
 def open_tokenizer(
@@ -58,47 +98,54 @@ def open_tokenizer(
     Uses only tokenizer_path if the user set it (`typed`). Otherwise tries tokenizer_path if it
     exists, the tokenizer next to the weights (a Hugging Face checkpoint, or a run imported from
     one), the one of the dataset, and tokenizer_path as a hub id, in this order. `weights` and
-    `metadata` are those of TrainedModel. Raises UserError if there is none, or as tokenizer_at
-    does.
+    `metadata` are those of TrainedModel. Raises UserError if there is none, or as
+    load_model_tokenizer does.
     """
     asked = config.preparation.tokenizer_path
     folder = None if typed and asked else _find(config, weights)
     path = str(folder) if folder is not None else asked
     if path:
-        return tokenizer_at(path, config, tuple(_ends(Path(weights), metadata or {})))
+        return load_model_tokenizer(path, config, tuple(_eos_ids(Path(weights), metadata or {})))
     raise UserError(
-        f"no tokenizer lies with {weights} or with the data set "
-        f"({config.data.dataset_path or 'dataset_path is not set'}). Name its folder or file with "
-        "tokenizer_path=..."
+        f"no tokenizer found in {weights} or in the data set "
+        f"({config.data.dataset_path or 'dataset_path is not set'}). Set "
+        "tokenizer_path=FOLDER_OR_FILE."
     )
 
 
-def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> ModelTokenizer:
+def load_model_tokenizer(
+    path: str, config: Config, eos_ids: tuple[int, ...] = ()
+) -> ModelTokenizer:
     """Loads the tokenizer of a folder, file or hub id.
 
-    `ends` default to its own. Raises UserError if it cannot be read or has more ids than the model.
+    `eos_ids` default to its own. Raises UserError if it cannot be read, or has more ids than the
+    model.
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
     where = Path(path).expanduser()
     beside = where if where.is_dir() else where.parent
-    begins = _begins_with_bos(beside)
+    adds_bos = _adds_bos(beside)
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
-    prefix = _post_processed(beside) if begins is None else ()
-    if (begins or config.preparation.add_bos) and not prefix and tokenizer.entry.bos_id is not None:
+    prefix = _post_processor_prefix(beside) if adds_bos is None else ()
+    if (
+        (adds_bos or config.preparation.add_bos)
+        and not prefix
+        and tokenizer.entry.bos_id is not None
+    ):
         prefix = (tokenizer.entry.bos_id,)
     rows = config.model.shape.vocab_size
     largest = _largest_id(tokenizer.entry, prefix)
     if largest >= rows:
         raise UserError(
-            f"{path} makes ids up to {largest}, and the model has vocab_size={rows} rows for "
-            "them: it is the tokenizer of another model. Name the right one with "
-            "tokenizer_path=..."
+            f"{path} has ids up to {largest}, but the model has vocab_size={rows}: it is the "
+            "tokenizer of another model. Set tokenizer_path to the right one."
         )
     if tokenizer.entry.bos_id is not None and tokenizer.entry.bos_id >= rows:
         # The model was trained without bos: eos of the preceding text begins a text.
         tokenizer.entry = tokenizer.entry.model_copy(update={"bos_id": None})
-    own = tokenizer.entry.eos_id
-    return ModelTokenizer(tokenizer, prefix, ends or ((own,) if own is not None else ()), where)
+    if not eos_ids and tokenizer.entry.eos_id is not None:
+        eos_ids = (tokenizer.entry.eos_id,)
+    return ModelTokenizer(tokenizer, prefix, eos_ids, where)
 
 
 def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
@@ -141,15 +188,15 @@ def _copied(url: str, config: Config) -> Path | None:
     return copied_folder(url, Path(config.data.data_cache_dir).expanduser())
 
 
-def _begins_with_bos(folder: Path) -> bool | None:
+def _adds_bos(folder: Path) -> bool | None:
     """Returns whether texts of this folder begin with bos; None if unknown."""
     if (folder / MANIFEST_NAME).is_file():
         return bool(read_manifest(str(folder)).options.get("add_bos"))
-    said = read_json(folder / CONFIG_NAME).get("add_bos_token")
-    return said if isinstance(said, bool) else None
+    value = read_json(folder / CONFIG_NAME).get("add_bos_token")
+    return value if isinstance(value, bool) else None
 
 
-def _post_processed(folder: Path) -> tuple[int, ...]:
+def _post_processor_prefix(folder: Path) -> tuple[int, ...]:
     """Returns the ids that a tokenizer.json prepends to every text."""
     path = folder / TOKENIZER_NAME
     if not path.is_file():
@@ -165,8 +212,8 @@ def _post_processed(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _ends(weights: Path, metadata: Mapping[str, Any]) -> Iterator[int]:
-    """Yields end ids from Hugging Face files or from the import's metadata."""
+def _eos_ids(weights: Path, metadata: Mapping[str, Any]) -> Iterator[int]:
+    """Yields eos ids from Hugging Face files or from the import's metadata."""
     noted = metadata.get("hugging_face") or {}
     for name, key in ((GENERATION_CONFIG, "generation_config"), (CONFIG, "config")):
         value = noted.get(key)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 
-def writer() -> Callable[[str], None]:
+def stdout_writer() -> Callable[[str], None]:
     """Returns a function that writes unbuffered to standard output.
 
     Escapes characters that the terminal's encoding lacks. Discards output after a broken pipe

@@ -27,7 +27,7 @@ class TrainedModel:
     metadata: Mapping[str, Any]  # of checkpointing.matching.checkpoint_metadata
 
 
-def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
+def load_model(config: Config, show: Show = print) -> TrainedModel:
     """Loads load_parameters_path, or else the newest checkpoint of run_name.
 
     Call start_up.choose_platform first: this imports jax. Raises UserError if weights are missing
@@ -35,7 +35,7 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
     """
     import jax
 
-    from MaxText.conversion.given_parameters import open_parameters
+    from MaxText.conversion.initial_weights import open_parameters
     from MaxText.layers.model import Model
     from MaxText.parallelism import mesh
     from MaxText.training import backend_defaults
@@ -68,10 +68,10 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
     A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """
     from MaxText.checkpointing import checkpoint_files
-    from MaxText.conversion.hugging_face_folder import is_folder
+    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
     from MaxText.growth import zoom
 
-    if is_folder(path):
+    if is_hf_checkpoint(path):
         return config
     metadata = checkpoint_files.resolve_checkpoint(path, key).try_metadata()
     keys = zoom.inherited(zoom.stored_config(metadata), config)
@@ -93,8 +93,9 @@ def weights_path(config: Config) -> tuple[str, str]:
     ):
         return folder, "run_name"
     raise UserError(
-        "no weights to run: load_parameters_path is not set, and there is no checkpoint in "
+        "no weights: load_parameters_path is not set, and there is no checkpoint in "
         f"{folder}.\n"
-        "  What to do: name a run, a checkpoint or a folder of Hugging Face, for example "
-        "load_parameters_path=maxtext_output/quickstart or load_parameters_path=hf:models/gpt2."
+        "  What to do: set load_parameters_path to a run, a checkpoint or a Hugging Face folder, "
+        "for example load_parameters_path=maxtext_output/quickstart or "
+        "load_parameters_path=hf:models/gpt2."
     )

@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
             x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
         return self._normalized(x_BTD), scalars
 
-    def read_prompt(
+    def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
         """Prefills states of `capacity` >= T tokens from right-padded prompts, `lengths_B` >= 1."""
@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
         )
         return self._with_states(tokens_BT, positions_BT, context, None)
 
-    def read_next(
+    def decode_step(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
         """Decodes T new tokens at `positions_BT`, right after the earlier ones."""

@@ -212,14 +212,15 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
+    return json.dumps({name: to_json_value(value) for name, value in row.items()}, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
+    """Converts mappings, sequences and arrays' scalars; non-finite numbers become None."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

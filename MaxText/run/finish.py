@@ -42,7 +42,7 @@ def write_final_artifacts(
     tokenizer = batches.tokenizer_folder
     if config.decoding.sample_tokens and tokenizer is not None:
         with _optional("sample", line):
-            from MaxText.inference.final_sample import write_sample
+            from MaxText.inference.decoding import write_sample
 
             text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
             # Its time is part of the finish, which the stop row records.

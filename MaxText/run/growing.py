@@ -14,27 +14,27 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.config.saved import flat
 from MaxText.config.schema import Config
 from MaxText.conversion import imported_run, tokenizer_copy
-from MaxText.conversion.conversion_request import Request
-from MaxText.conversion.converting import show_memory
-from MaxText.conversion.hugging_face_folder import find_folder
-from MaxText.conversion.settings import model_keys
-from MaxText.conversion.weight_source import Weights, model_of, num_bytes
+from MaxText.conversion.convert import show_memory
+from MaxText.conversion.hf_checkpoint import resolve_hf_path
+from MaxText.conversion.hf_config import model_keys
+from MaxText.conversion.request import Request
+from MaxText.conversion.weight_source import WeightSource, abstract_model, num_bytes
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth, resolve_growth_from
 from MaxText.growth.source import KEY, SourceCheckpoint, open_source
-from MaxText.inference import own_configuration
+from MaxText.inference import checkpoint_config
 from MaxText.run.lineage import ancestors_of
 from MaxText.run.restore import RestoreResult
 
 Show = Callable[[str], None]
 
 
-class GrownWeights(Weights):
+class GrownWeights(WeightSource):
     def __init__(self, growth: PendingGrowth, config: Config):
         """Initializes what new slots need, as train.py does with the same seed."""
         self.config = config
-        self.model = model_of(config)
+        self.model = abstract_model(config)
         self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
@@ -46,10 +46,10 @@ class GrownWeights(Weights):
         seed = config.model.initialization.init_weights_seed
         self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
 
-    def read(self, ours: str) -> np.ndarray:
-        leaf = self._growth.plan.leaves[ours]
-        fresh = np.asarray(self._fresh[ours]) if ours in self._fresh else 0.0
-        return grow_shard(leaf, self._growth.source.read(ours), fresh=fresh)
+    def read(self, name: str) -> np.ndarray:
+        leaf = self._growth.plan.leaves[name]
+        fresh = np.asarray(self._fresh[name]) if name in self._fresh else 0.0
+        return grow_shard(leaf, self._growth.source.read(name), fresh=fresh)
 
     def peak_bytes(self) -> int:
         sizes = num_bytes(self)
@@ -58,10 +58,10 @@ class GrownWeights(Weights):
 
 def grow(request: Request, show: Show) -> None:
     """Grows a model and writes it as a run with one checkpoint of its parameters."""
-    imported_run.check_free(request.target)
+    imported_run.require_absent(request.target)
     # Checked first, so that a wrong path is reported as typed.
     if request.source_kind == "hf":
-        find_folder(request.source, "from")
+        resolve_hf_path(request.source, "from")
     else:
         stored = checkpoint_files.resolve_checkpoint(request.source, "from")
         if not stored.try_metadata().get("config") and not request.config_file:
@@ -71,7 +71,7 @@ def grow(request: Request, show: Show) -> None:
             )
     arguments = [*request.arguments, f"{KEY}={request.source}"]
     arguments.append(f"run_name={os.path.abspath(request.target)}")
-    asked = own_configuration.load(arguments).config
+    asked = checkpoint_config.load(arguments).config
     source = open_source(request.source, flat(asked))
     resolved = resolve_growth_from(asked, source)
     if resolved.growth is None or resolved.record is None:
@@ -86,12 +86,12 @@ def grow(request: Request, show: Show) -> None:
     show(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
     show_memory(weights.peak_bytes(), show)
     comment = [f"Model grown by convert.py from {source.folder}."]
-    with imported_run.whole_or_nothing(request.target) as partial:
+    with imported_run.atomic_directory(request.target) as partial:
         imported_run.write_run(
             partial, weights, model_keys(flat(resolved.config)), comment, _metadata(resolved)
         )
         copied = _copy_tokenizer(source, partial)
-    imported_run.show_run(request.target, copied, show)
+    imported_run.log_next_command(request.target, copied, show)
 
 
 def _metadata(resolved: ResolvedGrowth) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.saved import differences
 from MaxText.config.training_sections import Checkpoint
-from MaxText.conversion.given_parameters import (
+from MaxText.conversion.initial_weights import (
     corruption_as_user_error,
     open_parameters,
 )

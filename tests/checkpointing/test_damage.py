@@ -18,7 +18,7 @@ from MaxText.checkpointing import checkpoint_files, reading
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import Checkpoint
-from MaxText.conversion.stored_arrays import StoredArrays
+from MaxText.conversion.stored_arrays import LazyCheckpointReader
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError
@@ -155,7 +155,7 @@ def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path)
     )
     with pytest.raises(checkpoint_files.CheckpointCorruptedError, match=f"params/{name}"):
         reading.restore_params(stored, halved, CONFIG, lambda line: None)
-    arrays = StoredArrays(stored.items)
+    arrays = LazyCheckpointReader(stored.items)
     with pytest.raises(UserError, match=f"params/{name}: "):
         arrays.read(f"params/{name}")
     assert arrays.read("params/decoder/scale").shape == (8,)

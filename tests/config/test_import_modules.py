@@ -8,7 +8,7 @@ from MaxText.config import import_modules, registry
 from MaxText.config.command_line import parse
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
-from MaxText.inference.own_configuration import load
+from MaxText.inference.checkpoint_config import load
 from tests.programs import run
 
 HEAD = """

@@ -15,9 +15,9 @@ from flax.serialization import msgpack_serialize
 
 from MaxText.config.loading import load
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
-from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
-from MaxText.conversion.weight_source import Weights, nested
+from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.layers.batch import Batch
 from tests.conversion.small_folders import muddformer, tokenformer, write
 
@@ -55,23 +55,25 @@ class Golden(NamedTuple):
         if self.source == "hf":
             return write(path, dict(self.config_json), tensors)
         if self.source == "fattorib":
-            path.write_bytes(msgpack_serialize(nested(tensors)))
+            path.write_bytes(msgpack_serialize(unflatten(tensors)))
             return path
         items = "state" if any("muddformer" in one for one in self.arguments) else "items"
-        save_tree(path / "checkpoints" / "20" / items, {"params": nested(tensors)} | MORE)
+        save_tree(path / "checkpoints" / "20" / items, {"params": unflatten(tensors)} | MORE)
         return path
 
-    def opened(self, path: Path) -> Weights:
+    def opened(self, path: Path) -> WeightSource:
         """The converter's view of what `store` wrote."""
         if self.source == "hf":
-            return FolderWeights(path)
+            return HFWeights(path)
         reader = MaxTextWeights if self.source == "maxtext" else FattoribWeights
         return reader(str(path), load(self.arguments).config)
 
     def ours(self, path: Path, tensors: Arrays) -> dict[str, Any]:
         """A tree of our parameters from arrays by their names."""
         weights = self.opened(self.store(path, tensors))
-        return nested({name: jnp.asarray(weights.read(name)) for name in weights.model.parameters})
+        return unflatten(
+            {name: jnp.asarray(weights.read(name)) for name in weights.model.parameters}
+        )
 
 
 def below(arrays: Arrays, prefix: str) -> Arrays:

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 
 from MaxText.config.loading import load
-from MaxText.conversion import conversion_request
-from MaxText.conversion.converting import convert
+from MaxText.conversion.convert import convert
+from MaxText.conversion.request import parse_arguments
 from MaxText.conversion.stored_arrays import RunWeights
-from MaxText.conversion.weight_source import model_of, nested
+from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.run.growing import grow
 
 EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
@@ -15,7 +15,7 @@ EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
 def run(*arguments):
     """What the program prints."""
     lines = []
-    asked = conversion_request.read(arguments)
+    asked = parse_arguments(arguments)
     (grow if asked.grow else convert)(asked, lines.append)
     return "\n".join(lines)
 
@@ -27,10 +27,10 @@ def names(folder):
 
 def model_in_run(folder, *keys):
     """The model of a run by its own config.yml and keys on top, all in float32."""
-    return model_of(load([f"{folder}/config.yml", *EXACT, *keys]).config)
+    return abstract_model(load([f"{folder}/config.yml", *EXACT, *keys]).config)
 
 
 def parameters_in_run(folder):
     """The parameters of a run as a tree."""
     weights = RunWeights(str(folder))
-    return nested({name: jnp.asarray(weights.read(name)) for name in weights.model.parameters})
+    return unflatten({name: jnp.asarray(weights.read(name)) for name in weights.model.parameters})

@@ -9,9 +9,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from MaxText.config.loading import configure
-from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import model_of
+from MaxText.conversion.weight_source import abstract_model
 
 _SIZES = {
     "vocab_size": 40,
@@ -156,8 +156,8 @@ def muddformer(
 
 def _drawn_by_table(config: dict, dtype: str) -> dict[str, np.ndarray]:
     """Names and shapes are the converter's own: the golden models have those of the programs."""
-    family = family_of(config, "here")
-    model = model_of(configure(**to_keys(family, config, "here", {})))
+    family = resolve_family(config, "here")
+    model = abstract_model(configure(**config_from_hf(family, config, "here", {})))
     return _drawn({tensor.name: tensor.shape for tensor in TensorMap(family, model).tensors}, dtype)
 
 

@@ -10,8 +10,8 @@ import pytest
 from flax.serialization import msgpack_serialize
 from safetensors.numpy import load_file
 
-from MaxText.conversion import conversion_request
-from MaxText.conversion.weight_source import nested
+from MaxText.conversion.request import parse_arguments
+from MaxText.conversion.weight_source import unflatten
 from MaxText.errors import UserError
 from tests.conversion.golden_models import of_fattorib
 from tests.conversion.running import parameters_in_run, run
@@ -55,7 +55,7 @@ def test_a_run_becomes_a_state_dict_and_comes_back(here):
     (here / "params").mkdir()
     # An older step, and the form that a whole training state has.
     (here / "params" / "params_900").write_bytes(msgpack_serialize({"params": {"wte": {}}}))
-    state = {"step": 1000, "params": {"params": nested(ALIBI.parameters)}}
+    state = {"step": 1000, "params": {"params": unflatten(ALIBI.parameters)}}
     (here / "params" / "params_1000").write_bytes(msgpack_serialize(state))
     assert "params_1000" in run(*ALIBI.arguments, "from=fattorib:params", "to=run")
     assert "FattoribTransformer" in run("from=run", "to=hf:exported")
@@ -100,11 +100,11 @@ def test_files_that_cannot_be_read(here):
     tensors["more/kernel"] = np.zeros(3, np.float32)
     ALIBI.store(here / "params_1", tensors)
     for arguments, name, problems in (
-        (ALIBI.arguments, "missing", ["no such file"]),
+        (ALIBI.arguments, "missing", ["missing does not exist"]),
         (ALIBI.arguments, "empty", ["params_STEP"]),
         (ALIBI.arguments, "text", ["msgpack"]),
         (["decoder_block=llama2"], "text", ["layers/mlp/wi_0/kernel"]),
-        ([], "params_1", ["Name its configuration"]),
+        ([], "params_1", ["have no model configuration"]),
         (ALIBI.arguments, "params_1", ["missing     LayerNorm_0/bias: wanted [64]",
                                        "other shape wte/embedding: stored float32[5,64], "
                                        "wanted [97, 64]",
@@ -115,5 +115,5 @@ def test_files_that_cannot_be_read(here):
         for problem in problems:
             assert problem in str(caught.value)
     with pytest.raises(UserError, match="to=fattorib:there"):
-        conversion_request.read(["from=run", "to=fattorib:there"])
+        parse_arguments(["from=run", "to=fattorib:there"])
     assert not (here / "run").exists()

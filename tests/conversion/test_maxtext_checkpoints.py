@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import load
-from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.weight_source import model_of, nested
+from MaxText.conversion.hf_import import HFWeights
+from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face, of_muddformer, of_tokenformer, save_tree
 from tests.conversion.running import names, parameters_in_run, run
@@ -26,7 +26,7 @@ def drawn(arguments):
     generator = np.random.default_rng(0)
     return {
         name: generator.standard_normal(info.shape, np.float32)
-        for name, info in model_of(load(arguments).config).parameters.items()
+        for name, info in abstract_model(load(arguments).config).parameters.items()
     }
 
 
@@ -53,7 +53,7 @@ def in_their_tree(arrays, *renamed, layers_apart=False, turned=False, query_fact
                 tree[f"decoder/{name.replace('layers/', f'layers_{layer}/')}"] = part
         else:
             tree[f"decoder/{name}"] = np.swapaxes(array, 0, 1)
-    return nested(tree)
+    return unflatten(tree)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_llama(arguments, place, nesting, how, scaling, here):
 
 def test_llama31_pairs_neighbours(here):
     golden = hugging_face("llama31")
-    weights = FolderWeights(golden.store(here / "hf", golden.parameters))
+    weights = HFWeights(golden.store(here / "hf", golden.parameters))
     arrays = {name: weights.read(name) for name in weights.model.parameters}
     tree = in_their_tree(arrays, LLAMA_NORM, turned=True, query_factor=16**-0.5)
     save_tree(here / "theirs", {"params": {"params": tree}})
@@ -114,7 +114,7 @@ JAX_A, PREPOST = of_tokenformer("jax_a"), of_muddformer("muddllama_prepost_l4_d3
         (["model_name=gemma-2b"], "Gemma"),
         (["model_name=llama3.1-8b", "rope_type=yarn"], "rope_type=yarn"),
         ([*KEYS], "no checkpoint there"),
-        ([], "do not say which model they hold"),
+        ([], "have no model configuration"),
         ([*JAX_A.arguments, "query_scaling=weights"], "query_scaling=weights"),
         ([*JAX_A.arguments, "position_embedding=rotary"], "position_embedding=rotary"),
         ([*PREPOST.arguments, "mudd_postnorm=all"], "q, k, v and r"),

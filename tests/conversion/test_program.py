@@ -2,7 +2,7 @@
 
 import pytest
 
-from MaxText.conversion import conversion_request
+from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError
 from tests.conversion.small_folders import random, write
 from tests.house.sources import REPOSITORY
@@ -59,11 +59,11 @@ REFUSED = [
 def test_command_lines_that_are_refused(arguments, told, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(UserError) as caught:
-        conversion_request.read(arguments)
+        parse_arguments(arguments)
     told(caught.value)
 
 
 def test_sizes():
     for text, size in {"5GB": 5e9, "200MB": 2e8, "1.5k": 1500, "800": 800}.items():
-        asked = conversion_request.read(["from=a", "to=hf:b", f"max_shard_size={text}"])
+        asked = parse_arguments(["from=a", "to=hf:b", f"max_shard_size={text}"])
         assert asked.max_shard_size == size

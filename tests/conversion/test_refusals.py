@@ -2,9 +2,9 @@
 
 import pytest
 
-from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
-from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.families.registry import FAMILIES, WITHOUT_PARTS
+from MaxText.conversion.hf_config import config_from_hf, resolve_family
+from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face
 from tests.conversion.small_folders import muddformer, random, tokenformer, write
@@ -67,14 +67,14 @@ def name_of(row):
 def test_a_config_json_that_cannot_be_imported(model_type, change, tmp_path, told):
     config, tensors = folder_of(model_type)
     with pytest.raises(UserError) as caught:
-        FolderWeights(write(tmp_path, config | change, tensors))
+        HFWeights(write(tmp_path, config | change, tensors))
     told(caught.value)
 
 
 def test_families_without_a_table():
     for model_type, reason in WITHOUT_PARTS.items():
         with pytest.raises(UserError) as caught:
-            family_of({"model_type": model_type}, "hf:folder")
+            resolve_family({"model_type": model_type}, "hf:folder")
         assert f"model_type={model_type} " in str(caught.value)
         assert reason in str(caught.value)
 
@@ -90,5 +90,5 @@ def test_wrong_sizes_are_named_as_in_config_json(name):
     }.items():
         config = random("mistral")[0] | {name: value}
         with pytest.raises(UserError) as caught:
-            to_keys(FAMILIES["mistral"], config, "here", {})
+            config_from_hf(FAMILIES["mistral"], config, "here", {})
         assert f"\n  {problem}" in str(caught.value)

@@ -7,9 +7,9 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import configure
 from MaxText.config.saved import flat
 from MaxText.config.training_sections import Checkpoint
-from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
-from MaxText.inference import own_configuration
+from MaxText.inference import checkpoint_config
 from MaxText.run.restore import restore_or_initialize
 from tests.conversion.running import run as convert
 from tests.conversion.small_folders import muddformer, random, tokenformer, write
@@ -35,7 +35,7 @@ def config_of(weights, **keys):
 @pytest.mark.parametrize("prefix", ["hf:", ""])
 def test_the_parameters_are_those_of_the_folder(prefix, tmp_path):
     folder = write(tmp_path / "hf", *random("qwen3", "bfloat16"))
-    weights = FolderWeights(folder)
+    weights = HFWeights(folder)
     config = config_of(weights, rope_max_timescale=20_000.0)
     result, lines = start(tmp_path / "run", f"{prefix}{folder}", config)
     for name, found in by_name(result.state.params).items():
@@ -49,7 +49,7 @@ def test_the_parameters_are_those_of_the_folder(prefix, tmp_path):
 
 def test_layers_that_differ(tmp_path):
     folder = write(tmp_path / "hf", *muddformer("muddformer", "bfloat16"))
-    weights = FolderWeights(folder)
+    weights = HFWeights(folder)
     result, _ = start(tmp_path / "run", str(folder), config_of(weights, scan_layers=False))
     params = by_name(result.state.params)
     for name in ("layers/1/mlp/wo/kernel", "connections/after/2/wi/kernel"):
@@ -63,7 +63,7 @@ def test_layers_that_differ(tmp_path):
 
 def test_a_folder_of_another_model(tmp_path):
     folder = write(tmp_path / "hf", *random("qwen3"))
-    config = config_of(FolderWeights(folder), base_mlp_dim=48, use_qk_norm=False)
+    config = config_of(HFWeights(folder), base_mlp_dim=48, use_qk_norm=False)
     with pytest.raises(UserError) as caught:
         start(tmp_path / "run", f"hf:{folder}", config)
     for words in ("base_mlp_dim: 24 -> 48", "use_qk_norm: true -> false", f"from=hf:{folder}"):
@@ -73,7 +73,7 @@ def test_a_folder_of_another_model(tmp_path):
 def test_an_imported_folder_is_no_run_to_resume(tmp_path):
     folder = write(tmp_path / "hf", *random("qwen3"))
     convert(f"from=hf:{folder}", f"to={tmp_path / 'imported'}")
-    config = config_of(FolderWeights(folder))
+    config = config_of(HFWeights(folder))
     with pytest.raises(UserError, match=r"load_parameters_path=.*/im"):
         start(tmp_path / "imported", "", config)
     result, _ = start(tmp_path / "run", str(tmp_path / "imported"), config)
@@ -83,7 +83,7 @@ def test_an_imported_folder_is_no_run_to_resume(tmp_path):
 def test_a_window_is_measured_against_the_run(tmp_path):
     config_json, tensors = random("mistral")
     folder = write(tmp_path / "hf", config_json | {"sliding_window": 16}, tensors)
-    weights = FolderWeights(folder, {"max_target_length": 16})
+    weights = HFWeights(folder, {"max_target_length": 16})
     _, lines = start(tmp_path / "a", f"hf:{folder}", config_of(weights))
     assert "attention_types" not in "\n".join(lines)
     _, lines = start(tmp_path / "b", f"hf:{folder}", config_of(weights, max_target_length=32))
@@ -94,14 +94,14 @@ def test_programs_find_the_model_in_a_folder(tmp_path):
     slots = {"qkv_slot_num": 12, "proj_slot_num": 12, "ffn_slot_num": 44}
     folder = write(tmp_path / "hf", *tokenformer(**slots))
     path = f"load_parameters_path=hf:{folder}"
-    model = own_configuration.load([path], "decode.py").config.model
+    model = checkpoint_config.load([path], "decode.py").config.model
     places = [model.pattention.num_slots(place, 16) for place in ("qkv", "proj", "ffn")]
     assert places == [12, 12, 44]
     assert (model.shape.vocab_size, model.position.rotary_pct) == (40, 0.25)
     assert model.pattention.score_norm_epsilon == 0
     # train.py takes it from such a folder only: a run's path is weights for the model asked for.
     taken, other = (
-        own_configuration.for_training([given, "dataset_type=synthetic"], "train.py").config.model
+        checkpoint_config.for_training([given, "dataset_type=synthetic"], "train.py").config.model
         for given in (path, "load_parameters_path=run")
     )
     assert (taken.shape, taken.pattention) == (model.shape, model.pattention)

@@ -10,12 +10,18 @@ from safetensors.numpy import load_file
 from MaxText.config.catalogue import all_keys
 from MaxText.config.layer_sections import MIXERS
 from MaxText.config.loading import configure
-from MaxText.conversion.exporting import FolderExport
-from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.settings import family_of, find_family, our_values, to_config_json, to_keys
+from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.hf_config import (
+    config_from_hf,
+    find_family,
+    model_config_values,
+    resolve_family,
+    to_config_json,
+)
+from MaxText.conversion.hf_export import HFExporter
+from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import model_of
+from MaxText.conversion.weight_source import abstract_model
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face
 from tests.conversion.small_folders import (
@@ -33,10 +39,10 @@ SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5, "Q": 6, "O": 
          "C": 4, "L": 13, "W": 12, "E": 14}  # fmt: skip
 
 
-def exported(weights: FolderWeights, folder) -> dict[str, np.ndarray]:
+def exported(weights: HFWeights, folder) -> dict[str, np.ndarray]:
     """The tensors of the same family again."""
     folder.mkdir()
-    (file,) = FolderExport(weights, weights.family, "").write(folder, 10**9)
+    (file,) = HFExporter(weights, weights.family, "").write(folder, 10**9)
     return load_file(folder / file)
 
 
@@ -44,9 +50,9 @@ def exported(weights: FolderWeights, folder) -> dict[str, np.ndarray]:
 def test_every_layout_has_its_inverse(model_type):
     generator = np.random.default_rng(0)
     for row in FAMILIES[model_type].rows:
-        tensor = generator.random(row.layout.shape(SIZES, len(row.ours)))
-        arrays = row.layout.split(tensor, SIZES, len(row.ours))
-        assert len(arrays) == len(row.ours)
+        tensor = generator.random(row.layout.shape(SIZES, len(row.param_names)))
+        arrays = row.layout.split(tensor, SIZES, len(row.param_names))
+        assert len(arrays) == len(row.param_names)
         np.testing.assert_array_equal(row.layout.join(arrays, SIZES), tensor)
 
 
@@ -70,13 +76,13 @@ def test_a_folder_comes_back(name, fields, tmp_path):
         config, tensors = muddformer(name, **fields)
     else:
         config, tensors = random(name)
-    weights = FolderWeights(write(tmp_path, config, tensors))
+    weights = HFWeights(write(tmp_path, config, tensors))
     same_bits(exported(weights, tmp_path / "out"), tensors)
     family = weights.family
     assert find_family(weights.config, family.model_type) is family
     written = to_config_json(family, weights.config)
-    again = configure(**to_keys(family, written, "there", {}))
-    assert our_values(again) == our_values(weights.config)
+    again = configure(**config_from_hf(family, written, "there", {}))
+    assert model_config_values(again) == model_config_values(weights.config)
     assert to_config_json(family, again) == written
     assert {field: written[field] for field in fields} == fields
 
@@ -93,7 +99,7 @@ def test_other_names_and_buffers_are_read(name, tmp_path):
         stored = tensors
         buffers = ("layers.0.attention.kv_cache.k_cache", "layer_cache.layer_cache")
     stored = stored | {key: np.ones((1, 1, 4, 4), np.float32) for key in buffers}
-    weights = FolderWeights(write(tmp_path, dict(config), stored))
+    weights = HFWeights(write(tmp_path, dict(config), stored))
     same_bits(exported(weights, tmp_path / "out"), tensors)
 
 
@@ -106,7 +112,7 @@ def test_every_key_of_the_model_is_decided(model_type):
     only_training = {"capacity_factor", "moe_group_size", "moe_second_policy",
                      "moe_second_threshold", "router_z_loss_weight"}  # fmt: skip
     family = FAMILIES[model_type]
-    settled = {*family.parts, *(name for setting in family.settings for name in setting.ours)}
+    settled = {*family.parts, *(name for setting in family.settings for name in setting.keys)}
     parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention",
              "dense_connections", "head", "mixture_of_experts"}  # fmt: skip
     keys = {
@@ -119,7 +125,7 @@ def test_every_key_of_the_model_is_decided(model_type):
     for setting in family.settings:
         if setting.values is not None:
             ours = [ours for _, ours in setting.values]
-            possible |= dict.fromkeys(setting.ours, ours)
+            possible |= dict.fromkeys(setting.keys, ours)
     switched_off = {
         name
         for name, key in keys.items()
@@ -164,23 +170,23 @@ def test_rope_scaling_there_and_back(model_type, kind):
     config = dict(hugging_face("gptneox").config_json if neox else random(model_type)[0])
     family = FAMILIES[model_type]
     config.pop("rope_parameters", None)
-    ours = configure(**to_keys(family, config | {"rope_scaling": scaling}, "here", {}))
+    ours = configure(**config_from_hf(family, config | {"rope_scaling": scaling}, "here", {}))
     assert ours.model.position.rope_factor == scaling["factor"]
     assert to_config_json(family, ours)["rope_scaling"] == scaling
     theta = {"rope_theta": ours.model.position.rope_max_timescale}
     newer = config | {"rope_parameters": scaling | theta}
-    assert configure(**to_keys(family, newer, "here", {})).model == ours.model
+    assert configure(**config_from_hf(family, newer, "here", {})).model == ours.model
     assert find_family(ours, model_type) is family
     # transformers takes the length itself where the first one is not given.
     if "original_max_position_embeddings" in scaling:
         silent = {k: v for k, v in scaling.items() if k != "original_max_position_embeddings"}
-        keys = to_keys(family, config | {"rope_scaling": silent}, "here", {})
+        keys = config_from_hf(family, config | {"rope_scaling": silent}, "here", {})
         assert keys["original_max_position_embeddings"] == config["max_position_embeddings"]
 
 
 def test_the_first_gemma_files_mean_the_tanh_form_by_gelu():
     config = random("gemma")[0] | {"hidden_act": "gelu", "hidden_activation": None}
-    keys = to_keys(FAMILIES["gemma"], config, "here", {})
+    keys = config_from_hf(FAMILIES["gemma"], config, "here", {})
     assert keys["mlp_activations"] == ("gelu", "linear")
     keys["mlp_activations"] = ("gelu_erf", "linear")
     with pytest.raises(UserError, match=r"(?s)zero_centered=True, .*scale_embedding=True, "):
@@ -198,13 +204,13 @@ def test_layers_of_gpt_neo():
         ([[["local"], 1], [["global"], 3]], ["local"] + ["global"] * 3),
     ):
         asked = config | {"attention_types": types, "attention_layers": kinds}
-        ours = configure(**to_keys(family, asked, "here", {}))
+        ours = configure(**config_from_hf(family, asked, "here", {}))
         assert list(ours.model.mixers) == [MIXERS[kind] for kind in kinds]
         written = to_config_json(family, ours)
         assert (written["attention_types"], written["attention_layers"]) == (types, kinds)
     # As silent as transformers lets it be.
     del config["attention_types"], config["attention_layers"], config["window_size"]
-    keys = to_keys(family, config, "here", {})
+    keys = config_from_hf(family, config, "here", {})
     assert keys["attention_types"] == ((("global", "local"), 2),)
     assert keys["sliding_window_size"] == 256
     with pytest.raises(UserError, match=r"attention_types=\["):
@@ -217,13 +223,13 @@ def test_a_window_of_all_layers(model_type):
     local = ((("local",), 2),)
     for window, types, size in ((None, (), 256), (5, local, 5), (32, (), 256)):
         config = random(model_type)[0] | {"sliding_window": window}
-        ours = configure(**to_keys(family, config, "here", {}))
+        ours = configure(**config_from_hf(family, config, "here", {}))
         attention = ours.model.attention
         assert (attention.attention_types, attention.sliding_window_size) == (types, size)
         wanted = window if types else None  # no text reaches beyond it
         assert to_config_json(family, ours)["sliding_window"] == wanted
         assert find_family(ours, model_type) is family
-    keys = to_keys(family, config, "here", {})
+    keys = config_from_hf(family, config, "here", {})
     keys["attention_types"] = [[["local", "global"], 1]]
     mixed = configure(**keys)
     with pytest.raises(UserError, match=r"attention_types=\["):
@@ -231,9 +237,11 @@ def test_a_window_of_all_layers(model_type):
 
 
 def test_a_part_that_the_format_does_not_know_is_named():
-    model = model_of(configure("gpt2.yml", dataset_type="synthetic", base_num_decoder_layers=1))
+    model = abstract_model(
+        configure("gpt2.yml", dataset_type="synthetic", base_num_decoder_layers=1)
+    )
     family = FAMILIES["gpt2"]
-    with pytest.raises(UserError, match=r"format gpt2 has no place for .*layers/mlp/wo/kernel"):
+    with pytest.raises(UserError, match=r"format gpt2 has no tensors for .*layers/mlp/wo/kernel"):
         TensorMap(family, model, family.rows[:3])
 
 
@@ -246,19 +254,19 @@ HYBRID = {
 @pytest.mark.parametrize("keys", [{"mixer": "moving_average", "average_tokens": 16.0}, HYBRID])
 def test_a_llama_with_a_mixer_of_ones_own_comes_back(keys, tmp_path):
     given = keys | {"import_modules": ["examples/moving_average.py"]}
-    config = configure(**to_keys(FAMILIES["llama"], random("llama")[0], "here", given))
-    model = model_of(config)
+    config = configure(**config_from_hf(FAMILIES["llama"], random("llama")[0], "here", given))
+    model = abstract_model(config)
     arrays = {
         name: np.random.default_rng(0).random(info.shape, np.float32)
         for name, info in model.parameters.items()
     }
     formats = {name: array.dtype for name, array in arrays.items()}
     weights = SimpleNamespace(config=config, model=model, formats=formats, read=arrays.get)
-    export = FolderExport(weights, find_family(config, ""), "")
+    export = HFExporter(weights, find_family(config, ""), "")
     assert export.family.model_type == "llama"
     export.write(tmp_path, 10**9)
     (tmp_path / "config.json").write_text(json.dumps(export.config_json({}, {})))
-    again = FolderWeights(tmp_path)
+    again = HFWeights(tmp_path)
     assert again.config.model == config.model
     same_bits({name: again.read(name) for name in again.model.parameters}, arrays)
     stored, row = model.stored(0, "self_attention/into/kernel")
@@ -270,13 +278,13 @@ def test_a_llama_with_a_mixer_of_ones_own_comes_back(keys, tmp_path):
 @pytest.mark.parametrize("name", ["import_modules", "base_output_directory"])
 def test_config_json_sets_no_key_but_those_of_parts(name):
     config = random("llama")[0] | {"maxtext": {name: "elsewhere"}}
-    with pytest.raises(UserError, match=rf"maxtext\.{name} is no key of a part"):
-        to_keys(FAMILIES["llama"], config, "here", {})
+    with pytest.raises(UserError, match=rf"maxtext\.{name} is not a key of a registered part"):
+        config_from_hf(FAMILIES["llama"], config, "here", {})
 
 
 def test_words_for_the_same_experts():
     config = random("mixtral")[0]
-    keys = to_keys(FAMILIES["mixtral"], config, "here", {})
+    keys = config_from_hf(FAMILIES["mixtral"], config, "here", {})
     width = {"moe_mlp_dim": config["intermediate_size"], "moe_layers": [0, 1]}
     assert find_family(configure(**keys | width), "").model_type == "mixtral"
     with pytest.raises(UserError, match=r"eval_capacity_factor=1\.0, not -1\.0"):
@@ -355,7 +363,7 @@ def test_a_model_that_was_trained_here_becomes_a_folder(name):
     written = to_config_json(family, config)
     assert {field: written[field] for field in wanted} == wanted
     assert ("model_type" in written) == (name != "tokenformer")
-    again = configure(**to_keys(family, written, "there", {}))
+    again = configure(**config_from_hf(family, written, "there", {}))
     assert to_config_json(family, again) == written
 
 
@@ -364,17 +372,17 @@ def test_keys_of_released_models():
     sizes = {"dim": 2560, "n_head": 32, "n_layer": 32, "n_local_heads": -1}
     left_out = ("head_dim", "intermediate_size")
     config = {name: value for name, value in config.items() if name not in left_out} | sizes
-    keys = to_keys(FAMILIES["muddformer"], config, "here", {})
+    keys = config_from_hf(FAMILIES["muddformer"], config, "here", {})
     wanted = {"decoder_block": "muddformer", "rope_table_dtype": "bfloat16", "head_dim": 80,
               "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dense_last_expand": 4,
               "dense_hidden_rounding": "reference", "dense_first_norms": "one"}  # fmt: skip
     assert keys.items() >= wanted.items()
     # What transformers takes where nothing is said.
     config = {name: value for name, value in random("llama")[0].items() if name != "rope_theta"}
-    assert to_keys(FAMILIES["llama"], config, "here", {})["rope_max_timescale"] == 10_000.0
+    assert config_from_hf(FAMILIES["llama"], config, "here", {})["rope_max_timescale"] == 10_000.0
     # The published TokenFormers do not say how many ids their tokenizer has.
     config = {name: value for name, value in tokenformer()[0].items() if name != "vocab_size"}
-    assert to_keys(FAMILIES["tokenformer"], config, "here", {})["vocab_size"] == 50_304
+    assert config_from_hf(FAMILIES["tokenformer"], config, "here", {})["vocab_size"] == 50_304
 
 
 def test_tensors_of_a_released_model():
@@ -383,16 +391,18 @@ def test_tensors_of_a_released_model():
     config |= {"n_head": 16, "dim": 2048, "intermediate_size": 8192, "n_local_heads": -1}
     del config["head_dim"]
     family = FAMILIES["muddpythia"]
-    tensors = TensorMap(family, model_of(configure(**to_keys(family, config, "", {})))).tensors
+    tensors = TensorMap(
+        family, abstract_model(configure(**config_from_hf(family, config, "", {})))
+    ).tensors
     assert len({tensor.name for tensor in tensors}) == 600
     assert sum(int(np.prod(tensor.shape)) for tensor in tensors) == 1_419_950_149
-    widths = [t.shape[0] for t in tensors if t.row.theirs == "dynamic_dense.{layer}.w1.weight"]
+    widths = [t.shape[0] for t in tensors if t.row.hf_name == "dynamic_dense.{layer}.w1.weight"]
     assert widths == [64] * 14 + [128] * 10
 
 
 def test_a_folder_may_be_known_by_its_class_alone():
     config = muddformer("muddpythia")[0]
     for name in (None, "MUDDPythia", "mudd"):
-        assert family_of(config | {"model_type": name}, "here") is FAMILIES["muddpythia"]
+        assert resolve_family(config | {"model_type": name}, "here") is FAMILIES["muddpythia"]
     both = random("llama")[0] | {"architectures": tokenformer()[0]["architectures"]}
-    assert family_of(both, "here") is FAMILIES["llama"]
+    assert resolve_family(both, "here") is FAMILIES["llama"]

@@ -288,7 +288,7 @@ def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):
     tokens, lengths = jnp.zeros((1, 16), int), jnp.ones((1,), int)
 
     def states(params):
-        return cost.model.merge(params).read_prompt(tokens, lengths, 16)[1]
+        return cost.model.merge(params).prefill(tokens, lengths, 16)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(states, cost.model.abstract))
     assert sum(x.size * x.dtype.itemsize for x in kept) == cost.kv_cache_bytes

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.evaluation import place_reader
-from MaxText.evaluation.continuations import Continuation, ContinuationScorer, rolling
-from MaxText.evaluation.place_reader import padded_length
+from MaxText.evaluation import position_scorer
+from MaxText.evaluation.position_scorer import padded_length
+from MaxText.evaluation.scorers import Continuation, LoglikelihoodScorer, rolling_windows
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 
 WINDOW = 16
@@ -60,31 +60,31 @@ def test_every_score_is_that_of_a_plain_forward_pass(trained, monkeypatch):
         context = list(range(5, 5 + length))
         ids = greedy_after(trained, context, 4)
         asked += [Continuation(context, ids), Continuation(context, [*ids[:3], (ids[3] + 1) % 64])]
-    found = ContinuationScorer(trained).score(asked)
+    found = LoglikelihoodScorer(trained).score(asked)
     wanted = [expected(trained, one) for one in asked]
     check(found, wanted)
     assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
-    monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 128)
-    check(ContinuationScorer(trained).score(asked), wanted)
-    assert ContinuationScorer(trained).score([]) == []
+    monkeypatch.setattr(position_scorer, "_CHUNK_LOGITS", 128)
+    check(LoglikelihoodScorer(trained).score(asked), wanted)
+    assert LoglikelihoodScorer(trained).score([]) == []
 
 
 @pytest.mark.parametrize("ids", [[], list(range(WINDOW + 1))])
 def test_lengths_that_cannot_be_scored(trained, ids):
     with pytest.raises(UserError, match=rf"has {len(ids)} tokens.*max_target_length={WINDOW}"):
-        ContinuationScorer(trained).score([Continuation([1], ids)])
+        LoglikelihoodScorer(trained).score([Continuation([1], ids)])
 
 
 def test_a_model_that_sees_both_sides_is_refused():
     trained = tiny_trained(mlm_training=True, mlm_mask_id=3)
     with pytest.raises(UserError, match="causal=false"):
-        ContinuationScorer(trained)
+        LoglikelihoodScorer(trained)
 
 
 @given(st.integers(0, 60), st.integers(1, 20))
 def test_rolling_windows_score_each_id_once(count, window):
     ids = list(range(100, 100 + count))
-    windows = rolling(ids, 7, window)
+    windows = rolling_windows(ids, 7, window)
     assert [i for _, scored in windows for i in scored] == ids
     for number, (context, scored) in enumerate(windows):
         assert 1 <= len(scored) <= window
@@ -115,9 +115,9 @@ def test_padding_is_less_than_half_and_stays_in_the_window(length, window):
 )
 def test_the_same_scores_on_eight_devices(mesh, monkeypatch):
     asked = random_continuations(40, seed=3)
-    one = ContinuationScorer(tiny_trained(base_num_kv_heads=4)).score(asked)
-    monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 256)
-    many = ContinuationScorer(
+    one = LoglikelihoodScorer(tiny_trained(base_num_kv_heads=4)).score(asked)
+    monkeypatch.setattr(position_scorer, "_CHUNK_LOGITS", 256)
+    many = LoglikelihoodScorer(
         tiny_trained(base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **mesh)
     ).score(asked)
     check(many, [(score.log_probability, score.is_greedy) for score in one])

@@ -11,7 +11,7 @@ from MaxText.config.data_sections import Preparation
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.evaluation.data_set import score_data_set
-from MaxText.evaluation.data_set_score import SourceScore, table, total
+from MaxText.evaluation.scores import SourceScore, source_table, total_score
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.validation import evaluate, make_eval_step
 from MaxText.input_pipeline import data_sources as sources
@@ -121,14 +121,14 @@ def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     keys = {"eval_stride": stride, "attend_across_documents": joined} if stride else {}
     (found,) = score(trained, folder, **keys or {"packing": False})
     assert found.num_targets == sum(len(document) - 1 for document in documents)
-    np.testing.assert_allclose(found.nats, by_hand(trained, documents, stride), rtol=1e-6)
+    np.testing.assert_allclose(found.total_nll, by_hand(trained, documents, stride), rtol=1e-6)
 
 
 def test_the_same_as_the_evaluation_of_training(trained, folder):
     (found,) = score(trained, folder)
     step = trained.layout.jit(make_eval_step(trained.model))
     report = evaluate(step, trained.params, batches_of(folder), step=0)
-    assert (found.nats, found.num_targets) == (report.total_loss, report.total_weights)
+    assert (found.total_nll, found.num_targets) == (report.total_loss, report.total_weights)
     assert found.num_batches == report.num_batches
 
 
@@ -136,7 +136,7 @@ def test_the_same_as_the_evaluation_of_training(trained, folder):
 def test_the_size_of_batches_changes_nothing(trained, folder, stride):
     found = [score(trained, folder, rows, eval_stride=stride)[0] for rows in (1, 3, 64)]
     assert len({(one.num_targets, one.num_bytes) for one in found}) == 1
-    np.testing.assert_allclose([one.nats for one in found], found[0].nats, rtol=1e-6)
+    np.testing.assert_allclose([one.total_nll for one in found], found[0].total_nll, rtol=1e-6)
     assert found[0].num_batches > found[2].num_batches == 1
 
 
@@ -150,13 +150,13 @@ def test_sources_add_up(trained, folder, tmp_path):
     ):
         both = score(trained, folder, **keys)
         assert [source.name for source in both] == [str(folder), str(other)]
-        assert [source.nats for source in both] == [one.nats, two.nats]
-        whole = total(both)
-        assert whole.nats == one.nats + two.nats
+        assert [source.total_nll for source in both] == [one.total_nll, two.total_nll]
+        whole = total_score(both)
+        assert whole.total_nll == one.total_nll + two.total_nll
         assert whole.num_targets == one.num_targets + two.num_targets
         assert whole.num_bytes == one.num_bytes + two.num_bytes
         # Not the mean of the means: the sources differ in size.
-        assert whole.loss == pytest.approx((one.nats + two.nats) / whole.num_targets)
+        assert whole.loss == pytest.approx((one.total_nll + two.total_nll) / whole.num_targets)
         assert whole.perplexity == pytest.approx(math.exp(whole.loss))
 
 
@@ -164,7 +164,7 @@ def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
     (plain,) = score(trained, folder)
     # The first byte of each text is no target, and the empty text has none.
     assert plain.num_bytes == sum(max(len(text.encode()) - 1, 0) for text in TEXTS)
-    assert plain.bits_per_byte == pytest.approx(plain.nats / math.log(2) / plain.num_bytes)
+    assert plain.bits_per_byte == pytest.approx(plain.total_nll / math.log(2) / plain.num_bytes)
     with_bos = data_set(tmp_path / "bos", add_bos=True)
     for stride in (-1, 4):
         (found,) = score(trained, with_bos, eval_stride=stride)
@@ -198,8 +198,10 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     plain = data_set(tmp_path / "plain", texts, tokenizer_path=path)
     (found,) = score(trained, plain)
     assert (found.num_bytes, found.bits_per_byte) == (None, None)
-    assert "normalises text (Lowercase); and not every token" in found.why_no_bytes
-    assert f"bits/byte of {plain} is left out: its tokenizer.json normalises" in table([found])
+    assert "normalizes text (Lowercase); and not every token" in found.bytes_unavailable_reason
+    assert f"bits/byte of {plain} is not shown: its tokenizer.json normalizes" in source_table(
+        [found]
+    )
 
 
 def test_a_part_of_the_split(trained, folder):
@@ -216,13 +218,13 @@ def test_the_z_loss_is_no_part_of_it(trained, folder):
     objective = section.objective.model_copy(update={"z_loss_multiplier": 0.5})
     model = Model(section.model_copy(update={"objective": objective}))
     other = dataclasses.replace(trained, model=model)
-    assert score(other, folder)[0].nats == score(trained, folder)[0].nats
+    assert score(other, folder)[0].total_nll == score(trained, folder)[0].total_nll
 
 
 def test_random_tokens(trained):
     (found,) = score(trained, None, eval_steps=3)
     assert found.num_targets == 3 * 4 * LENGTH
-    assert found.why_no_bytes == "random tokens are no text"
+    assert found.bytes_unavailable_reason == "random tokens are not text"
     assert math.isfinite(found.loss)
 
 
@@ -239,16 +241,16 @@ def test_masked_accuracy_against_a_count(folder):
         hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
     assert 0 < hits < found.num_targets
     assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
-    row = total([found, found]).to_json()
+    row = total_score([found, found]).to_json()
     assert (row["correct"], row["masked_accuracy"]) == (2 * hits, found.masked_accuracy)
-    shown = table([found])
+    shown = source_table([found])
     assert "masked accuracy" in shown
     assert f"{found.masked_accuracy:.4f}" in shown
 
 
 def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
     (plain,) = score(trained, folder)
-    assert "masked accuracy" not in table([plain])
+    assert "masked accuracy" not in source_table([plain])
     assert "masked_accuracy" not in plain.to_json()
     keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "base_num_decoder_layers": 1}
     sparse = tiny_trained(loss_type="entmax", entmax_alpha=1.5, **keys)
@@ -258,10 +260,10 @@ def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
         losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
         expected += float((losses_BT * batch.weights_BT).sum())
     np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
-    row = total([found]).to_json()
+    row = total_score([found]).to_json()
     assert row["loss_type"] == "entmax"
     assert [row[name] for name in ("perplexity", "bits_per_byte", "nats")] == [None] * 3
-    assert "loss of entmax per token" in table([found])
+    assert "loss of entmax per token" in source_table([found])
 
 
 def test_labels_cannot_be_moved(trained, tmp_path):
@@ -290,5 +292,5 @@ def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
 def test_table_and_json(told):
     one = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
     two = SourceScore("b", 3e9, 2, None, "nobody knows", 1, 0.0)
-    told("\n".join([table([one, two]), *(str(score.to_json()) for score in (one, two))]))
+    told("\n".join([source_table([one, two]), *(str(score.to_json()) for score in (one, two))]))
     assert math.isnan(SourceScore("c", 0.0, 0, 0, "", 1, 1.0).loss)

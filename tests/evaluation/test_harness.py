@@ -11,7 +11,7 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.evaluation import harness_run, lambada
-from MaxText.evaluation.continuations import ContinuationScorer
+from MaxText.evaluation.scorers import LoglikelihoodScorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
 from tests.evaluation.small_trained import tiny_trained
@@ -249,7 +249,9 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    ours = lambada.score(lambada.read(path), path, ContinuationScorer(trained), tokenizer).metrics
+    ours = lambada.score(
+        lambada.read_passages(path), path, LoglikelihoodScorer(trained), tokenizer
+    ).metrics
     assert results["perplexity,none"] == pytest.approx(ours["perplexity"], rel=1e-6)
     assert results["acc,none"] == ours["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"])
@@ -285,7 +287,7 @@ def test_tasks_that_are_not_there(run, tmp_path):
     with pytest.raises(UserError, match=r"=mine: no such task.*mine\.yaml is not YAML"):
         run(folder, "mine")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no file that ends in \.yaml"):
+    with pytest.raises(UserError, match=r"has no \.yaml files"):
         run(tmp_path / "empty", "mine")
 
 
@@ -319,5 +321,5 @@ def test_without_the_harness(monkeypatch):
 
 def test_a_folder_of_tasks_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(UserError, match=r"harness_task_path=.*none is no folder"):
+    with pytest.raises(UserError, match=r"harness_task_path=.*none is not a folder"):
         harness_run.check_harness(request(tmp_path / "none", "arc_easy"))

@@ -16,8 +16,8 @@ from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada, masked_text, tasks, wikitext
 from MaxText.evaluation.lambada import Passage
-from MaxText.evaluation.masked_scorer import MaskedScorer
 from MaxText.evaluation.masked_text import Masked, MaskIds
+from MaxText.evaluation.scorers import MaskedScorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.layers.batch import Batch
@@ -106,7 +106,7 @@ def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request)
         log_p = slow_log_p(trained, ids, hidden, cls)
         wanted = log_p[np.arange(len(hidden)), ids[list(hidden)]]
         np.testing.assert_allclose(score.log_probabilities_C, wanted, rtol=1e-5, atol=1e-4)
-        np.testing.assert_array_equal(score.likeliest_C, log_p.argmax(axis=-1) == ids[list(hidden)])
+        np.testing.assert_array_equal(score.is_argmax_C, log_p.argmax(axis=-1) == ids[list(hidden)])
 
 
 def test_only_masked_models_are_asked_for_hidden_tokens():
@@ -119,7 +119,7 @@ def test_only_masked_models_are_asked_for_hidden_tokens():
 @given(st.integers(0, 40), st.integers(0, 2), st.integers(1, 12))
 def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, window):
     ids = list(range(100, 100 + count))
-    texts = list(masked_text.hide_each(ids, start, window))
+    texts = list(masked_text.mask_each_token(ids, start, window))
     assert [int(text.ids[place]) for text in texts for place in text.hidden] == ids[start:]
     for text in texts:
         (place,) = text.hidden
@@ -129,7 +129,7 @@ def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, w
 
 
 def test_a_word_is_uncovered_from_its_beginning():
-    texts = list(masked_text.hide_word([5, 6, 7, 8], 1))
+    texts = list(masked_text.mask_word_left_to_right([5, 6, 7, 8], 1))
     assert [list(text.hidden) for text in texts] == [[1, 2, 3], [2, 3], [3]]
     assert all(text.ids.tolist() == [5, 6, 7, 8] for text in texts)
 
@@ -146,10 +146,10 @@ def test_mask_and_cls_are_those_of_the_training():
 @pytest.mark.parametrize(
     ("keys", "mask_id", "message"),
     [
-        ({}, None, r"that of letters has none .*Set mlm_mask_id to the id that hid tokens"),
-        ({}, VOCAB, rf"mask is id {VOCAB}, and the model has vocab_size={VOCAB} ids.*mlm_mask_id"),
-        ({"mlm_mask_id": 100}, 1, r"mask is id 100.*Set mlm_mask_id"),
-        ({"mlm_mask_id": 3, "mlm_cls_token_id": 64}, 1, r"CLS is id 64.*Set mlm_cls_token_id"),
+        ({}, None, r"that of letters has none .*Set mlm_mask_id to the mask id"),
+        ({}, VOCAB, rf"mask id is {VOCAB}, but the model has vocab_size={VOCAB}.*mlm_mask_id"),
+        ({"mlm_mask_id": 100}, 1, r"mask id is 100.*Set mlm_mask_id"),
+        ({"mlm_mask_id": 3, "mlm_cls_token_id": 64}, 1, r"CLS id is 64.*Set mlm_cls_token_id"),
     ],
 )
 def test_masks_that_cannot_be(keys, mask_id, message):
@@ -158,9 +158,9 @@ def test_masks_that_cannot_be(keys, mask_id, message):
 
 
 def test_cls_begins_a_row_once():
-    assert masked_text.without_cls(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
-    assert masked_text.without_cls(tokenizer_of(BOS), CLS).prefix == (BOS,)
-    assert masked_text.without_cls(tokenizer_of(CLS), None).prefix == (CLS,)
+    assert masked_text.strip_cls_prefix(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
+    assert masked_text.strip_cls_prefix(tokenizer_of(BOS), CLS).prefix == (BOS,)
+    assert masked_text.strip_cls_prefix(tokenizer_of(CLS), None).prefix == (CLS,)
 
 
 def scorer_of(trained):
@@ -171,7 +171,7 @@ def scorer_of(trained):
     ("word", "message"),
     [
         (" " + letters(range(16)), "lambada_path=file: the last word of passage 2, .* has 16 tok"),
-        (" \n", "of passage 2, .* has 0 tokens, and between 1 and 15 can be hidden"),
+        (" \n", "of passage 2, .* has 0 tokens; it must have between 1 and 15"),
     ],
 )
 def test_words_that_cannot_be_hidden(trained, word, message):

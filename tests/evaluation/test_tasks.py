@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
-from MaxText.evaluation import lambada, tasks, text_pairs, wikitext
-from MaxText.evaluation.continuations import ContinuationScorer
+from MaxText.evaluation import lambada, tasks, wikitext
 from MaxText.evaluation.lambada import Passage
-from MaxText.evaluation.task_score import TaskScore, table
-from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.evaluation.scorers import LoglikelihoodScorer
+from MaxText.evaluation.scores import TaskScore, task_table
+from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
 from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
 from MaxText.metrics.step_line import perplexity
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
@@ -50,19 +50,22 @@ def test_passages_of_both_kinds_of_file(tmp_path):
     passages = ["the cat sat on the mat", "a  b", "to be or\nnot to be"]
     rows = tmp_path / "lambada.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
-    assert lambada.read(str(rows)) == [
+    assert lambada.read_passages(str(rows)) == [
         Passage("the cat sat on the", " mat"),
         Passage("a ", " b"),
         Passage("to be or\nnot to", " be"),
     ]
     plain = tmp_path / "lambada.txt"
     plain.write_text("the cat sat on the mat\n\na b \n")
-    assert lambada.read(str(plain)) == [Passage("the cat sat on the", " mat"), Passage("a", " b")]
+    assert lambada.read_passages(str(plain)) == [
+        Passage("the cat sat on the", " mat"),
+        Passage("a", " b"),
+    ]
 
 
 def test_lambada_by_brute_force(trained, tokenizer):
     passages = [Passage("abc def", " gh"), Passage("it is so very long a text", " end")]
-    found = lambada.score(passages, "file", ContinuationScorer(trained), tokenizer)
+    found = lambada.score(passages, "file", LoglikelihoodScorer(trained), tokenizer)
     # All of the window is read: 16 ids before the last.
     sums = [
         following(trained, (a + b).encode()[-(WINDOW + 1) :], len(b)).sum() for a, b in passages
@@ -73,7 +76,7 @@ def test_lambada_by_brute_force(trained, tokenizer):
 
 def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
     right = [True, False, True, True]
-    scorer = ContinuationScorer(trained)
+    scorer = LoglikelihoodScorer(trained)
     scores = [SimpleNamespace(log_probability=0.0, is_greedy=greedy) for greedy in right]
     monkeypatch.setattr(scorer, "score", lambda *_: scores)
     found = lambada.score([Passage("a", " b")] * 4, "file", scorer, tokenizer)
@@ -84,13 +87,13 @@ def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
 def test_pages_begin_at_their_titles(tmp_path):
     file = tmp_path / "wiki.test.raw"
     file.write_text(" \n" + PAGES, encoding="utf-8")
-    pages = wikitext.read(str(file))
+    pages = wikitext.read_pages(str(file))
     assert "\n".join(pages) == PAGES
     assert [page.split("\n")[0] for page in pages] == [" = Tin = ", " = The sea = "]
     assert "Uses" in pages[0]
     rows = tmp_path / "wiki.jsonl"
     rows.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
-    assert wikitext.read(str(rows)) == pages
+    assert wikitext.read_pages(str(rows)) == pages
 
 
 def test_titles():
@@ -111,7 +114,7 @@ def test_text_as_people_write_it():
 
 def test_wikitext_by_brute_force(trained, tokenizer):
     pages = [" = Tin = \n \n Tin is a metal . \n", " = A 1 @.@ 5 ° sea = \n \n It is wet . \n"]
-    found = wikitext.score(pages, "file", ContinuationScorer(trained), tokenizer)
+    found = wikitext.score(pages, "file", LoglikelihoodScorer(trained), tokenizer)
     loss = 0.0
     for page in pages:
         ids = list(wikitext.detokenized(page).encode())
@@ -164,15 +167,15 @@ def test_the_rules_of_the_harness(harness_rules, page):
         ("lambada", "a.jsonl", b'{"text": "a b"}\n{"txt": "a"}', ':2 has no .* "text"; .*txt'),
         ("lambada", "a.jsonl", b"a b\n", ":1 is not JSON .*one object"),
         ("lambada", "a.jsonl", b"[1]\n", ':1 has no text in field "text"; its fields: none'),
-        ("lambada", "a.txt", b"\n \n", "holds no passage"),
+        ("lambada", "a.txt", b"\n \n", "has no passages"),
         ("lambada", "a.txt", b"two words\nword\n", ":2 has fewer than two"),
         ("lambada", "a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("lambada", "a.txt", None, "cannot be read: No such file"),
         ("wikitext", "a.raw", None, "cannot be read: No such file"),
-        ("wikitext", "a.raw", b" \n \n", "holds no text"),
+        ("wikitext", "a.raw", b" \n \n", "is empty"),
         ("wikitext", "a.jsonl", b'{"page": "x"}\n{"page": " "}', ':2 has an empty "page"'),
         ("wikitext", "a.jsonl", b'{"text": "x"}', ':1 has no text in field "page"; .*: text'),
-        ("wikitext", "a.jsonl", b"", "holds no text"),
+        ("wikitext", "a.jsonl", b"", "is empty"),
     ],
 )
 def test_files_that_cannot_be_used(task, name, content, message, tmp_path):
@@ -196,8 +199,8 @@ def encode(text):
     ],
 )  # fmt: skip
 def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
-    assert text_pairs.encode_pair(encode, context, continuation, first=99) == expected
-    without = text_pairs.encode_pair(lambda text: encode(text)[1:], context, continuation, first=99)
+    assert encode_pair(encode, context, continuation, prefix_id=99) == expected
+    without = encode_pair(lambda text: encode(text)[1:], context, continuation, prefix_id=99)
     assert without == ([i for i in expected[0] if i != 99] or [99], expected[1])
 
 
@@ -205,17 +208,17 @@ def test_the_first_id_is_what_the_settings_say(tmp_path):
     plain = ByteTokenizer(num_threads=1)
     plain.save(tmp_path)
 
-    def first_id(prefix, ends):
-        return text_pairs.first_id(ModelTokenizer(plain, prefix, ends, tmp_path))
+    def prefix_token_id(prefix, eos_ids):
+        return ModelTokenizer(plain, prefix, eos_ids, tmp_path).prefix_token_id()
 
-    assert first_id((), (EOS,)) == BOS
+    assert prefix_token_id((), (EOS,)) == BOS
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text('{"tokenizer_type": "byte", "bos_token": null}')
-    assert (first_id((), (EOS,)), first_id((BOS,), (EOS,))) == (EOS, BOS)
+    assert (prefix_token_id((), (EOS,)), prefix_token_id((BOS,), (EOS,))) == (EOS, BOS)
     plain.entry = plain.entry.model_copy(update={"bos_id": None, "eos_id": None})
-    assert first_id((), (7,)) == 7
-    with pytest.raises(UserError, match="neither a beginning-of-text nor an end-of-text"):
-        first_id((), ())
+    assert prefix_token_id((), (7,)) == 7
+    with pytest.raises(UserError, match="neither a bos nor an eos token"):
+        prefix_token_id((), ())
 
 
 def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
@@ -238,4 +241,4 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
 
 def test_numbers_too_large_to_write_are_infinite():
     assert perplexity(1000.0) == math.inf
-    assert "inf" in table([TaskScore("lambada", "f", {"perplexity": math.inf}, {}, 1.0)])
+    assert "inf" in task_table([TaskScore("lambada", "f", {"perplexity": math.inf}, {}, 1.0)])

@@ -11,7 +11,7 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.matching import ArraySpec
 from MaxText.config.saved import flat
-from MaxText.conversion.weight_source import model_of, nested
+from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError
 from MaxText.growth.resolve import resolve_growth, resolve_growth_from
 from MaxText.growth.source import SourceCheckpoint
@@ -26,7 +26,7 @@ PARENT = "runs/small/checkpoints/0"
 
 def source_of(config, is_known=True):
     """The parameters of a configuration, which say so or not, as a source to grow from."""
-    parameters = model_of(config).parameters
+    parameters = abstract_model(config).parameters
     leaves = {
         name: ArraySpec(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
     }
@@ -206,9 +206,9 @@ def test_a_source_that_does_not_know_its_configuration():
 
 def saved(folder, config, metadata=None):
     """A run with one checkpoint, of zeros."""
-    parameters = model_of(config).parameters
+    parameters = abstract_model(config).parameters
     zeros = {name: np.zeros(info.shape, np.float32) for name, info in parameters.items()}
-    return save(folder, config, TrainState(jnp.int32(1), nested(zeros), ()), metadata)
+    return save(folder, config, TrainState(jnp.int32(1), unflatten(zeros), ()), metadata)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
-from MaxText.conversion.hugging_face_folder import TensorFiles
+from MaxText.conversion.hf_checkpoint import TensorFiles
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.token_records import read_ids

@@ -36,8 +36,8 @@ def _reached(*_):
 
 # Where the work itself begins, for which a command line is accepted.
 _WORK = (
-    "inference.decoding.open_trained_model",
-    "evaluation.evaluating.open_trained_model",
+    "inference.decoding.load_model",
+    "evaluation.evaluating.load_model",
     "input_pipeline.inspection.inspecting.Inspection.show_statistics",
     "input_pipeline.inspection.inspecting.Inspection.show_batch",
 )

@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from MaxText.config.loading import configure
-from MaxText.conversion.hugging_face_folder import TensorFiles, read_json
-from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.hf_checkpoint import TensorFiles, read_json
+from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada
-from MaxText.inference import own_configuration
+from MaxText.inference import checkpoint_config
 from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
@@ -135,8 +135,9 @@ def test_array_records_of_nothing(tmp_path, content):
     ("name", "read"),
     [
         ("list.json", texts_of), ("rows.jsonl", texts_of),
-        ("lambada.jsonl", lambda path: lambada.read(str(path))), ("config.json", read_json),
-        ("config.json", lambda path: own_configuration.load([
+        ("lambada.jsonl", lambda path: lambada.read_passages(str(path))),
+        ("config.json", read_json),
+        ("config.json", lambda path: checkpoint_config.load([
             f"load_parameters_path=hf:{path.parent}"], "decode.py")),
         ("model.safetensors.index.json", lambda path: TensorFiles(path.parent)),
     ],
@@ -181,9 +182,9 @@ _FAMILIES = {
 @pytest.mark.parametrize("model_type", _FAMILIES)
 def test_configurations_of_anything(model_type):
     config = {"model_type": model_type, **_SIZES, **_FAMILIES[model_type]}
-    configure(**to_keys(family_of(config, "folder"), config, "folder", {}))
+    configure(**config_from_hf(resolve_family(config, "folder"), config, "folder", {}))
     for name in (*config, "rope_scaling", "rope_parameters", "sliding_window", "architectures"):
         for wrong in _WRONG:
             broken = {**config, name: wrong}
             with contextlib.suppress(UserError):
-                configure(**to_keys(family_of(broken, "folder"), broken, "folder", {}))
+                configure(**config_from_hf(resolve_family(broken, "folder"), broken, "folder", {}))

@@ -11,7 +11,7 @@ from etils import epath
 from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada, wikitext
-from MaxText.inference.prompts import read_prompts
+from MaxText.inference.prompt_files import read_prompts
 from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
 from tests.hostile.files import damaged, texts_of
 
@@ -38,8 +38,8 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
     "prompt_file": lambda path: [
         prompt.text for prompt in read_prompts(Decoding(prompt_file=str(path)))
     ],
-    "lambada_path": lambda path: [a + b for a, b in lambada.read(str(path))],
-    "wikitext_path": lambda path: wikitext.read(str(path)),
+    "lambada_path": lambda path: [a + b for a, b in lambada.read_passages(str(path))],
+    "wikitext_path": lambda path: wikitext.read_pages(str(path)),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from MaxText.inference.engine import Engine
-from MaxText.inference.token_choice import Choice
+from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
@@ -33,9 +33,9 @@ def test_several_new_tokens_at_once():
     @jax.jit
     def run(params, tokens_BT):
         decoder = model.merge(params)
-        _, states = decoder.read_prompt(tokens_BT[:, :8], jnp.array([8, 8]), 16)
+        _, states = decoder.prefill(tokens_BT[:, :8], jnp.array([8, 8]), 16)
         places_BT = jnp.tile(jnp.arange(8, 12), (2, 1))
-        return decoder.logits(decoder.read_next(tokens_BT[:, 8:], places_BT, states)[0])
+        return decoder.logits(decoder.decode_step(tokens_BT[:, 8:], places_BT, states)[0])
 
     expected = whole_logits(model, params, tokens)[:, 8:]
     np.testing.assert_allclose(run(params, tokens), expected, atol=1e-4)
@@ -69,20 +69,20 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
         jax.jit(model.initialize)(jax.random.key(0)),
     )
     layout = make_layout(config.mesh, jax.devices()[:1])
-    engine = Engine(model, params, layout, Choice(temperature=0))
+    engine = Engine(model, params, layout, SamplingParams(temperature=0))
 
     def capacities_of(sequences):
-        capacities = {getattr(state, "capacity", None) for state in sequences.states}
+        capacities = {getattr(state, "capacity", None) for state in sequences.cache}
         return capacities - {None}
 
     def run(room):
-        sequences, drawn = engine.start(
+        sequences, drawn = engine.prefill(
             [[1, 2, 3], [4]], [(0, 0), (1, 0)], [0, 0], seed=0, room=room
         )
         tokens = [drawn.on_host().tokens_B]
         capacities = capacities_of(sequences)
         for length in range(4, 40):
-            sequences = engine.with_room(sequences, length)
+            sequences = engine.ensure_cache_capacity(sequences, length)
             sequences, drawn = engine.step(sequences)
             capacities |= capacities_of(sequences)
             tokens.append(drawn.on_host().tokens_B)

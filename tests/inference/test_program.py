@@ -10,10 +10,10 @@ import pytest
 
 from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
-from MaxText.inference.decoding import OtherText, choice_of, decode
-from MaxText.inference.own_configuration import load
-from MaxText.inference.token_choice import Choice
-from MaxText.inference.trained_model import open_trained_model
+from MaxText.inference.checkpoint_config import load
+from MaxText.inference.decoding import UnexpectedOutputError, decode, sampling_params
+from MaxText.inference.sampling import SamplingParams
+from MaxText.inference.trained_model import load_model
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
 from tests.programs import run as start
@@ -67,7 +67,7 @@ def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path
     with pytest.raises(UserError, match="no such file"):
         run(folder, f"decode_output={kept}", "tokenizer_path=gone/tokenizer.json")
     assert kept.read_text() == '{"prompt": "before"}\n'
-    with pytest.raises(UserError, match="is the file of the prompts"):
+    with pytest.raises(UserError, match="is the file of prompt_file"):
         run(folder, f"decode_output={kept}", f"prompt_file={kept}")
     assert kept.read_text() == '{"prompt": "before"}\n'
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
@@ -75,7 +75,7 @@ def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path
 
 
 @pytest.mark.slow
-def test_a_reader_who_leaves_does_not_end_the_work(folder, tmp_path, users_environment):
+def test_a_broken_pipe_does_not_stop_generation(folder, tmp_path, users_environment):
     line = (
         f"{sys.executable} {REPOSITORY}/MaxText/decode.py load_parameters_path={folder} "
         "max_new_tokens=3 decode_num_samples=40 "
@@ -91,9 +91,9 @@ def test_a_reader_who_leaves_does_not_end_the_work(folder, tmp_path, users_envir
 
 def test_matrices_have_the_format_that_they_are_multiplied_in(folder):
     config = load([f"load_parameters_path={folder}", "dtype=bfloat16"]).config
-    trained = open_trained_model(config, lambda line: None)
+    trained = load_model(config, lambda line: None)
     model, tokens = trained.model, jnp.asarray([[5, 6, 7]])
-    read = jax.jit(lambda params: model.merge(params).read_prompt(tokens, jnp.array([3]), 8)[0])
+    read = jax.jit(lambda params: model.merge(params).prefill(tokens, jnp.array([3]), 8)[0])
     expected = read(trained.params)
     parts = model.in_parts(jax.tree.map(jnp.copy, trained.params))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(parts)} == {"bfloat16", "float32"}
@@ -108,14 +108,14 @@ def test_the_expected_text(folder):
     text = run(folder, *arguments).partition("Input `Once` -> `")[2].rpartition("`\n")[0]
     assert text
     run(folder, *arguments, f"autoregressive_decode_assert={text}")
-    with pytest.raises(OtherText, match="not the expected one") as caught:
+    with pytest.raises(UnexpectedOutputError, match="not the expected one") as caught:
         run(folder, *arguments, "autoregressive_decode_assert=other")
     assert caught.value.exit_code == 1
 
 
 def test_a_long_prompt_says_what_was_not_read(folder):
     shown = run(folder, f"prompt={'word ' * 20}", "max_new_tokens=2")
-    assert "window of 32 tokens; the first 70 of the prompt's 100 were not read" in shown
+    assert "truncated to the last 30 of 100 tokens; max_target_length is 32" in shown
 
 
 EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typical_p": 0.8,
@@ -123,7 +123,7 @@ EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typic
 
 
 def test_without_settings_all_ids_are_drawn():
-    assert choice_of(Decoding()) == Choice()
+    assert sampling_params(Decoding()) == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -140,4 +140,4 @@ def test_settings_of_other_strategies_have_no_effect(strategy, used):
     }
     section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
     expected = {name: EVERY[name] for name in used} or {"temperature": 0}
-    assert choice_of(section) == Choice(repetition_penalty=1.2, **expected)
+    assert sampling_params(section) == SamplingParams(repetition_penalty=1.2, **expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import approx_fprime, brentq
 
-from MaxText.inference.token_choice import Choice, probabilities
+from MaxText.inference.sampling import SamplingParams, probabilities
 from MaxText.layers.entmax import entmax_loss
 from MaxText.training.objective import cross_entropy
 
@@ -78,7 +78,7 @@ def test_alpha_near_one_is_cross_entropy():
 def test_the_gradient_has_the_probabilities_that_decoding_draws_from():
     logits_BTV, targets_BT = random_case()
     gradient = gradient_of(logits_BTV, targets_BT, 1.3, np.ones((B, T)))
-    drawn = probabilities(logits_BTV.reshape(-1, V), Choice(entmax_alpha=1.3))
+    drawn = probabilities(logits_BTV.reshape(-1, V), SamplingParams(entmax_alpha=1.3))
     assert (np.asarray(drawn) == 0).any()
     np.testing.assert_array_equal(
         (gradient + np.eye(V)[np.asarray(targets_BT)]).reshape(-1, V) > 1e-6, drawn > 1e-6

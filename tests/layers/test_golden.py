@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from MaxText.config.layer_sections import Pattention
 from MaxText.config.loading import load
-from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.hf_import import HFWeights
 from MaxText.layers.model import Model
 from MaxText.layers.pattention import Theta
 from MaxText.training.objective import loss_sums
@@ -143,7 +143,7 @@ def test_numbers_of_the_reference(name, tmp_path):
     if golden.config_json.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     same_bits(exported, tensors)
-    again, given = FolderWeights(tmp_path / "out"), FolderWeights(theirs)
+    again, given = HFWeights(tmp_path / "out"), HFWeights(theirs)
     assert (again.keys, again.family) == (given.keys, given.family)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import configure
-from MaxText.conversion.families.gpt_neo import GPT_NEO
+from MaxText.conversion.families.gpt import GPT_NEO
 from MaxText.conversion.family import row
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import nested
+from MaxText.conversion.weight_source import unflatten
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
@@ -103,7 +103,7 @@ def test_mesh_tensorflow(case):
     for name, info in model.parameters.items():
         params[name] = np.empty(info.shape, np.float32)
         for tensor in table.sources(name):
-            params[name][tensor.place] = table.part(name, given[tensor.name])
+            params[name][tensor.index] = table.part(name, given[tensor.name])
     tokens = jnp.asarray(arrays["input_ids"])
     batch = Batch(tokens, jnp.asarray(arrays["labels"]), jnp.ones(tokens.shape))
 
@@ -113,6 +113,6 @@ def test_mesh_tensorflow(case):
         total = loss_sums(module, batch, model.section.objective).total
         return module(batch), total / tokens.size
 
-    logits, loss = run(nested(params))
+    logits, loss = run(unflatten(params))
     np.testing.assert_allclose(logits, arrays["logits"], atol=5e-5)
     np.testing.assert_allclose(loss, arrays["loss"], rtol=1e-5)

@@ -8,8 +8,8 @@ from MaxText.config.loading import configure
 from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.engine import Engine
-from MaxText.inference.generating import Limits, generate
-from MaxText.inference.token_choice import Choice
+from MaxText.inference.generate import StoppingCriteria, generate
+from MaxText.inference.sampling import SamplingParams
 from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.model import Model
@@ -46,11 +46,11 @@ def texts(devices, **keys):
     config = configure(**KEYS, **keys)
     model = Model(config.model)
     layout = make_layout(config.mesh, devices)
-    choice = Choice(temperature=0.7, top_k=10, repetition_penalty=1.1)
+    choice = SamplingParams(temperature=0.7, top_k=10, repetition_penalty=1.1)
     params = model.in_parts(fresh_parameters(model, layout))
     engine = Engine(model, params, layout, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
-    found = dict(generate(engine, PROMPTS, Limits(50), rows=4, seed=1))
+    found = dict(generate(engine, PROMPTS, StoppingCriteria(50), batch_size=4, seed=1))
     return [found[number].tokens for number in range(len(PROMPTS))]
 
 
@@ -106,4 +106,4 @@ def test_the_same_scores_on_eight_devices(folder, mesh, stride, per_device):
     eight = score(folder, jax.devices(), stride, per_device, **MESHES[mesh])
     assert (eight.num_targets, eight.num_bytes) == (one.num_targets, one.num_bytes)
     assert one.num_bytes > 0
-    np.testing.assert_allclose(eight.nats, one.nats, rtol=1e-5)
+    np.testing.assert_allclose(eight.total_nll, one.total_nll, rtol=1e-5)

@@ -7,7 +7,7 @@ from etils import epath
 
 from MaxText.config.model_sections import Objective
 from MaxText.errors import Diverged
-from MaxText.inference import final_sample
+from MaxText.inference import decoding
 from MaxText.reports import writing
 from MaxText.run.finish import write_final_artifacts
 
@@ -17,7 +17,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(final_sample, "write_sample", fails)
+    monkeypatch.setattr(decoding, "write_sample", fails)
     monkeypatch.setattr(writing, "write_loss_curve", fails)
     lines = []
     space = types.SimpleNamespace

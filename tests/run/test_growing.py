@@ -10,7 +10,7 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.saved import flat
-from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.errors import UserError
 from MaxText.run.lineage import ancestors_of
@@ -125,7 +125,7 @@ def test_a_run_without_configuration(small, tmp_path):
 
 def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
     folder = write(tmp_path / "hf", *random("qwen3"))
-    weights = FolderWeights(folder)
+    weights = HFWeights(folder)
     depth = weights.config.model.shape.base_num_decoder_layers
     layers = f"base_num_decoder_layers={2 * depth}"
     made(f"hf:{folder}", tmp_path / "deep", layers, "growth_mode=random")

@@ -12,7 +12,7 @@ from MaxText.evaluation.validation import make_eval_step
 from MaxText.experiments import conformance
 from MaxText.experiments.conformance import LENGTH, SIZES, Subject
 from MaxText.inference.engine import Engine
-from MaxText.inference.token_choice import Choice
+from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
 from MaxText.training.assembly import setup_train
@@ -98,8 +98,8 @@ def test_they_conform_and_decode():
     assert (rows["head"].parameters, rows["head"].flops) == (16 * 3 + 3 * 32, 2 * (16 * 3 + 3 * 32))
 
     layout = make_layout(subject.config.mesh, jax.devices()[:1])
-    engine = Engine(model, subject.params, layout, Choice(temperature=0))
-    sequences, first = engine.start([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
+    engine = Engine(model, subject.params, layout, SamplingParams(temperature=0))
+    sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
     _, second = engine.step(sequences)
     ids = [1, 2, 3, int(first.tokens_B[0])]
     batch = random_batch(subject.config, 1)

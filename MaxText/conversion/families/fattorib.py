@@ -5,18 +5,20 @@ The PyTorch program uses LayerNorm epsilon 1e-5 and exact gelu; the JAX program 
 """
 
 from MaxText.conversion.family import (
+    ATTENTION,
     PARALLEL,
     Family,
-    computed,
-    multiple,
+    attention,
+    divided_by,
+    family_default,
+    mapped,
     norm,
     projection,
-    ratio,
     row,
-    same,
+    scaled_by,
 )
 
-_LAYER, _ATTENTION = "blocks.{layer}.", "layers/self_attention/"
+_LAYER = "blocks.{layer}."
 _NORM = "layers/pre_self_attention_layer_norm"
 
 
@@ -38,16 +40,16 @@ FATTORIB = Family(
     },
     settings=(
         # As in conf/model_config.yaml.
-        same("vocab_size", "vocab_size"),
-        same("block_size num_ctx", "max_target_length trainable_position_size"),
-        same("embedding_dim", "base_emb_dim"),
-        same("N", "base_num_decoder_layers"),
-        same("num_head", "base_num_query_heads base_num_kv_heads"),
-        computed("head_dim", ratio("embedding_dim", "num_head")),
-        computed("base_mlp_dim", multiple(4, "embedding_dim")),
-        same("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-6),
-        same("alibi_attn", "position_embedding", True, ((True, "alibi"), (False, "learned"))),
-        same("fused_residuals", "block_arrangement", False, PARALLEL),
+        mapped("vocab_size", "vocab_size"),
+        mapped("block_size num_ctx", "max_target_length trainable_position_size"),
+        mapped("embedding_dim", "base_emb_dim"),
+        mapped("N", "base_num_decoder_layers"),
+        mapped("num_head", "base_num_query_heads base_num_kv_heads"),
+        family_default("head_dim", divided_by("embedding_dim", "num_head")),
+        family_default("base_mlp_dim", scaled_by(4, "embedding_dim")),
+        mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-6),
+        mapped("alibi_attn", "position_embedding", True, ((True, "alibi"), (False, "learned"))),
+        mapped("fused_residuals", "block_arrangement", False, PARALLEL),
     ),
     rows=(
         row("wte.weight", "token_embedder/embedding", "V D", "V D"),
@@ -55,10 +57,7 @@ FATTORIB = Family(
         row(_LAYER + "ln1.weight", _NORM + "/scale", "D", "D", (_LAYER + "ln.weight",)),
         row(_LAYER + "ln1.bias", _NORM + "/bias", "D", "D", (_LAYER + "ln.bias",)),
         *norm(_LAYER + "ln2", "layers/pre_mlp_layer_norm"),
-        *projection(_LAYER + "attn.query", _ATTENTION + "query", "(N H) D", "D N H"),
-        *projection(_LAYER + "attn.key", _ATTENTION + "key", "(N H) D", "D N H"),
-        *projection(_LAYER + "attn.value", _ATTENTION + "value", "(N H) D", "D N H"),
-        *projection(_LAYER + "attn.fc_resid", _ATTENTION + "out", "D (N H)", "N H D"),
+        *attention(_LAYER + "attn.", "query key value fc_resid"),
         *projection(_LAYER + "mlp.fc1", "layers/mlp/wi", "F D", "D F"),
         *projection(_LAYER + "mlp.fc_resid", "layers/mlp/wo", "D F", "F D"),
         *norm("norm", "decoder_norm"),
@@ -77,10 +76,10 @@ FLAX_ROWS = (
     row("wpe/embedding", "position_embedder/embedding", "P D", "P D"),
     *norm(_BLOCK + "LayerNorm_0", _NORM, _ENDS_OF_NORM),
     *norm(_BLOCK + "LayerNorm_1", "layers/pre_mlp_layer_norm", _ENDS_OF_NORM),
-    *projection(_CORE + "query_proj", _ATTENTION + "query", "D (N H)", "D N H", _ENDS),
-    *projection(_CORE + "key_proj", _ATTENTION + "key", "D (N H)", "D N H", _ENDS),
-    *projection(_CORE + "value_proj", _ATTENTION + "value", "D (N H)", "D N H", _ENDS),
-    *projection(_CORE + "residual_out", _ATTENTION + "out", "(N H) D", "N H D", _ENDS),
+    *projection(_CORE + "query_proj", ATTENTION + "query", "D (N H)", "D N H", _ENDS),
+    *projection(_CORE + "key_proj", ATTENTION + "key", "D (N H)", "D N H", _ENDS),
+    *projection(_CORE + "value_proj", ATTENTION + "value", "D (N H)", "D N H", _ENDS),
+    *projection(_CORE + "residual_out", ATTENTION + "out", "(N H) D", "N H D", _ENDS),
     *projection(_MLP + "fc_in", "layers/mlp/wi", "D F", "D F", _ENDS),
     *projection(_MLP + "fc_residual", "layers/mlp/wo", "F D", "F D", _ENDS),
     *norm("LayerNorm_0", "decoder_norm", _ENDS_OF_NORM),

@@ -12,45 +12,46 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from MaxText.conversion.family import (
+    ATTENTION,
     BOOLEANS,
+    REQUESTED_LENGTH,
     REQUIRED,
-    TEXTS,
+    ConfigMapping,
     Family,
-    Row,
-    Setting,
-    like,
+    WeightMapping,
+    attention,
+    copy_of,
+    divided_by,
+    mapped,
     norm,
-    only,
     projection,
-    ratio,
     row,
-    same,
+    supported,
 )
 
 _LAYER = "model.layers.{layer}."
-_ATTENTION = "layers/self_attention/"
 _EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
 _PLAIN_YARN = "Sine and cosine are multiplied by 0.1 ln(factor) + 1 here, from factor alone."
 _ROPE_TYPES = (("default",) * 2, ("llama3", "llama3.1"), ("linear",) * 2, ("yarn",) * 2)
 
 # `rope_scaling` of config.json. Newer versions of transformers write it as `rope_parameters`,
 # including rope_theta. Must follow the length setting, which is a default here.
-ROTARY_SCALING: tuple[Setting, ...] = (
-    same("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
-    same("rope_scaling.factor", "rope_factor"),
-    same(
+ROTARY_SCALING: tuple[ConfigMapping, ...] = (
+    mapped("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
+    mapped("rope_scaling.factor", "rope_factor"),
+    mapped(
         "rope_scaling.original_max_position_embeddings original_max_position_embeddings",
         "original_max_position_embeddings",
-        default=like("max_position_embeddings"),
+        default=copy_of("max_position_embeddings"),
     ),
-    same("rope_scaling.low_freq_factor", "low_freq_factor"),
-    same("rope_scaling.high_freq_factor", "high_freq_factor"),
-    same("rope_scaling.beta_fast", "beta_fast", default=32.0),
-    same("rope_scaling.beta_slow", "beta_slow", default=1.0),
-    only("rope_scaling.attention_factor", None, remedy=_PLAIN_YARN),
-    only("rope_scaling.mscale", None, remedy=_PLAIN_YARN),
-    only("rope_scaling.mscale_all_dim", None, remedy=_PLAIN_YARN),
-    only("rope_scaling.truncate", True, remedy="The transition begins and ends at whole pairs."),
+    mapped("rope_scaling.low_freq_factor", "low_freq_factor"),
+    mapped("rope_scaling.high_freq_factor", "high_freq_factor"),
+    mapped("rope_scaling.beta_fast", "beta_fast", default=32.0),
+    mapped("rope_scaling.beta_slow", "beta_slow", default=1.0),
+    supported("rope_scaling.attention_factor", None, hint=_PLAIN_YARN),
+    supported("rope_scaling.mscale", None, hint=_PLAIN_YARN),
+    supported("rope_scaling.mscale_all_dim", None, hint=_PLAIN_YARN),
+    supported("rope_scaling.truncate", True, hint="The transition begins and ends at whole pairs."),
 )
 
 # The gated feed-forward here is activation(wi_0 x) * wi_1 x, gate first.
@@ -83,16 +84,13 @@ _EXPERTS = (
 )
 
 
-def _rows(feed_forward: tuple[Row, ...]) -> tuple[Row, ...]:
+def _rows(feed_forward: tuple[WeightMapping, ...]) -> tuple[WeightMapping, ...]:
     return (
         row("model.embed_tokens.weight", "token_embedder/embedding", "V D", "V D"),
         *norm(_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
-        *projection(_LAYER + "self_attn.q_proj", _ATTENTION + "query", "(N H) D", "D N H"),
-        *projection(_LAYER + "self_attn.k_proj", _ATTENTION + "key", "(K H) D", "D K H"),
-        *projection(_LAYER + "self_attn.v_proj", _ATTENTION + "value", "(K H) D", "D K H"),
-        *projection(_LAYER + "self_attn.o_proj", _ATTENTION + "out", "D (N H)", "N H D"),
-        row(_LAYER + "self_attn.q_norm.weight", _ATTENTION + "query_norm/scale", "H", "H"),
-        row(_LAYER + "self_attn.k_norm.weight", _ATTENTION + "key_norm/scale", "H", "H"),
+        *attention(_LAYER + "self_attn.", "q_proj k_proj v_proj o_proj", kv="K"),
+        row(_LAYER + "self_attn.q_norm.weight", ATTENTION + "query_norm/scale", "H", "H"),
+        row(_LAYER + "self_attn.k_norm.weight", ATTENTION + "key_norm/scale", "H", "H"),
         *norm(_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
         *feed_forward,
         *norm("model.norm", "decoder_norm"),
@@ -112,21 +110,21 @@ LLAMA = Family(
         "use_qk_norm": False,
     },
     settings=(
-        same("vocab_size", "vocab_size"),
-        same("hidden_size", "base_emb_dim"),
-        same("num_hidden_layers", "base_num_decoder_layers"),
-        same("num_attention_heads", "base_num_query_heads"),
-        same("num_key_value_heads", "base_num_kv_heads", default=like("num_attention_heads")),
-        same("intermediate_size", "base_mlp_dim"),
-        same("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
-        same("rope_theta", "rope_max_timescale", default=10_000.0),
-        only("partial_rotary_factor", 1.0, 1),
-        same("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
-        same("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
-        same("max_position_embeddings", "max_target_length", default=2048),
-        same("head_dim", "head_dim", default=ratio("hidden_size", "num_attention_heads")),
-        same("attention_bias", "qkv_bias proj_bias", default=False, values=BOOLEANS),
-        same("mlp_bias", "ffn_bias", default=False, values=BOOLEANS),
+        mapped("vocab_size", "vocab_size"),
+        mapped("hidden_size", "base_emb_dim"),
+        mapped("num_hidden_layers", "base_num_decoder_layers"),
+        mapped("num_attention_heads", "base_num_query_heads"),
+        mapped("num_key_value_heads", "base_num_kv_heads", default=copy_of("num_attention_heads")),
+        mapped("intermediate_size", "base_mlp_dim"),
+        mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
+        mapped("rope_theta", "rope_max_timescale", default=10_000.0),
+        supported("partial_rotary_factor", 1.0, 1),
+        mapped("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
+        mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
+        mapped("max_position_embeddings", "max_target_length", default=2048),
+        mapped("head_dim", "head_dim", default=divided_by("hidden_size", "num_attention_heads")),
+        mapped("attention_bias", "qkv_bias proj_bias", default=False, values=BOOLEANS),
+        mapped("mlp_bias", "ffn_bias", default=False, values=BOOLEANS),
         *ROTARY_SCALING,
     ),
     rows=_rows(_MLP),
@@ -138,7 +136,7 @@ LLAMA = Family(
 def _descendant(
     architecture: str,
     own: Mapping[str, Any],
-    *settings: Setting,
+    *settings: ConfigMapping,
     without: Collection[str] = (),
     **fields: Any,
 ) -> Family:
@@ -169,7 +167,7 @@ def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
         return ()
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return REQUIRED
-    length = config.get(TEXTS, config["max_position_embeddings"])
+    length = config.get(REQUESTED_LENGTH, config["max_position_embeddings"])
     # An invalid length is reported elsewhere.
     if isinstance(length, int | float) and value >= length:
         return ()
@@ -187,18 +185,18 @@ def _write_window(values: Mapping[str, Any]) -> Any:
     return (values["sliding_window_size"] if is_local else REQUIRED) if types else None
 
 
-def _window(default: int | None) -> tuple[Setting, ...]:
+def _window(default: int | None) -> tuple[ConfigMapping, ...]:
     """Returns the two window settings, which depend on length and layer count."""
     return (
-        Setting(
+        ConfigMapping(
             (_WINDOW,),
             ("attention_types",),
             default,
-            remedy="It is a number of tokens, or null.",
+            hint="It is a number of tokens, or null.",
             read=_read_window,
             write=_write_window,
         ),
-        Setting(
+        ConfigMapping(
             (_WINDOW,),
             ("sliding_window_size",),
             default,
@@ -209,28 +207,28 @@ def _window(default: int | None) -> tuple[Setting, ...]:
     )
 
 
-def _several(theirs: str, ours: str, default: int, remedy: str) -> Setting:
+def _at_least_two(hf_names: str, key: str, default: int, hint: str) -> ConfigMapping:
     def possible(value: Any) -> Any:
         return value if type(value) is int and value > 1 else REQUIRED
 
-    return Setting(
-        tuple(theirs.split()),
-        (ours,),
+    return ConfigMapping(
+        tuple(hf_names.split()),
+        (key,),
         default,
-        remedy=remedy,
+        hint=hint,
         read=lambda value, config: possible(value),
-        write=lambda values: possible(values[ours]),
+        write=lambda values: possible(values[key]),
     )
 
 
-def _length(default: int) -> Setting:
-    return same("max_position_embeddings", "max_target_length", default=default)
+def _length(default: int) -> ConfigMapping:
+    return mapped("max_position_embeddings", "max_target_length", default=default)
 
 
 _BIASES = ("attention_bias", "mlp_bias")
 _NO_BIASES = {"qkv_bias": False, "proj_bias": False, "ffn_bias": False}
-_NO_WINDOW = only(
-    "use_sliding_window", False, remedy="Every layer attends to all earlier tokens here."
+_NO_WINDOW = supported(
+    "use_sliding_window", False, hint="Every layer attends to all earlier tokens here."
 )
 
 MISTRAL = _descendant(
@@ -252,21 +250,21 @@ MIXTRAL = _descendant(
         "eval_capacity_factor": -1.0,
         "moe_second_policy_eval": "all",
     },
-    same("num_key_value_heads", "base_num_kv_heads", default=8),
-    same("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
-    same("rope_theta", "rope_max_timescale", default=1e6),
+    mapped("num_key_value_heads", "base_num_kv_heads", default=8),
+    mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
+    mapped("rope_theta", "rope_max_timescale", default=1e6),
     _length(131_072),
-    _several(
+    _at_least_two(
         "num_local_experts num_experts", "num_experts", 8, "One expert is an ordinary Mistral."
     ),
-    _several(
+    _at_least_two(
         "num_experts_per_tok",
         "num_experts_per_tok",
         2,
         "The gate of a single expert is its probability here, and 1 there.",
     ),
-    same("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
-    only("router_jitter_noise", 0.0),
+    mapped("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
+    supported("router_jitter_noise", 0.0),
     *_window(None),
     without=_BIASES,
     window=_WINDOW,
@@ -286,7 +284,7 @@ QWEN3 = _descendant(
     "Qwen3ForCausalLM",
     {"use_qk_norm": True, "ffn_bias": False},
     _length(32_768),
-    same("head_dim", "head_dim", default=128),
+    mapped("head_dim", "head_dim", default=128),
     _NO_WINDOW,
     without=("mlp_bias",),
     ignored=(),
@@ -296,16 +294,16 @@ GEMMA = _descendant(
     "GemmaForCausalLM",
     {"normalization_zero_centered": True, "scale_embedding": True, "ffn_bias": False},
     _length(8192),
-    same("head_dim", "head_dim", default=256),
-    same("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
-    same(
+    mapped("head_dim", "head_dim", default=256),
+    mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
+    mapped(
         "hidden_act",
         "mlp_activations",
         default="gelu_pytorch_tanh",
         values=_ACTIVATIONS_OF_GEMMA,
     ),
-    only("hidden_activation", "gelu_pytorch_tanh"),
-    only("use_bidirectional_attention", False),
+    supported("hidden_activation", "gelu_pytorch_tanh"),
+    supported("use_bidirectional_attention", False),
     without=("mlp_bias",),
     decoder_block="gemma",
 )

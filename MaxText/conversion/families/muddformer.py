@@ -12,54 +12,52 @@ from MaxText.conversion.family import (
     BOOLEANS,
     PARALLEL,
     REQUIRED,
+    ConfigMapping,
     Family,
-    Row,
-    Setting,
-    derived,
-    like,
+    WeightMapping,
+    attention,
+    constant,
+    copy_of,
+    divided_by,
+    mapped,
     norm,
-    only,
     projection,
-    ratio,
     row,
-    same,
-    stated,
+    supported,
+    write_only,
 )
 
-_LAYER, _OURS = "layers.{layer}.", "layers/"
+_LAYER, _PARAMS = "layers.{layer}.", "layers/"
 _NORM = "pre_self_attention_layer_norm"
-_SUM = "connections/after/{layer+1}/"
+_CONNECTION = "connections/after/{layer+1}/"
 
 
 _ROWS = (
     row("tok_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
-    *norm(f"{_LAYER}attention_norm", _OURS + _NORM),
-    *norm(f"{_LAYER}attention_norms.0", f"{_OURS}{_NORM}_q"),
-    *norm(f"{_LAYER}attention_norms.1", f"{_OURS}{_NORM}_k"),
-    *norm(f"{_LAYER}attention_norms.2", f"{_OURS}{_NORM}_v"),
-    *projection(f"{_LAYER}attention.wq", f"{_OURS}self_attention/query", "(N H) D", "D N H"),
-    *projection(f"{_LAYER}attention.wk", f"{_OURS}self_attention/key", "(K H) D", "D K H"),
-    *projection(f"{_LAYER}attention.wv", f"{_OURS}self_attention/value", "(K H) D", "D K H"),
-    *projection(f"{_LAYER}attention.wo", f"{_OURS}self_attention/out", "D (N H)", "N H D"),
-    row(f"{_LAYER}attention.q_norm.weight", f"{_OURS}self_attention/query_norm/scale", "H", "H"),
-    row(f"{_LAYER}attention.k_norm.weight", f"{_OURS}self_attention/key_norm/scale", "H", "H"),
-    *norm(f"{_LAYER}ffn_norm", f"{_OURS}pre_mlp_layer_norm"),
+    *norm(f"{_LAYER}attention_norm", _PARAMS + _NORM),
+    *norm(f"{_LAYER}attention_norms.0", f"{_PARAMS}{_NORM}_q"),
+    *norm(f"{_LAYER}attention_norms.1", f"{_PARAMS}{_NORM}_k"),
+    *norm(f"{_LAYER}attention_norms.2", f"{_PARAMS}{_NORM}_v"),
+    *attention(f"{_LAYER}attention.", "wq wk wv wo", kv="K"),
+    row(f"{_LAYER}attention.q_norm.weight", f"{_PARAMS}self_attention/query_norm/scale", "H", "H"),
+    row(f"{_LAYER}attention.k_norm.weight", f"{_PARAMS}self_attention/key_norm/scale", "H", "H"),
+    *norm(f"{_LAYER}ffn_norm", f"{_PARAMS}pre_mlp_layer_norm"),
 )
 _CONNECTIONS = (
-    row("dense_bs.{layer}", f"{_SUM}static", "C L", "C L"),
-    row("dynamic_dense.{layer}.w1.weight", f"{_SUM}wi/kernel", "W D", "D W"),
-    row("dynamic_dense.{layer}.w2.weight", f"{_SUM}wo/kernel", "(C L) W", "W C L"),
+    row("dense_bs.{layer}", f"{_CONNECTION}static", "C L", "C L"),
+    row("dynamic_dense.{layer}.w1.weight", f"{_CONNECTION}wi/kernel", "W D", "D W"),
+    row("dynamic_dense.{layer}.w2.weight", f"{_CONNECTION}wo/kernel", "(C L) W", "W C L"),
     *norm("norm", "decoder_norm"),
     row("output.weight", "logits_dense/kernel", "V D", "D V"),
 )
 _GATED = (
-    *projection(f"{_LAYER}feed_forward.w1", f"{_OURS}mlp/wi_0", "F D", "D F"),
-    *projection(f"{_LAYER}feed_forward.w3", f"{_OURS}mlp/wi_1", "F D", "D F"),
-    *projection(f"{_LAYER}feed_forward.w2", f"{_OURS}mlp/wo", "D F", "F D"),
+    *projection(f"{_LAYER}feed_forward.w1", f"{_PARAMS}mlp/wi_0", "F D", "D F"),
+    *projection(f"{_LAYER}feed_forward.w3", f"{_PARAMS}mlp/wi_1", "F D", "D F"),
+    *projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
 )
 _PLAIN = (
-    *projection(f"{_LAYER}feed_forward.w1", f"{_OURS}mlp/wi", "F D", "D F"),
-    *projection(f"{_LAYER}feed_forward.w2", f"{_OURS}mlp/wo", "D F", "F D"),
+    *projection(f"{_LAYER}feed_forward.w1", f"{_PARAMS}mlp/wi", "F D", "D F"),
+    *projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
 )
 
 _PARTS: Mapping[str, Any] = {
@@ -104,35 +102,38 @@ def _multiple_of(config: Mapping[str, Any]) -> int:
     return -(-int(2 * 4 * config["dim"] / 3) // 256) * 256
 
 
-def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
+def _settings(epsilon: float, width: Any, expands: bool) -> tuple[ConfigMapping, ...]:
     return (
-        same("vocab_size", "vocab_size"),
-        same("block_size", "max_target_length", default=2048),
-        same("dim", "base_emb_dim"),
-        same("n_layer", "base_num_decoder_layers"),
-        same("n_head", "base_num_query_heads"),
+        mapped("vocab_size", "vocab_size"),
+        mapped("block_size", "max_target_length", default=2048),
+        mapped("dim", "base_emb_dim"),
+        mapped("n_layer", "base_num_decoder_layers"),
+        mapped("n_head", "base_num_query_heads"),
         # The family has no grouped-query attention.
-        derived("n_local_heads", "base_num_kv_heads", like("n_head"), unset=-1),
-        derived("head_dim", "head_dim", ratio("dim", "n_head")),
-        same("intermediate_size", "base_mlp_dim", default=width),
-        same("norm_eps", "normalization_layer_epsilon", default=epsilon),
-        same("rope_base", "rope_max_timescale", default=10_000.0),
-        same("use_qk_norm", "use_qk_norm", default=False, values=BOOLEANS),
-        stated("dense", True, default=True, remedy=_NO_SUMS),
-        stated("dynamic_dense", True, default=True, remedy=_ALL_SUMS),
-        # An older version of the program calls the residual stream m.
-        stated("dense_type", "qkvr", "qkvm", default="qkvr", remedy=_ALL_SUMS),
-        stated("sepln", True, default=True, remedy=_OWN_NORMS),
-        same("expand_last", "dense_last_expand", expands, ((True, 4), (False, 1))),
-        same("round64", "dense_hidden_rounding", expands, ((True, "reference"), (False, "none"))),
-        stated("tie_word_embeddings", False, default=False),
+        write_only("n_local_heads", "base_num_kv_heads", copy_of("n_head"), unset=-1),
+        write_only("head_dim", "head_dim", divided_by("dim", "n_head")),
+        mapped("intermediate_size", "base_mlp_dim", default=width),
+        mapped("norm_eps", "normalization_layer_epsilon", default=epsilon),
+        mapped("rope_base", "rope_max_timescale", default=10_000.0),
+        mapped("use_qk_norm", "use_qk_norm", default=False, values=BOOLEANS),
+        constant("dense", True, default=True, hint=_NO_SUMS),
+        constant("dynamic_dense", True, default=True, hint=_ALL_SUMS),
+        # An legacy_names version of the program calls the residual stream m.
+        constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
+        constant("sepln", True, default=True, hint=_OWN_NORMS),
+        mapped("expand_last", "dense_last_expand", expands, ((True, 4), (False, 1))),
+        mapped("round64", "dense_hidden_rounding", expands, ((True, "reference"), (False, "none"))),
+        constant("tie_word_embeddings", False, default=False),
         # Affects only how aggregations are computed.
-        stated("stack_hidden", False, True, default=False),
+        constant("stack_hidden", False, True, default=False),
     )
 
 
 def _family(
-    architecture: str, own: dict[str, Any], settings: tuple[Setting, ...], mlp: tuple[Row, ...]
+    architecture: str,
+    own: dict[str, Any],
+    settings: tuple[ConfigMapping, ...],
+    mlp: tuple[WeightMapping, ...],
 ) -> Family:
     name = architecture.lower()
     return Family(
@@ -183,11 +184,11 @@ MUDDPYTHIA = _family(
     },
     (
         *_settings(1e-5, REQUIRED, expands=True),
-        same("rotary_pct", "rotary_pct", default=0.25),
-        same("use_parallel_residual", "block_arrangement", default=True, values=PARALLEL),
-        same("use_linear_bias", "ffn_bias", default=True, values=BOOLEANS),
-        only("window_size", None, remedy=_ALL_GLOBAL),
-        only("window_type", None, remedy=_ALL_GLOBAL),
+        mapped("rotary_pct", "rotary_pct", default=0.25),
+        mapped("use_parallel_residual", "block_arrangement", default=True, values=PARALLEL),
+        mapped("use_linear_bias", "ffn_bias", default=True, values=BOOLEANS),
+        supported("window_size", None, hint=_ALL_GLOBAL),
+        supported("window_type", None, hint=_ALL_GLOBAL),
     ),
     _PLAIN,
 )

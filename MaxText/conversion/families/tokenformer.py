@@ -7,27 +7,27 @@ have no parameters, and the head is tied. Key slots are rows there and columns h
 
 from MaxText.conversion.family import (
     Family,
-    Row,
-    computed,
-    like,
-    multiple,
+    WeightMapping,
+    constant,
+    copy_of,
+    divided_by,
+    family_default,
+    mapped,
     norm,
-    only,
-    ratio,
     row,
-    same,
-    stated,
+    scaled_by,
+    supported,
 )
 
 _LAYER = "sequential.{layer+2}."
 
 
-def _slots(theirs: str, ours: str, letter: str) -> tuple[Row, ...]:
+def _slots(hf_name: str, params: str, letter: str) -> tuple[WeightMapping, ...]:
     """Returns rows of key and value slots; `letter` is their layout letter."""
     return (
-        row(f"{_LAYER}{theirs}.key_param_tokens", f"layers/{ours}/keys/kernel",
+        row(f"{_LAYER}{hf_name}.key_param_tokens", f"layers/{params}/keys/kernel",
             f"{letter} D", f"D {letter}"),
-        row(f"{_LAYER}{theirs}.value_param_tokens", f"layers/{ours}/values/kernel",
+        row(f"{_LAYER}{hf_name}.value_param_tokens", f"layers/{params}/values/kernel",
             f"{letter} D", f"{letter} D"),
     )  # fmt: skip
 
@@ -73,30 +73,30 @@ TOKENFORMER = Family(
     },
     settings=(
         # Missing in the published files: GPT-NeoX-20B's tokenizer, padded to a multiple of 128.
-        same("vocab_size padded_vocab_size", "vocab_size", default=50_304),
-        same("num_layers", "base_num_decoder_layers"),
-        same("hidden_size", "base_emb_dim"),
-        same("num_attention_heads", "base_num_query_heads base_num_kv_heads"),
-        computed("head_dim", ratio("hidden_size", "num_attention_heads")),
-        same("qkv_slot_num", "slot_num"),
-        same("proj_slot_num", "proj_slot_num", implied=like("qkv_slot_num")),
-        same("ffn_slot_num", "ffn_slot_num", implied=multiple(4, "qkv_slot_num")),
-        same(
+        mapped("vocab_size padded_vocab_size", "vocab_size", default=50_304),
+        mapped("num_layers", "base_num_decoder_layers"),
+        mapped("hidden_size", "base_emb_dim"),
+        mapped("num_attention_heads", "base_num_query_heads base_num_kv_heads"),
+        family_default("head_dim", divided_by("hidden_size", "num_attention_heads")),
+        mapped("qkv_slot_num", "slot_num"),
+        mapped("proj_slot_num", "proj_slot_num", implied=copy_of("qkv_slot_num")),
+        mapped("ffn_slot_num", "ffn_slot_num", implied=scaled_by(4, "qkv_slot_num")),
+        mapped(
             "norm_activation_type",
             "normalize_type",
             values=tuple((name, name) for name in ("l2_norm_gelu", "gelu_l2_norm", "softmax")),
         ),
-        same("max_position_embeddings", "max_target_length", default=like("seq_length")),
-        same("seq_length", "max_target_length", default=like("max_position_embeddings")),
-        stated("pos_emb", "rotary"),
-        same("rotary_pct", "rotary_pct"),
-        same("rotary_emb_base", "rope_max_timescale", default=10_000.0),
-        stated("norm", "layernorm_nonparam"),
-        stated("final_norm", "layernorm"),
-        same("layernorm_epsilon", "normalization_layer_epsilon", default=1e-5),
-        stated("no_weight_tying", False, default=False),
-        only("sliding_window_width", None),
-        only("use_mup", False),
+        mapped("max_position_embeddings", "max_target_length", default=copy_of("seq_length")),
+        mapped("seq_length", "max_target_length", default=copy_of("max_position_embeddings")),
+        constant("pos_emb", "rotary"),
+        mapped("rotary_pct", "rotary_pct"),
+        mapped("rotary_emb_base", "rope_max_timescale", default=10_000.0),
+        constant("norm", "layernorm_nonparam"),
+        constant("final_norm", "layernorm"),
+        mapped("layernorm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        constant("no_weight_tying", False, default=False),
+        supported("sliding_window_width", None),
+        supported("use_mup", False),
     ),
     rows=ROWS,
     prefix="sequential.",

@@ -35,8 +35,7 @@ _TRAINED = (
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# Files to download from a hub repository: never code or weights.
-_HUB_FILES = (
+TRANSFORMERS_FILES = (
     TOKENIZER_NAME,
     CONFIG_NAME,
     "special_tokens_map.json",
@@ -44,9 +43,9 @@ _HUB_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
 )
+# Files to download from a hub repository: never code or weights.
+_HUB_FILES = (*TRANSFORMERS_FILES, "spiece.model", "sentencepiece.bpe.model")
 
 
 def load_tokenizer(

@@ -1,0 +1,229 @@
+"""Runs a conversion; writes either the complete result or nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from MaxText.config import values
+from MaxText.config.layering import Layer
+from MaxText.config.loading import Loaded, load
+from MaxText.config.saved import flat
+from MaxText.config.schema import Config
+from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
+from MaxText.conversion.family import Family
+from MaxText.conversion.fattorib_checkpoint import FattoribWeights
+from MaxText.conversion.hf_checkpoint import (
+    GENERATION_CONFIG,
+    is_file,
+    local_path,
+    read_json,
+    resolve_hf_path,
+)
+from MaxText.conversion.hf_config import (
+    absent_in_transformers,
+    find_family,
+    lookup_family,
+    model_keys,
+)
+from MaxText.conversion.hf_import import HFWeights
+from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
+from MaxText.conversion.request import Request
+from MaxText.conversion.stored_arrays import RunWeights
+from MaxText.conversion.weight_source import WeightSource
+from MaxText.errors import UserError
+from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
+
+Show = Callable[[str], None]
+
+_PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
+_SCALINGS = {
+    "weights": "1/sqrt(head_dim) is trained into the query weights, which are multiplied back",
+    "model": "1/sqrt(head_dim) is not in the query weights, which stay as they are",
+}
+
+
+def convert(request: Request, show: Show) -> None:
+    """Converts as requested; leaves nothing behind on errors.
+
+    Raises UserError if the source or the target cannot be used.
+    """
+    imported_run.require_absent(request.target)
+    loaded = _configuration(request)
+    if request.source_kind == "hf":
+        source = resolve_hf_path(request.source, "from")
+        given = {name: values.from_text(text) for name, text in request.keys.items()}
+        weights = HFWeights(source, given)
+        if request.verify:
+            verification.check_possible(weights.family, weights.config)
+        tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
+        shown = f"{source}: {weights.family.architecture}, "
+    elif request.source_kind == "maxtext":
+        weights = MaxTextWeights(request.source, _named(loaded), request.query_scaling)
+        shown = f"{weights.folder}: "
+    elif request.source_kind == "fattorib":
+        weights = FattoribWeights(request.source, _named(loaded))
+        shown = f"{weights.file}: "
+    else:
+        weights = RunWeights(request.source, loaded.config if loaded else None)
+        shown = f"{weights.stored}: "
+    show(f"Reading {shown}{_summary(weights)}")
+    if isinstance(weights, MaxTextWeights):
+        show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
+    if request.target_kind == "stablehlo":
+        _to_program(request, weights, show)
+    elif request.target_kind == "hf":
+        _to_folder(request, weights, show)
+    else:
+        _to_run(request, weights, loaded, show)
+
+
+def _configuration(request: Request) -> Loaded | None:
+    if request.source_kind == "hf" or (request.source_kind == "run" and not request.arguments):
+        return None  # the source has its own configuration
+    if request.arguments:
+        return load(request.arguments)
+    kind = request.source_kind
+    raise UserError(
+        f"{_PROGRAMS[kind]} checkpoints have no model configuration. Add it: "
+        f"convert.py CONFIG.yml from={kind}:... to=..., or model_name=NAME or keys."
+    )
+
+
+def _named(loaded: Loaded | None) -> Config:
+    assert loaded is not None, "checkpoints of other programs need a configuration"
+    return loaded.config
+
+
+def _summary(weights: WeightSource) -> str:
+    sizes: dict[str, int] = {}
+    for name, info in weights.model.parameters.items():
+        kind = weights.formats[name].name
+        sizes[kind] = sizes.get(kind, 0) + info.size
+    formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
+    return f"{weights.model.num_parameters:,} parameters ({formats})"
+
+
+def show_memory(peak: int, show: Show) -> None:
+    """Reports the peak memory of a conversion, in bytes."""
+    size = f"{peak / 1e9:.1f} GB" if peak >= 1e8 else f"{peak / 1e6:.1f} MB"
+    show(f"Peak memory, besides the program: about {size}")
+
+
+def _to_run(request: Request, weights: WeightSource, loaded: Loaded | None, show: Show) -> None:
+    show_memory(imported_run.peak_bytes(weights), show)
+    source = weights.folder if isinstance(weights, HFWeights) else None
+    if isinstance(weights, HFWeights):
+        widened, keys = weights.widened, weights.keys
+        for narrow in sorted(set(widened.values())):
+            show(f"{narrow} becomes float32, which is exact")
+        generation = weights.folder / GENERATION_CONFIG
+        note: dict[str, Any] = {
+            "config": weights.config_json,
+            "generation_config": read_json(generation) if generation.is_file() else None,
+            "formats": widened,
+        }
+        origin = f"{weights.folder.name} ({weights.family.architecture})"
+    else:
+        assert loaded is not None
+        given = [
+            name
+            for name, origin in loaded.origins.items()
+            if origin.layer not in (Layer.DEFAULT, Layer.DERIVED)
+        ]
+        keys = model_keys(flat(loaded.config), {"decoder_block", *given})
+        note = {"path": request.source}
+        if isinstance(weights, MaxTextWeights):
+            note["query_scaling"] = weights.query_scaling
+        origin = f"the {_PROGRAMS[request.source_kind]} checkpoint {request.source}"
+    metadata = {"hugging_face" if source else request.source_kind: note}
+    comment = [f"Model of {origin}, imported by convert.py."]
+    copied = []
+    with imported_run.atomic_directory(request.target) as partial:
+        imported_run.write_run(partial, weights, keys, comment, metadata)
+        if source:
+            copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
+        if source and request.verify:
+            verification.verify(RunWeights(str(partial)), source, str(source), show)
+    imported_run.log_next_command(request.target, copied, show)
+
+
+def _to_folder(request: Request, weights: WeightSource, show: Show) -> None:
+    note = weights.hugging_face if isinstance(weights, RunWeights) else {}
+    kept = note.get("config") or {}
+    folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
+    family = _family(folded, request.family, lookup_family(kept))
+    if request.verify:
+        verification.check_possible(family, folded.config)
+    export = hf_export.HFExporter(folded, family, request.dtype, note.get("formats"))
+    if zoom_note:
+        show(zoom_note)
+    tokenizer, tokenizer_note = _tokenizer(request, weights)
+    if tokenizer is not None:
+        tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
+    show_memory(export.peak_bytes(request.max_shard_size), show)
+    with imported_run.atomic_directory(request.target) as partial:
+        copied, token_ids = ([], {})
+        if tokenizer is not None:
+            copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
+        config_json = export.config_json(kept, token_ids)
+        generation = note.get("generation_config")
+        configs = hf_export.write_configs(partial, config_json, generation, family)
+        files = export.write(partial, request.max_shard_size)
+        if request.verify:
+            verification.verify(weights, partial, str(request.target), show, request.dtype)
+    shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
+    names = [*configs, shards, *copied]
+    show(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
+    if not copied:
+        show(f"note: {tokenizer_note}")
+    unsupported = absent_in_transformers(family, folded.config)
+    if not unsupported:
+        show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
+        return
+    show(
+        f"transformers has no {unsupported}. Programs here read the folder with "
+        f"load_parameters_path=hf:{request.target}"
+    )
+    if family.auto_map:
+        modules = sorted({name.partition(".")[0] for name in family.auto_map.values()})
+        files = " and ".join(f"{module}.py" for module in modules)
+        show(
+            f"For AutoModelForCausalLM with trust_remote_code=True put {files} of {family.code} "
+            f"into {request.target}"
+        )
+
+
+def _tokenizer(request: Request, weights: WeightSource) -> tuple[Path | None, str]:
+    """Returns the tokenizer folder to export, or a message if there is none."""
+    if request.tokenizer:
+        folder = local_path(request.tokenizer)
+        if not is_file(folder / TOKENIZER_NAME):
+            raise UserError(f"tokenizer={request.tokenizer} is not a folder with {TOKENIZER_NAME}.")
+        return folder, ""
+    if not isinstance(weights, RunWeights):
+        return None, "this kind of checkpoint has no tokenizer; add tokenizer=FOLDER to export one"
+    run = Path(str(weights.stored.folder.parent.parent))
+    return tokenizer_copy.find_tokenizer(run, weights.config.data.dataset_path)
+
+
+def _family(weights: WeightSource, asked: str, imported_as: Family | None) -> Family:
+    """Returns the requested family, else the import's, else the first fit."""
+    if not asked and imported_as is not None:
+        try:
+            return find_family(weights.config, imported_as.model_type)
+        except UserError:
+            pass  # its parts changed since; another family may fit
+    return find_family(weights.config, asked)
+
+
+def _to_program(request: Request, weights: WeightSource, show: Show) -> None:
+    from MaxText.conversion import stablehlo
+
+    longest = weights.config.model.shape.max_target_length
+    length = request.length or longest
+    if length > longest:
+        raise UserError(f"length={length} is above max_target_length={longest} of the model.")
+    stablehlo.require_absent(request.target)
+    stablehlo.check_size(weights)
+    show_memory(stablehlo.peak_bytes(weights), show)
+    stablehlo.write(weights, length, request.target, show)

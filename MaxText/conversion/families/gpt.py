@@ -1,0 +1,245 @@
+"""GPT-2, GPT-Neo, GPT-NeoX and Pythia.
+
+GPT-2 (Radford et al. 2019) stores projections as [inputs, outputs]. GPT-Neo (Black et al. 2021) has
+unscaled queries and local attention layers. GPT-NeoX (Black et al. 2022) and Pythia (Biderman et
+al. 2023) group the fused projection by head: head, then query, key, value.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from MaxText.conversion.families.llama import ROTARY_SCALING
+from MaxText.conversion.family import (
+    ATTENTION,
+    BOOLEANS,
+    PARALLEL,
+    REQUIRED,
+    ConfigMapping,
+    Family,
+    attention,
+    divided_by,
+    family_default,
+    mapped,
+    norm,
+    projection,
+    row,
+    scaled_by,
+    supported,
+)
+
+_LAYER = "transformer.h.{layer}."  # of GPT-2 and GPT-Neo
+_NEOX_LAYER = "gpt_neox.layers.{layer}."
+
+_ACTIVATIONS = (
+    ("gelu_new", ("gelu",)),
+    ("gelu_pytorch_tanh", ("gelu",)),
+    ("gelu", ("gelu_erf",)),
+    ("relu", ("relu",)),
+    ("silu", ("silu",)),
+)
+
+_AROUND_LAYERS = (
+    row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
+    row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
+    *norm(_LAYER + "ln_1", "layers/pre_self_attention_layer_norm"),
+    *norm(_LAYER + "ln_2", "layers/pre_mlp_layer_norm"),
+    *norm("transformer.ln_f", "decoder_norm"),
+    row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
+)
+_PARTS = {
+    "block_arrangement": "sequential",
+    "normalization_type": "layer_norm",
+    "normalization_bias": True,
+    "position_embedding": "learned",
+    "qkv_bias": True,
+    "proj_bias": True,
+    "ffn_bias": True,
+    "use_qk_norm": False,
+}
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    decoder_block="gpt2",
+    own=_PARTS,
+    settings=(
+        mapped("vocab_size", "vocab_size"),
+        mapped("n_positions", "trainable_position_size max_target_length"),
+        mapped("n_embd", "base_emb_dim"),
+        mapped("n_layer", "base_num_decoder_layers"),
+        mapped("n_head", "base_num_query_heads base_num_kv_heads"),
+        family_default("head_dim", divided_by("n_embd", "n_head")),
+        mapped("n_inner", "base_mlp_dim", default=scaled_by(4, "n_embd")),
+        mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        mapped("activation_function", "mlp_activations", default="gelu_new", values=_ACTIVATIONS),
+        mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
+        supported("scale_attn_weights", True),
+        supported("scale_attn_by_inverse_layer_idx", False),
+        supported("add_cross_attention", False),
+        # Affects only the order of scaling and conversion to float32, which is always done here.
+        supported("reorder_and_upcast_attn", False, True),
+    ),
+    rows=(
+        *_AROUND_LAYERS,
+        *projection(
+            _LAYER + "attn.c_attn",
+            f"{ATTENTION}query {ATTENTION}key {ATTENTION}value",
+            "D (J N H)",
+            "D N H",
+        ),
+        *projection(_LAYER + "attn.c_proj", ATTENTION + "out", "(N H) D", "N H D"),
+        *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "D F", "D F"),
+        *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "F D", "F D"),
+    ),
+    prefix="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)
+
+
+def _kinds(types: Any) -> list[str] | None:
+    """Expands [[[global, local], 2]]; returns None for anything else."""
+    try:
+        kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
+        return kinds if set(kinds) <= {"global", "local"} else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _read_types(value: Any, config: Mapping[str, Any]) -> Any:
+    kinds = _kinds(value)
+    if kinds is None or len(kinds) != config.get("num_layers"):
+        return REQUIRED
+    return tuple((tuple(pattern), times) for pattern, times in value)
+
+
+def _write_types(values: Mapping[str, Any]) -> Any:
+    types = values["attention_types"] or ((("global",), values["base_num_decoder_layers"]),)
+    return REQUIRED if _kinds(types) is None else [[list(pattern), n] for pattern, n in types]
+
+
+def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
+    """Checks the expanded list that transformers writes next to attention_types."""
+    types = config["attention_types"]
+    return _read_types(types, config) if value == _kinds(types) else REQUIRED
+
+
+def _write_layers(values: Mapping[str, Any]) -> Any:
+    types = _write_types(values)
+    return types if types is REQUIRED else _kinds(types)
+
+
+def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
+    """Returns the window if no layer is local: our keys refuse an unused window."""
+    has_local = "local" in (_kinds(config["attention_types"]) or ())
+    return REQUIRED if has_local else config["window_size"]
+
+
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    architecture="GPTNeoForCausalLM",
+    decoder_block="gpt_neo",
+    own={**_PARTS, "attention_scale": 1.0, "qkv_bias": False},
+    settings=(
+        mapped("vocab_size", "vocab_size"),
+        mapped(
+            "max_position_embeddings", "trainable_position_size max_target_length", default=2048
+        ),
+        mapped("hidden_size", "base_emb_dim"),
+        mapped("num_layers num_hidden_layers", "base_num_decoder_layers"),
+        mapped("num_heads num_attention_heads", "base_num_query_heads base_num_kv_heads"),
+        family_default("head_dim", divided_by("hidden_size", "num_heads")),
+        mapped("intermediate_size", "base_mlp_dim", default=scaled_by(4, "hidden_size")),
+        mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        mapped("activation_function", "mlp_activations", default="gelu_new", values=_ACTIVATIONS),
+        ConfigMapping(
+            ("attention_types",),
+            ("attention_types",),
+            lambda config: [[["global", "local"], config["num_layers"] // 2]],
+            hint="Layers are global or local, as many as num_layers says.",
+            read=_read_types,
+            write=_write_types,
+        ),
+        ConfigMapping(
+            ("attention_layers",),
+            ("attention_types",),
+            lambda config: _kinds(config["attention_types"]),
+            hint="It differs from attention_types.",
+            read=_read_layers,
+            write=_write_layers,
+        ),
+        mapped("window_size", "sliding_window_size", default=256, implied=_window_of_no_layer),
+        mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
+    ),
+    rows=(
+        *_AROUND_LAYERS,
+        *attention(_LAYER + "attn.attention.", "q_proj k_proj v_proj out_proj"),
+        *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "F D", "D F"),
+        *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "D F", "F D"),
+    ),
+    prefix="transformer.",
+    ignored=(".attention.bias", ".attention.masked_bias"),
+)
+
+
+_NEOX_ACTIVATIONS = (
+    ("gelu", ("gelu_erf",)),
+    ("gelu_new", ("gelu",)),
+    ("gelu_fast", ("gelu",)),
+    ("gelu_pytorch_tanh", ("gelu",)),
+    ("relu", ("relu",)),
+)
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    decoder_block="gpt_neox",
+    own={
+        "normalization_type": "layer_norm",
+        "normalization_bias": True,
+        "position_embedding": "rotary",
+        "ffn_bias": True,
+        "use_qk_norm": False,
+    },
+    settings=(
+        mapped("vocab_size", "vocab_size"),
+        mapped("max_position_embeddings", "max_target_length", default=2048),
+        mapped("hidden_size", "base_emb_dim"),
+        mapped("num_hidden_layers", "base_num_decoder_layers"),
+        mapped("num_attention_heads", "base_num_query_heads base_num_kv_heads"),
+        family_default("head_dim", divided_by("hidden_size", "num_attention_heads")),
+        mapped("intermediate_size", "base_mlp_dim"),
+        mapped("layer_norm_eps", "normalization_layer_epsilon", default=1e-5),
+        mapped("rotary_pct partial_rotary_factor", "rotary_pct", default=0.25),
+        mapped("rotary_emb_base rope_theta", "rope_max_timescale", default=10_000.0),
+        mapped("hidden_act", "mlp_activations", default="gelu", values=_NEOX_ACTIVATIONS),
+        mapped("use_parallel_residual", "block_arrangement", default=True, values=PARALLEL),
+        mapped("attention_bias", "qkv_bias proj_bias", default=True, values=BOOLEANS),
+        mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
+        *ROTARY_SCALING,
+    ),
+    rows=(
+        row("gpt_neox.embed_in.weight", "token_embedder/embedding", "V D", "V D"),
+        *norm(_NEOX_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
+        *projection(
+            _NEOX_LAYER + "attention.query_key_value",
+            f"{ATTENTION}query {ATTENTION}key {ATTENTION}value",
+            "(N J H) D",
+            "D N H",
+        ),
+        *projection(_NEOX_LAYER + "attention.dense", ATTENTION + "out", "D (N H)", "N H D"),
+        *norm(_NEOX_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
+        *projection(_NEOX_LAYER + "mlp.dense_h_to_4h", "layers/mlp/wi", "F D", "D F"),
+        *projection(_NEOX_LAYER + "mlp.dense_4h_to_h", "layers/mlp/wo", "D F", "F D"),
+        *norm("gpt_neox.final_layer_norm", "decoder_norm"),
+        row(
+            "embed_out.weight",
+            "logits_dense/kernel",
+            "V D",
+            "D V",
+            legacy_names=("lm_head.weight",),
+        ),
+    ),
+    prefix="gpt_neox.",
+    head="embed_out.weight",
+    ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+)

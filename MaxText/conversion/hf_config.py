@@ -1,0 +1,418 @@
+"""Conversion between config.json and our keys, by the tables of `families/`."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, get_args
+
+from MaxText.config import values as typed_values
+from MaxText.config.catalogue import Key, all_keys, flat
+from MaxText.config.layer_sections import SlotPlace
+from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.problems import Problem
+from MaxText.config.registry import KINDS, Registration, registration
+from MaxText.config.schema import Config
+from MaxText.conversion.families.registry import FAMILIES, WITHOUT_PARTS
+from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family
+from MaxText.errors import UserError
+
+# The config.json object for rotary scaling, and other keys that newer versions put in it.
+_ROPE_SCALING = "rope_scaling"
+_ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
+_WORD = re.compile(r"[a-z]\w+")
+_MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
+_SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
+    "base_emb_dim": "emb_dim",
+    "base_num_query_heads": "num_query_heads",
+    "base_num_kv_heads": "num_kv_heads",
+    "base_mlp_dim": "mlp_dim",
+    "base_num_decoder_layers": "num_layers",
+    "head_dim": "head_dim",
+}
+
+
+def lookup_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family that a config.json names, or None if it has no table."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
+        return FAMILIES.get(model_type)
+    # Classes outside transformers may have any model_type, or none.
+    alone = (family for family in FAMILIES.values() if not family.in_transformers)
+    return next((family for family in alone if architectures == [family.architecture]), None)
+
+
+def resolve_family(config: Mapping[str, Any], where: str) -> Family:
+    """Returns the family that a config.json names; UserError if unknown."""
+    family, model_type = lookup_family(config), config.get("model_type")
+    if family is not None:
+        return family
+    known = ", ".join(FAMILIES)
+    if not isinstance(model_type, str):
+        alone = [f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers]
+        raise UserError(
+            f"{where}: config.json has no model_type. Known here: {known}. Only with "
+            f'"architectures": {" or ".join(alone)} it needs none.'
+        )
+    reason = WITHOUT_PARTS.get(model_type)
+    because = f": {reason}" if reason else ""
+    raise UserError(
+        f"{where}: model_type={model_type} cannot be converted{because}. Known here: {known}."
+    )
+
+
+def config_from_hf(
+    family: Family, config: Mapping[str, Any], where: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns our keys for the model of a config.json.
+
+    `given` are keys set by the user; they may shorten the length below a window.
+    """
+    config = _flattened(config, where)
+    shorter = str(given.get("max_target_length", ""))
+    if shorter.isdecimal():
+        config[REQUESTED_LENGTH] = int(shorter)
+    problems: list[str] = []
+    keys = {
+        "decoder_block": family.decoder_block,
+        **family.parts,
+        **_registered_part_keys(config, where),
+    }
+    for setting in family.settings:
+        if not _is_relevant(setting, keys):
+            continue
+        found = setting.stored_values(config)
+        value = found[-1] if found else setting.default_when_absent(config)
+        converted = REQUIRED if value is REQUIRED else setting.to_key_value(value, config)
+        problem = _problem(setting, value, converted, config)
+        # Omits defaults computed from a value already reported as wrong.
+        if problem and not (problems and callable(setting.default) and not found):
+            problems.append(problem)
+        if converted is not REQUIRED:
+            # Later defaults may depend on this one.
+            config.setdefault(setting.name, value)
+            if not setting.is_implied(value, config):
+                keys |= dict.fromkeys(setting.keys, converted)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f"{where}: config.json ({family.model_type}) cannot be imported:\n{lines}")
+    keys |= given
+    return drop_unused_keys(keys, keys)
+
+
+def _registered_part_keys(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns keys of the model and of registered parts stored in a config.json.
+
+    Refuses others: `import_modules`, for example, would run code that the user did not name.
+    """
+    own = config.get(_MAXTEXT_OBJECT, {})
+    if not isinstance(own, Mapping):
+        raise UserError(f"{where}: config.json: {_MAXTEXT_OBJECT}={own} is not a JSON object.")
+    for name in own:
+        if name in ALIASES or (name in all_keys() and all_keys()[name].section[0] != "model"):
+            raise UserError(
+                f"{where}: config.json: {_MAXTEXT_OBJECT}.{name} is not a key of a registered part."
+            )
+    return own
+
+
+def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping[str, Any]) -> str:
+    """Returns a message if a setting's value cannot be imported, else ""."""
+    name = setting.name
+    if value is REQUIRED:
+        return f"{name} is missing"
+    if converted is REQUIRED:
+        known = [
+            "null" if hf_value is None else str(hf_value) for hf_value, _ in setting.values or ()
+        ]
+        only = f": only {' or '.join(known)} can be" if known else " cannot be"
+        return f"{name}={value}{only} imported. {setting.hint}".rstrip()
+    taken_as_it_is = setting.values is None and setting.read is None
+    for key in [all_keys()[name] for name in setting.keys] if taken_as_it_is else ():
+        try:
+            number = typed_values.convert(value, key.annotation)
+        except typed_values.WrongValue as error:
+            return f"{name}: {error}"
+        # -1 means "computed" for some of our keys only.
+        if key.annotation is int and number < 1:
+            return f"{name}={number} is not >= 1"
+        if key.out_of_bounds(number):
+            return f"{name}={number} is not {key.bounds_text}"
+    wanted = setting.default_when_absent(config) if setting.is_computed else REQUIRED
+    if wanted not in (value, REQUIRED):
+        return f"{name}={value} contradicts the other keys, which give {wanted}"
+    return ""
+
+
+def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns config.json without nulls and version-specific nesting."""
+    plain = {name: value for name, value in config.items() if value is not None}
+    nested: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}: config.json: {name}={value} is not a JSON object.")
+        nested |= value
+    if "type" in nested:
+        nested.setdefault("rope_type", nested["type"])
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            raise UserError(
+                f"{where}: config.json has rotary parameters that differ by layer ({name}), which "
+                "is not supported."
+            )
+        if value is not None:
+            plain[name if name in _ROPE_PLAIN else f"{_ROPE_SCALING}.{name}"] = value
+    # A null here means "no window", not "the default".
+    if "sliding_window" in config:
+        plain["sliding_window"] = config["sliding_window"]
+    return plain
+
+
+def _is_relevant(setting: ConfigMapping, values: Mapping[str, Any]) -> bool:
+    """Returns whether a model with these keys has the setting's part."""
+    schema = all_keys()
+    return not setting.keys or any(_has_effect(schema[name], values) for name in setting.keys)
+
+
+def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops disabled keys from `names`, which a configuration would refuse.
+
+    `values` holds all known keys of the configuration; absent ones have their default.
+    """
+    schema = all_keys()
+    return {
+        name: value
+        for name, value in names.items()
+        if name not in schema or _has_effect(schema[name], values)
+    }
+
+
+def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
+    """Returns the model keys that have an effect, of all or of `chosen`."""
+    known = [key.name for key in all_keys().values() if key.section[0] == "model"]
+    names = [name for name in known if chosen is None or name in chosen]
+    return drop_unused_keys(values, {name: values[name] for name in names})
+
+
+def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
+    schema = all_keys()
+    return all(
+        any(values.get(other, schema[other].default) in wanted for other, wanted in group.items())
+        for group in key.conditions
+    )
+
+
+def with_hf_names(family: Family, problems: Iterable[Problem], given: Mapping[str, Any]) -> str:
+    """Rephrases problems with config.json names; "" if other keys contribute."""
+    names = {key: setting.name for setting in family.settings for key in setting.keys}
+    lines = []
+    for problem in problems:
+        keys = set(_WORD.findall(problem.what))
+        by_variable = any(not place.startswith("argument of") for place in problem.where)
+        if not keys & names.keys() or keys & given.keys() or by_variable:
+            return ""
+        lines.append(_WORD.sub(lambda word: names.get(word[0], word[0]), problem.what))
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def find_family(config: Config, asked: str) -> Family:
+    """Returns the `asked` family, or the first that fits the configuration."""
+    if asked and asked not in FAMILIES:
+        raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
+    candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
+    mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
+    for family in candidates:
+        if not mismatches[family.model_type]:
+            return family
+    if asked:
+        lines = [f"family={asked} differs from this model:", *mismatches[asked]]
+        raise UserError("\n  ".join(lines))
+    distances = {
+        family.model_type: len(mismatches[family.model_type]) + _num_one_sided(family, config)
+        for family in candidates
+    }
+    nearest, *others = sorted(distances, key=lambda name: distances[name])
+    what = "no family matches this model. The nearest is"
+    lines = "\n  ".join([f"{what} {nearest}, but for:", *mismatches[nearest]])
+    counts = ", ".join(f"{name} {distances[name]}" for name in others)
+    raise UserError(f"{lines}\nThe others differ in as many keys or more: {counts}.")
+
+
+def _num_one_sided(family: Family, config: Config) -> int:
+    """Counts keys that have an effect in only one of model and family."""
+    values = model_config_values(config)
+    of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
+    return len(of_model.keys() ^ of_family.keys())
+
+
+def _chosen_parts(config: Config) -> list[Registration]:
+    sections = [layer.section for layer in config.model.layers]
+    chosen = {("mixer", one.block.mixer) for one in sections}
+    chosen |= {("feed_forward", one.feed_forward.feed_forward_type) for one in sections}
+    return [registration(*one) for one in sorted(chosen)]
+
+
+def part_keys(family: Family, config: Config) -> dict[str, Any]:
+    """Returns keys that select registered parts, and the parts' own keys.
+
+    Empty if other layers use built-in ones that the family does not have.
+    """
+    parts, block = _chosen_parts(config), config.model.block
+    if any(p.is_built_in and p.name != family.parts.get(KINDS[p.kind], p.name) for p in parts):
+        return {}
+    names: set[str] = set()
+    for part in parts:
+        if not part.is_built_in:
+            names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
+    if names and names >= {name for _, keys in block.layer_kinds for name, _ in keys}:
+        names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
+    return {name: value for name, value in flat(config).items() if name in names}
+
+
+def absent_in_transformers(family: Family, config: Config) -> str:
+    """Returns the class or parts that transformers lacks, or ""."""
+    own = [part.name for part in _chosen_parts(config) if not part.is_built_in]
+    return " and ".join(own) or ("" if family.in_transformers else family.architecture)
+
+
+def _mismatches(family: Family, config: Config) -> list[str]:
+    """Describes the keys that differ from the family."""
+    values, own = model_config_values(config), part_keys(family, config)
+    found = [
+        f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
+        for name, wanted in drop_unused_keys(values, family.parts).items()
+        if values[name] != wanted and name not in own
+    ]
+    written: dict[str, Any] = {}
+    for setting in family.settings:
+        key_values = {name: values[name] for name in setting.keys}
+        if not key_values or not _is_relevant(setting, values):
+            continue
+        if len(set(key_values.values())) > 1:
+            found.append(" and ".join(f"{name}={value}" for name, value in key_values.items()))
+            continue
+        value = next(iter(key_values.values()))
+        if setting.is_computed:
+            wanted = setting.default_when_absent(written)
+            # REQUIRED if a size it depends on does not fit, which is already reported.
+            if wanted not in (value, REQUIRED):
+                found.append(f"{setting.keys[0]}={value}, not {wanted}")
+        if not setting.is_written:
+            continue
+        hf_value = setting.to_hf_value(values)
+        if hf_value is REQUIRED:
+            found.append(f"{setting.keys[0]}={_shown(value)}{_reason(family, setting.keys[0])}")
+        written[setting.name] = hf_value
+    return found
+
+
+def _reason(family: Family, name: str) -> str:
+    reason = family.reasons.get(name)
+    return f" ({reason})" if reason else ""
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def model_config_values(config: Config) -> dict[str, Any]:
+    """Returns the model keys in normalized form, with sizes after scaling."""
+    values, dimensions = flat(config), config.model.shape.dimensions
+    values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
+    # A position table determines the length; a rotary model has no table.
+    if values["trainable_position_size"] == -1:
+        values["trainable_position_size"] = values["max_target_length"]
+    if values["position_embedding"] == "learned":
+        values["max_target_length"] = values["trainable_position_size"]
+    return values | _slots(config) | _canonicalize(config)
+
+
+def _canonicalize(config: Config) -> dict[str, Any]:
+    """Normalizes keys with several spellings of the default."""
+    model, dimensions = config.model, config.model.shape.dimensions
+    experts = model.mixture_of_experts
+    scale = model.attention.attention_scale
+    return {
+        "connection_type": "auto"  # dense_conn distinguishes the two
+        if model.block.connection_type in ("residual", "dense")
+        else model.block.connection_type,
+        "attention_types": ()
+        if set(model.mixers) <= {"attention"}
+        else model.attention.attention_types,
+        "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
+        "moe_layers": None
+        if all(one.section.mixture_of_experts.num_experts > 1 for one in model.layers)
+        else experts.moe_layers,
+        "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
+        "moe_activations": None
+        if experts.moe_activations == model.feed_forward.mlp_activations
+        else experts.moe_activations,
+    }
+
+
+def _slots(config: Config) -> dict[str, Any]:
+    """Returns slot numbers without -1, and zooms that differ, else -1."""
+    section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
+    values: dict[str, Any] = {"zoom_dim": 0.0}
+    for place in get_args(SlotPlace):
+        number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
+        values[f"{place}_slot_num"] = number
+        values[f"{place}_zoom_dim"] = -1.0 if zoom == number else zoom
+    # slot_num is the query/key/value count, which other places default to.
+    return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
+
+
+def to_config_json(family: Family, config: Config) -> dict[str, Any]:
+    """Returns the config.json of a model."""
+    values = model_config_values(config)
+    result: dict[str, Any] = {"architectures": [family.architecture]}
+    if family.has_model_type:
+        result["model_type"] = family.model_type
+    if family.auto_map:
+        result["auto_map"] = dict(family.auto_map)
+    for setting in family.settings:
+        if setting.is_written and _is_relevant(setting, values):
+            *objects, name = setting.name.split(".")
+            place = result.setdefault(objects[0], {}) if objects else result
+            place[name] = setting.to_hf_value(values)
+    if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
+        del result[_ROPE_SCALING]  # the default, also in versions that lack this value
+    if own := part_keys(family, config):
+        result[_MAXTEXT_OBJECT] = own
+    return result
+
+
+def kept_window(
+    family: Family, kept: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns an imported checkpoint's window and length, if still valid.
+
+    If an import shortened the length to the window, layers are global here; the export restores
+    both.
+    """
+    if not family.window or family.window not in kept or written[family.window] is not None:
+        return {}
+    window = kept[family.window]
+    length = next(s.name for s in family.settings if "max_target_length" in s.keys)
+    if window is None or written[length] > window:
+        return {}
+    result = {family.window: window}
+    if written[length] == window and length in kept:
+        result[length] = kept[length]
+    return result
+
+
+def kept_spellings(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the original spelling of settings with several equivalent values."""
+    undecided = [s for s in family.settings if not s.keys and s.name in kept]
+    return {
+        s.name: kept[s.name]
+        for s in undecided
+        if s.to_key_value(kept[s.name], kept) is not REQUIRED
+    }
+
+
+def table_names(family: Family) -> set[str]:
+    """Returns config.json keys that the table determines, with older names."""
+    names = {name.partition(".")[0] for setting in family.settings for name in setting.hf_names}
+    return names | {_MAXTEXT_OBJECT, "rope_parameters", "rope_scaling", "architectures",
+                    *(("model_type",) if family.has_model_type else ())}  # fmt: skip

@@ -1,0 +1,135 @@
+"""Import of a Hugging Face checkpoint, one array at a time."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from MaxText.config.loading import configure
+from MaxText.config.problems import ConfigurationError
+from MaxText.config.saved import flat
+from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, read_json, resolve_hf_path
+from MaxText.conversion.hf_config import config_from_hf, resolve_family, with_hf_names
+from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.weight_source import (
+    WeightSource,
+    abstract_model,
+    check_arrays,
+    common_format,
+)
+from MaxText.errors import UserError
+
+
+class HFWeights(WeightSource):
+    """Weights of a Hugging Face checkpoint; `keys` is its model configuration."""
+
+    def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
+        """Reads config.json and tensor shapes. `given` keys override config.json."""
+        self.folder = folder
+        self.config_json = read_json(folder / CONFIG)
+        self.family = resolve_family(self.config_json, str(folder))
+        keys = config_from_hf(self.family, self.config_json, str(folder), given or {})
+        try:
+            self.config = configure(**keys)
+        except ConfigurationError as error:
+            problems = with_hf_names(self.family, error.problems, given or {})
+            if not problems:
+                raise
+            raise UserError(
+                f"{folder}: {CONFIG} ({self.family.model_type}) cannot be imported:\n{problems}"
+            ) from error
+        resolved = flat(self.config)
+        self.keys = {name: resolved[name] for name in keys}
+        self.model = abstract_model(self.config)
+        self.map = TensorMap(self.family, self.model)
+        self.files = TensorFiles(folder)
+        self._names = self._match()
+        self._stored = {
+            tensor: self.files.found[name].format for tensor, name in self._names.items()
+        }
+        self.formats = {
+            name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
+            for name in self.model.parameters
+        }
+
+    def _match(self) -> dict[str, str]:
+        """Returns the name in the files of every tensor of the table."""
+        found, prefix = self.files.found, self.family.prefix
+        names = {}
+        for tensor in self.map.tensors:
+            possible = (tensor.name, *tensor.legacy_names, tensor.name.removeprefix(prefix))
+            names[tensor.name] = next((one for one in possible if one in found), tensor.name)
+        head, used = self._tied_head(), set(names.values())
+        check_arrays(
+            {
+                name: one
+                for name, one in found.items()
+                if name in used
+                or not (name == head or name.endswith(self.family.ignored or ("\0",)))
+            },
+            {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
+            f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
+            self._advice(),
+            [
+                f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and float16 "
+                "can be read"
+                for name in names.values()
+                if name in found and found[name].format not in ("float32", "bfloat16", "float16")
+            ],
+        )
+        if head and not self._is_token_table(head, names):
+            raise UserError(
+                f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "
+                f"{self.map.sources('token_embedder/embedding')[0].name}. If the head is a "
+                f"matrix of its own, set tie_word_embeddings to false in {CONFIG}."
+            )
+        return names
+
+    def _advice(self) -> str:
+        for other in FAMILIES.values():
+            is_like = any(name.startswith(other.prefix or "\0") for name in self.files.found)
+            if is_like and other.prefix != self.family.prefix:
+                named = f"Its tensors are named as {other.model_type} names them"
+                return f"{named}: is {CONFIG} another's?"
+        return f"Check that {CONFIG} and the tensors belong together."
+
+    def _tied_head(self) -> str | None:
+        """Returns a tied model's redundant head tensor in the files, if any."""
+        if "logits_dense/kernel" in self.model.parameters:
+            return None
+        rows = [row for row in self.family.rows if row.hf_name == self.family.head]
+        possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
+        return next((name for name in possible if name in self.files.found), None)
+
+    def _is_token_table(self, head: str, names: Mapping[str, str]) -> bool:
+        table = names[self.map.sources("token_embedder/embedding")[0].name]
+        return np.array_equal(self.files.read(head), self.files.read(table))
+
+    @property
+    def widened(self) -> dict[str, str]:
+        """Formats of tensors stored in a narrower format than their array here."""
+        return {
+            tensor.name: self._stored[tensor.name]
+            for tensor in self.map.tensors
+            if self._stored[tensor.name] != self.formats[tensor.param_names[0]].name
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        return self.map.array(
+            name, self.formats[name], lambda name: self.files.read(self._names[name])
+        )
+
+
+def open_weights(
+    path: str, key: str, config_flat: Mapping[str, Any]
+) -> tuple[HFWeights, dict[str, Any]]:
+    """Returns the weights, and the configuration updated from config.json."""
+    given = {}
+    if config_flat["position_embedding"] != "learned":
+        # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
+        given["max_target_length"] = config_flat["max_target_length"]
+    weights = HFWeights(resolve_hf_path(path, key), given)
+    stored_flat = flat(weights.config)
+    return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}

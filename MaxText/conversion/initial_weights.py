@@ -1,0 +1,97 @@
+"""Opens parameters at a path: a run's or a Hugging Face checkpoint."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from MaxText.checkpointing import layout, reading
+from MaxText.checkpointing.description import Unreadable, metadata_if_any
+from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
+from MaxText.conversion.weight_source import unflatten, unreadable_checkpoint
+from MaxText.errors import UserError
+
+Show = Callable[[str], None]
+
+
+class InitialWeights(NamedTuple):
+    """Matching parameters, not yet read."""
+
+    source: str  # one line, such as "parameters of runs/first/checkpoints/120"
+    metadata: Mapping[str, Any]  # see matching.checkpoint_metadata; may be empty
+    folder: str
+    step: int | None  # last completed training step, if known
+    read: Callable[[], Any]  # returns them on device
+
+
+def open_parameters(
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
+) -> InitialWeights:
+    """Finds parameters and checks names and shapes.
+
+    Args:
+      path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
+      key: The configuration key that holds the path, for UserError.
+      abstract_params: jax.ShapeDtypeStruct with the target shardings.
+    """
+    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
+
+    if is_hf_checkpoint(path):
+        return _open_hf(path, key, abstract_params, config_flat, show)
+    stored = layout.find(path, key)
+    with unreadable_is_user_error(key, stored):
+        reading.check_params(stored, abstract_params, config_flat)
+
+    def read() -> Any:
+        with unreadable_is_user_error(key, stored):
+            return reading.read_params(stored, abstract_params, config_flat, show)
+
+    return InitialWeights(
+        f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read
+    )
+
+
+def _open_hf(
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
+) -> InitialWeights:
+    from MaxText.conversion.hf_import import open_weights
+
+    weights, stored_flat = open_weights(path, key, config_flat)
+    shapes = {
+        name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
+        for name, info in weights.model.parameters.items()
+    }
+    try:
+        hint = ConfigHint(stored_flat, config_flat)
+        casts = check_matches({"params": unflatten(shapes)}, {"params": abstract_params}, hint)
+    except UserError as error:
+        raise UserError(
+            f"{key}={path}: {error}\n"
+            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
+        ) from None
+    for line in describe_casts(casts):
+        show(line)
+
+    def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        # Only one array at a time is on the host; each device takes its shard.
+        array = weights.read("/".join(entry.key for entry in location))
+        sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.make_array_from_callback(
+            wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
+        )
+
+    def read() -> Any:
+        return jax.tree_util.tree_map_with_path(place, abstract_params)
+
+    folder = str(weights.folder)
+    return InitialWeights(f"parameters of {folder}", {"config": stored_flat}, folder, None, read)
+
+
+@contextlib.contextmanager
+def unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
+    """Converts Unreadable to UserError: a user's path is never replaced."""
+    try:
+        yield
+    except Unreadable as error:
+        raise UserError(f"{key}: {unreadable_checkpoint(stored, error)}") from error

@@ -1,0 +1,188 @@
+"""Main sequence of eval.py: request, data, weights, scores, output file.
+
+User errors are detected before weights are loaded, and all but data errors before jax is imported.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from MaxText.config.loading import Layer, Loaded
+from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.evaluation import results
+from MaxText.evaluation.harness_run import check_harness, run_harness
+from MaxText.evaluation.masked_text import mask_ids
+from MaxText.evaluation.tasks import read_tasks, run_tasks
+from MaxText.evaluation.text_bytes import TextBytes
+from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.text_files import check_not_input
+from MaxText.inference.trained_model import Show, TrainedModel, load_model, weights_path
+
+if TYPE_CHECKING:
+    from MaxText.input_pipeline.run_batches import OpenedSource
+
+_DATA_KEYS = ("dataset_path", "grain_eval_files", "dataset_mix", "dataset_type", "eval_split")
+
+
+class EvaluationRequest(NamedTuple):
+    """What eval.py scores."""
+
+    config: Config  # without the weights' settings that concern only their training
+    scores_data: bool  # always without tasks; with tasks if the user set a data key
+    is_tokenizer_typed: bool  # whether the user set tokenizer_path
+
+
+def parse_request(loaded: Loaded) -> EvaluationRequest:
+    """Separates user-set keys from those that the weights supplied."""
+    config, origins = loaded.config, loaded.origins
+    typed = any(map(loaded.typed, _DATA_KEYS))
+    scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness_tasks)
+    if origins["eval_steps"].layer is Layer.SAVED_CONFIG and config.data.dataset_type == "grain":
+        # Training limits eval_steps to save time; eval.py reads the whole split.
+        evaluation = config.evaluation.model_copy(update={"eval_steps": -1})
+        config = config.model_copy(update={"evaluation": evaluation})
+    return EvaluationRequest(config, scores_data, loaded.typed("tokenizer_path"))
+
+
+def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
+    """Scores what the command line requests; prints and writes the scores.
+
+    Returns the written JSON. Raises UserError for missing weights or data, and for unscorable
+    input.
+    """
+    asked = parse_request(loaded)
+    config, scoring = asked.config, asked.config.scoring
+    weights = _find_weights(config)
+    results.output_path(scoring.eval_output, weights)  # raises if not writable
+    for key in ("lambada_path", "wikitext_path"):
+        check_not_input("eval_output", scoring.eval_output, key, getattr(scoring, key))
+    if scoring.harness_tasks:
+        check_harness(config)
+    tasks = read_tasks(config)
+    if tasks and config.masking.mlm_training:
+        mask_ids(config, open_tokenizer(config, weights, typed=asked.is_tokenizer_typed))
+    data_set = _open_data_set(asked, weights, show) if asked.scores_data else None
+
+    trained = load_model(config, show)
+    found: dict[str, Any] = {}
+    if data_set is not None:
+        found["tokenizer_sha256"] = data_set.tokenizer_sha256
+        found["data"] = _score_data(trained, data_set, show)
+    if scoring.eval_tasks or scoring.harness_tasks:
+        tokenizer = open_tokenizer(
+            config, trained.folder, trained.metadata, typed=asked.is_tokenizer_typed
+        )
+        found |= _score_tasks(tasks, trained, tokenizer, config, show)
+    whole = _described(trained) | found
+    import jax  # already imported
+
+    # A run in progress may have saved another step since.
+    output = results.output_path(scoring.eval_output, trained.folder)
+    if output is not None and jax.process_index() == 0:
+        results.write(output, whole, show)
+    return whole
+
+
+class _DataSet(NamedTuple):
+    """Opened data and the configuration to read them with."""
+
+    config: Config
+    opened: "list[OpenedSource]"  # empty for random tokens
+    text_bytes: TextBytes
+    tokenizer_sha256: str  # of the weights' tokenizer; empty without one
+
+
+def _find_weights(config: Config) -> str:
+    """Returns the checkpoint step folder or Hugging Face folder of the weights."""
+    from MaxText.checkpointing import checkpoint_files
+    from MaxText.conversion import hf_checkpoint
+
+    path, key = weights_path(config)
+    if hf_checkpoint.is_hf_checkpoint(path):
+        return str(hf_checkpoint.resolve_hf_path(path, key))
+    return str(checkpoint_files.resolve_checkpoint(path, key))
+
+
+def _open_data_set(asked: EvaluationRequest, weights: str, show: Show) -> _DataSet:
+    """Opens the data to score, using the tokenizer of the weights for text.
+
+    Raises UserError for missing or unsuitable data, or an unreadable user-set tokenizer_path.
+    """
+    from MaxText.input_pipeline.run_batches import open_eval_sources  # imports jax
+
+    config, tokenizer = asked.config, None
+    preparation = config.preparation
+    try:
+        tokenizer = open_tokenizer(config, weights, typed=asked.is_tokenizer_typed)
+        of_model = tokenizer.tokenizer
+    except UserError as error:
+        if asked.is_tokenizer_typed:
+            raise
+        of_model = error
+    if tokenizer is not None and not preparation.tokenizer_path:
+        chosen = {
+            "tokenizer_path": str(tokenizer.folder),
+            "add_bos": preparation.add_bos or bool(tokenizer.prefix),
+        }
+        config = config.model_copy(update={"preparation": preparation.model_copy(update=chosen)})
+    sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
+    text_bytes = TextBytes(config.data.eval_split, config.masking.mlm_training, of_model)
+    opened = open_eval_sources(config, show)
+    for source in opened:
+        if warning := text_bytes.mismatch(source):
+            show(warning)
+    return _DataSet(config, opened, text_bytes, sha256)
+
+
+def _score_data(trained: TrainedModel, data_set: _DataSet, show: Show) -> dict[str, Any]:
+    from MaxText.evaluation.data_set import score_data_set
+    from MaxText.evaluation.scores import source_table, total_score
+
+    config, data = data_set.config, data_set.config.data
+    scores = score_data_set(trained, data_set.opened, data_set.text_bytes, config, show)
+    length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
+    limit = config.evaluation.eval_steps
+    windows = "side by side" if stride == -1 else f"every {stride} targets"
+    across = ", across documents" if data.attend_across_documents else ""
+    show(source_table(scores))
+    show(f"windows of {length} tokens, {windows}{across}")
+    if limit != -1:
+        show(f"a part only: {limit} batches of each source at most (eval_steps)")
+    return {
+        "split": data.eval_split,
+        "max_target_length": length,
+        "eval_stride": stride,
+        "attend_across_documents": data.attend_across_documents,
+        "eval_steps": limit,
+        "sources": [score.to_json() for score in scores],
+        "total": total_score(scores).to_json(),
+    }
+
+
+def _score_tasks(
+    tasks: Mapping[str, Sequence[Any]],
+    trained: TrainedModel,
+    tokenizer: ModelTokenizer,
+    config: Config,
+    show: Show,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"tokenizer_sha256": tokenizer.tokenizer.entry.sha256}
+    if config.scoring.eval_tasks:
+        scores = run_tasks(tasks, trained, tokenizer, config, show)
+        found["tasks"] = [score.to_json() for score in scores]
+    if config.scoring.harness_tasks:
+        found["harness"] = run_harness(trained, tokenizer, config, show)
+    return found
+
+
+def _described(trained: TrainedModel) -> dict[str, Any]:
+    devices = trained.layout.mesh.devices.flat
+    return {
+        "weights": trained.source,
+        "folder": trained.folder,
+        "num_parameters": trained.model.num_parameters,
+        "dtype": trained.model.section.numerics.dtype,
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }

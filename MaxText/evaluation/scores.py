@@ -1,0 +1,177 @@
+"""Scores of data sets and tasks, for the terminal and JSON."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from MaxText.metrics.step_line import perplexity
+from MaxText.metrics.tables import format_table
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceScore:
+    """Sums over the targets of one or several sources."""
+
+    name: str
+    total_nll: float  # summed cross entropy, or the model's other loss
+    num_targets: int
+    num_bytes: int | None  # UTF-8 bytes of the targets; None if unknown
+    bytes_unavailable_reason: str
+    num_batches: int
+    seconds: float  # wall time without compilation
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # split sizes and digests
+    correct: int | None = None  # argmax hits; None except for masked language models
+    # loss_type if the loss is no log-probability, without perplexity and bits per byte. For entmax
+    # these would be infinite at ids of probability 0.
+    other_loss: str = ""
+
+    @property
+    def loss(self) -> float:
+        """Nats per target; NaN without targets."""
+        return self.total_nll / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def perplexity(self) -> float | None:
+        """Exponential of the loss; None for losses that are no log-probability."""
+        return None if self.other_loss else perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per UTF-8 byte, comparable across tokenizers; None if undefined."""
+        if self.other_loss or not self.num_bytes:
+            return None
+        return self.total_nll / math.log(2) / self.num_bytes
+
+    @property
+    def masked_accuracy(self) -> float | None:
+        """Share of hidden tokens that were the argmax."""
+        if self.correct is None:
+            return None
+        return self.correct / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_targets / self.seconds if self.seconds else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values, including the derived metrics."""
+        row = {
+            "source": self.name,
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "nats": None if self.other_loss else self.total_nll,
+            "targets": self.num_targets,
+            "bytes": self.num_bytes,
+            "batches": self.num_batches,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        if self.correct is not None:
+            row |= {"masked_accuracy": self.masked_accuracy, "correct": self.correct}
+        if self.other_loss:
+            row["loss_type"] = self.other_loss
+        if self.bytes_unavailable_reason:
+            row["why_no_bytes"] = self.bytes_unavailable_reason
+        return row | self.facts
+
+
+def total_score(scores: Sequence[SourceScore]) -> SourceScore:
+    """Sums all sources, so that means are weighted by targets."""
+    sizes = [score.num_bytes for score in scores]
+    missing = [score.bytes_unavailable_reason for score in scores if score.num_bytes is None]
+    correct = [score.correct for score in scores]
+    return SourceScore(
+        name="total",
+        total_nll=math.fsum(score.total_nll for score in scores),
+        num_targets=sum(score.num_targets for score in scores),
+        num_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        bytes_unavailable_reason=missing[0] if missing else "",
+        num_batches=sum(score.num_batches for score in scores),
+        seconds=sum(score.seconds for score in scores),
+        correct=None if None in correct else sum(count or 0 for count in correct),
+        other_loss=next((score.other_loss for score in scores if score.other_loss), ""),
+    )
+
+
+def source_table(scores: Sequence[SourceScore]) -> str:
+    """Formats one row per source, a total, and notes on missing metrics."""
+    whole = total_score(scores)
+    header = ["source", "targets", "bytes", "loss", "perplexity", "bits/byte"]
+    if whole.correct is not None:
+        header.append("masked accuracy")
+    rows = [_cells(score) for score in scores]
+    lines = [format_table(header, rows, _cells(whole), right=range(1, len(header)))]
+    lines += [
+        f"bits/byte of {score.name} is not shown: {score.bytes_unavailable_reason}"
+        for score in scores
+        if score.num_bytes is None and not whole.other_loss
+    ]
+    if whole.other_loss:
+        lines.append(
+            f"perplexity and bits/byte are not shown: the loss of {whole.other_loss} is not a "
+            "log-probability"
+        )
+    lines.append(
+        f"loss {f'of {whole.other_loss}' if whole.other_loss else 'in nats'} per token; "
+        f"{whole.num_batches:,} batches in {whole.seconds:.1f} s, "
+        f"{whole.tokens_per_second:,.0f} tokens/s"
+    )
+    return "\n".join(lines)
+
+
+def _cells(score: SourceScore) -> list[str]:
+    size, bits, perplexed = score.num_bytes, score.bits_per_byte, score.perplexity
+    cells = [
+        score.name,
+        f"{score.num_targets:,}",
+        "-" if size is None else f"{size:,}",
+        f"{score.loss:.4f}",
+        "-" if perplexed is None else f"{perplexed:.3f}" if perplexed < 1e6 else f"{perplexed:.3e}",
+        "-" if bits is None else f"{bits:.4f}",
+    ]
+    accuracy = score.masked_accuracy
+    return cells if accuracy is None else [*cells, f"{accuracy:.4f}"]
+
+
+class TaskResult(NamedTuple):
+    """Numbers of one task."""
+
+    metrics: Mapping[str, float]  # perplexities, shares between 0 and 1, bits
+    counts: Mapping[str, int]  # of passages, pages, words, bytes, tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskScore:
+    """Numbers of one task, with the file it was read from."""
+
+    task: str
+    path: str
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int]
+    seconds: float  # wall time
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return dataclasses.asdict(self) | {
+            "metrics": dict(self.metrics),
+            "counts": dict(self.counts),
+        }
+
+
+def task_table(scores: Sequence[TaskScore]) -> str:
+    """Formats one row per metric, with the counts it was computed over."""
+    rows = []
+    for score in scores:
+        over = ", ".join(f"{count:,} {unit}" for unit, count in score.counts.items())
+        for metric, value in score.metrics.items():
+            rows.append([score.task, metric.replace("_", " "), _format_metric(value), over])
+            over = ""
+    seconds = sum(score.seconds for score in scores)
+    total = ["in all", "", "", f"{seconds:.1f} s"]
+    return ruled_table(["task", "metric", "value", "over"], rows, total, right=(2,))
+
+
+def _format_metric(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"

@@ -1,0 +1,72 @@
+"""Streaming detokenization with stop strings."""
+
+from collections.abc import Callable, Sequence
+
+_INCOMPLETE = "\ufffd"  # decoded from an incomplete character
+_LONGEST_CHARACTER = 8  # in tokens; a longer run is invalid, not incomplete
+_KNOWN_OF_PROMPT = 16  # prompt ids that give context to the first new one
+
+
+class IncrementalDetokenizer:
+    """Incremental detokenizer.
+
+    A character may span several tokens, and a token may decode differently after another one, so
+    the newest tokens are decoded together with preceding ones. A possible start of a stop string is
+    held back. `text` is all final text without the stop string.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ):
+        """Starts after `prompt`: tokenizers may drop the space before a first word."""
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
+        self._ids = list(prompt[-_KNOWN_OF_PROMPT:])
+        # Ids from `_first` to `_known` have final text and are decoded again as context.
+        self._first, self._known = 0, len(self._ids)
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Takes the next id and returns the text that became final."""
+        self._ids.append(token)
+        known = self._decode(self._ids[self._first : self._known])
+        both = self._decode(self._ids[self._first :])
+        waits = len(self._ids) - self._known < _LONGEST_CHARACTER
+        if (both.endswith(_INCOMPLETE) and waits) or len(both) <= len(known):
+            return ""
+        self._first, self._known = self._known, len(self._ids)
+        return self._show(both[len(known) :], final=False)
+
+    def finish(self) -> str:
+        """Returns the remaining text, including incomplete characters."""
+        if self.stopped:
+            return ""
+        known = self._decode(self._ids[self._first : self._known])
+        both = self._decode(self._ids[self._first :])
+        self._first = self._known = len(self._ids)
+        return self._show(both[len(known) :], final=True)
+
+    def _show(self, new: str, final: bool) -> str:
+        pending = self._held + new
+        places = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
+        if places:
+            self.stopped = True
+            certain = pending[: min(places)]
+        else:
+            certain = pending if final else pending[: len(pending) - self._overlap(pending)]
+        self._held = pending[len(certain) :]
+        self.text += certain
+        return certain
+
+    def _overlap(self, text: str) -> int:
+        """Returns the number of trailing characters that may begin a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0

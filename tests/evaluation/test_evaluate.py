@@ -1,0 +1,248 @@
+"""eval.py as users type it, on tiny weights of both kinds."""
+
+import json
+import os
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from MaxText.config.data_sections import Preparation
+from MaxText.conversion.convert import convert
+from MaxText.conversion.request import parse_arguments
+from MaxText.errors import UserError
+from MaxText.evaluation.evaluate import evaluate, parse_request
+from MaxText.inference.checkpoint_config import load
+from MaxText.input_pipeline.preparation.preparing import prepare
+from tests.house.sources import REPOSITORY
+from tests.inference.small_models import llama_folder
+from tests.programs import run as start
+
+TEXTS = ["The first text of the two.", "Grüße, 漢字!\n"]
+NUM_BYTES = sum(len(text.encode()) for text in TEXTS)
+
+
+def quiet(line):
+    pass
+
+
+def prepare_text(root, folder, **keys):
+    keys |= {"prepare_source": str(root / "text.jsonl"), "prepare_num_workers": 1}
+    prepare(Preparation(validation_fraction=0.0, **keys), str(folder), quiet)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """hf/, run/ imported from it, text.jsonl, and data/ prepared from that with its tokenizer."""
+    root = tmp_path_factory.mktemp("weights")
+    llama_folder(root / "hf", with_bos=True)
+    convert(parse_arguments([f"from=hf:{root / 'hf'}", f"to={root / 'run'}"]), quiet)
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    prepare_text(root, root / "data", tokenizer_path=str(root / "hf"), add_bos=True)
+    return root
+
+
+def run(root, *arguments, weights="hf", show=quiet):
+    typed = [f"load_parameters_path={root / weights}", "jax_cache_dir=", *arguments]
+    if not any(argument.startswith("per_device") for argument in arguments):
+        typed.append("per_device_batch_size=2")
+    return evaluate(load(typed, "eval.py"), show)
+
+
+def data_of(root, **keys):
+    keys = {"dataset_path": str(root / "data"), "eval_split": "train"} | keys
+    return [f"{name}={value}" for name, value in keys.items()]
+
+
+@pytest.mark.parametrize("stride", [-1, 8])
+def test_a_folder_of_hugging_face(root, stride):
+    lines = []
+    before = sorted(os.listdir(root / "hf"))
+    found = run(root, *data_of(root, eval_stride=stride), show=lines.append)
+    whole = found["data"]["total"]
+    # Each document has its bytes, and an end.
+    assert (whole["targets"], whole["bytes"]) == (NUM_BYTES + 2, NUM_BYTES)
+    assert whole["nats"] == found["data"]["sources"][0]["nats"]
+    assert whole["bits_per_byte"] > 8  # of random weights
+    assert (found["data"]["eval_stride"], found["folder"]) == (stride, str(root / "hf"))
+    assert found["tokenizer_sha256"] == found["data"]["sources"][0]["tokenizer_sha256"]
+    said = "\n".join(lines)
+    assert "warning: " not in said
+    assert f"{whole['loss']:.4f}" in said
+    assert "windows of 32 tokens, " + ("side by side" if stride < 0 else "every 8 targets") in said
+    assert sorted(os.listdir(root / "hf")) == before
+
+
+def test_text_is_read_with_the_tokenizer_of_the_weights(root, tmp_path):
+    cache = f"data_cache_dir={tmp_path / 'cache'}"
+    path = tmp_path / "text.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    ready = run(root, *data_of(root))["data"]["total"]
+    for weights in ("hf", "run"):
+        found = run(root, f"grain_eval_files={path}", cache, weights=weights)["data"]["total"]
+        assert found["nats"] == pytest.approx(ready["nats"], rel=1e-6)
+        assert (found["targets"], found["bytes"]) == (ready["targets"], ready["bytes"])
+
+
+def contents(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in files}
+
+
+def test_a_run_keeps_its_scores_and_nothing_of_it_changes(root, tmp_path):
+    run_folder = shutil.copytree(root / "run", tmp_path / "run")
+    shutil.rmtree(run_folder / "eval", ignore_errors=True)
+    before = contents(run_folder)
+    lines = []
+    for number in range(2):
+        run(root, *data_of(root), "eval_steps=1", weights=run_folder, show=lines.append)
+        name = "0.json" if number == 0 else "0-2.json"
+        assert lines[-1] == f"written to {run_folder / 'eval' / name}"
+    assert any(line.startswith("a part only: 1 batches") for line in lines)
+    written = json.loads((run_folder / "eval" / "0.json").read_text())
+    assert written["data"]["eval_steps"] == 1
+    assert written["data"]["sources"][0]["tokenizer_sha256"]
+    assert written["weights"] == f"parameters of {run_folder / 'checkpoints' / '0'}"
+    after = contents(run_folder)
+    assert {name: after[name] for name in before} == before
+    assert {path.parts[0] for path in after.keys() - before.keys()} == {"eval"}
+
+
+def test_the_file_that_is_asked_for(root, tmp_path):
+    path = tmp_path / "new" / "scores.json"
+    for steps in (1, 2):
+        found = run(root, *data_of(root), f"eval_output={path}", f"eval_steps={steps}")
+        assert json.loads(path.read_text()) == found
+    assert os.listdir(path.parent) == ["scores.json"]
+
+
+def test_tasks_alone_and_with_data(root, tmp_path):
+    path = tmp_path / "lambada.jsonl"
+    path.write_text('{"text": "one two three"}\n')
+    task = ["eval_tasks=[lambada]", f"lambada_path={path}"]
+    alone, both = run(root, *task), run(root, *task, *data_of(root))
+    for found in (alone, both):
+        assert [score["task"] for score in found["tasks"]] == ["lambada"]
+    assert "data" not in alone
+    assert both["data"]["total"]["targets"] == NUM_BYTES + 2
+
+
+def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
+    prepare_text(root, tmp_path / "bytes", tokenizer_path="bytes")
+    lines = []
+    run(root, *data_of(root, dataset_path=tmp_path / "bytes"), show=lines.append)
+    assert ["of 257 ids" in line for line in lines if line.startswith("warning: ")] == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval_split=test"], "eval_split=test: this split does not exist"),
+        (["dataset_path=nowhere"], "dataset_path=nowhere"),
+        (["vocab_size=200"], "vocab_size=200"),
+        (["tokenizer_path=nowhere.json"], "tokenizer_path=nowhere.json: no such file"),
+        (["eval_output=."], "eval_output=. cannot be written: it is a folder"),
+        (["eval_output=pyproject.toml/a.json"], "is a file"),
+        (["eval_tasks=[lambada]", "lambada_path=README.md", "eval_output=./README.md"],
+         "is the file of lambada_path"),
+        (["harness_tasks=[a]", "harness_task_path=nowhere"], "harness"),
+    ],
+)  # fmt: skip
+def test_mistakes(root, monkeypatch, arguments, message):
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(UserError, match=message):
+        run(root, *{key.split("=")[0]: key for key in [*data_of(root), *arguments]}.values())
+
+
+def test_scores_never_replace_a_file_that_is_scored(root, tmp_path):
+    passages = tmp_path / "lambada.txt"
+    passages.write_text("one two three\n")
+    (tmp_path / "link.json").symlink_to(passages)
+    task = ["eval_tasks=[lambada]", f"lambada_path={passages}"]
+    with pytest.raises(UserError, match="is the file of lambada_path"):
+        run(root, *task, f"eval_output={tmp_path / 'link.json'}")
+    assert passages.read_text() == "one two three\n"
+
+
+def test_the_program(root, tmp_path, users_environment):
+    weights = [f"load_parameters_path=hf:{root / 'hf'}", "per_device_batch_size=2"]
+    done = start("eval.py", [*weights, *data_of(root)], tmp_path, users_environment)
+    assert done.returncode == 0
+    assert "\ntotal " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    # Every module that is imported is named on stderr.
+    wrong, options = [*weights, *data_of(root, eval_output=".")], ("-X", "importtime")
+    done = start("eval.py", wrong, tmp_path, users_environment, options=options)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    (error,) = [line for line in lines if not line.startswith("import time:")]
+    assert error == "error: eval_output=. cannot be written: it is a folder."
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "MaxText.evaluation.evaluate" in imported
+    assert "jax" not in imported
+
+
+@pytest.mark.slow
+def test_the_programs_on_a_masked_run(tmp_path, users_environment, monkeypatch):
+    """A run is scored with the mask and the CLS that it was trained with, which nobody types."""
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat . " * 40)
+    (tmp_path / "lambada.txt").write_text("the cat sat on the mat\nthe cat sat\n")
+    (tmp_path / "wiki.test.raw").write_text(" = Cat = \n \n the cat sat on the mat . \n")
+    keys = [
+        str(REPOSITORY / "configs/quickstart.yml"), "prepare_source=text", "dataset_path=data",
+        "run_name=masked", "tokenizer_path=bytes", "vocab_size=261", "base_emb_dim=32",
+        "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=16", "base_mlp_dim=64",
+        "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=16",
+        "steps=100", "learning_rate=0.01", "eval_interval=-1", "sample_tokens=0",
+        "loss_curve=false", "enable_tensorboard=false", "jax_cache_dir=",
+        "mlm_training=true", "mlm_mask_id=259", "mlm_cls_token_id=260",
+    ]  # fmt: skip
+    done = start("train.py", keys, tmp_path, users_environment)
+    assert done.returncode == 0, done.stderr
+    score = [
+        "load_parameters_path=maxtext_output/masked", "eval_tasks=[lambada,wikitext]",
+        "lambada_path=lambada.txt", "wikitext_path=wiki.test.raw", "eval_output=scores.json",
+        "jax_cache_dir=",
+    ]  # fmt: skip
+    done = start("eval.py", score, tmp_path, users_environment)
+    assert done.returncode == 0, done.stderr
+    assert "word pseudo perplexity" in done.stdout
+    of_lambada, of_wikitext = json.loads((tmp_path / "scores.json").read_text())["tasks"]
+    # Of 261 ids that are equally likely it would be 261, and 261 ** 4 for a word of 4 bytes.
+    assert 1 < of_wikitext["metrics"]["token_pseudo_perplexity"] < 100
+    assert 1 < of_lambada["metrics"]["pseudo_perplexity"] < 261**2
+    monkeypatch.chdir(tmp_path)
+    for mask, is_that_of_the_run in ((259, True), (258, False)):
+        found = evaluate(load([*score, f"mlm_mask_id={mask}"], "eval.py"), quiet)
+        same = found["tasks"][0]["metrics"] == pytest.approx(of_lambada["metrics"], rel=1e-3)
+        assert same == is_that_of_the_run
+    done = start("eval.py", [*score, "mlm_mask_id=261"], tmp_path, users_environment)
+    assert done.returncode == 2
+    assert "mask id is 261" in done.stderr
+
+
+def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
+    folder = tmp_path / "checkpoints" / "0"
+    (folder / "items").mkdir(parents=True)
+    (folder / "items" / "manifest.ocdbt").write_text("")
+    (folder / "metadata").mkdir()
+    config = {"dataset_path": "trained_on", "grain_eval_files": "evaluated_on", "eval_steps": 2}
+    (folder / "metadata" / "metadata").write_text(json.dumps({"config": config}))
+
+    def read(*arguments):
+        asked = parse_request(load([f"load_parameters_path={tmp_path}", *arguments], "eval.py"))
+        data, steps = asked.config.data, asked.config.evaluation.eval_steps
+        return asked, (data.dataset_path, data.grain_eval_files, steps)
+
+    asked, (_, files, steps) = read()
+    assert asked.scores_data
+    assert not asked.is_tokenizer_typed
+    assert (files, steps) == ("evaluated_on", -1)
+    assert read("dataset_path=other", "eval_steps=2")[1] == ("other", "", 2)
+    assert read("dataset_type=synthetic", "dataset_path=", "grain_eval_files=")[1][2] == 2
+    assert not read("harness_tasks=[a]")[0].scores_data
+    assert read("harness_tasks=[a]", "eval_split=train")[0].scores_data
+    assert read("tokenizer_path=bytes")[0].is_tokenizer_typed

@@ -1,0 +1,146 @@
+"""Completions: the same whatever the batch, ended where they must, going on beyond the window."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from MaxText.errors import UserError
+from MaxText.inference.engine import Engine
+from MaxText.inference.generate import StoppingCriteria, generate
+from MaxText.inference.sampling import SamplingParams
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import make_layout
+from tests.inference.test_cached_decoding import whole_logits
+from tests.small_models import some_quick, tiny_config
+
+WINDOW = 32
+PROMPTS = [[5, 6, 7], [9], list(range(1, 21)), [3, 1]]
+
+
+@pytest.fixture(scope="module")
+def small():
+    config = tiny_config("llama2", max_target_length=WINDOW, weight_init="normal", init_std=0.5)
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    engine = functools.cache(lambda choice: Engine(model, params, layout, choice))
+    return model, params, layout, engine
+
+
+GREEDY, DRAWN = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2),
+)
+
+
+def completions(engine, stopping, batch_size=4, prompts=PROMPTS, **options):
+    found = dict(generate(engine, prompts, stopping, batch_size=batch_size, **options))
+    return [found[number] for number in range(len(prompts))]
+
+
+def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass(small):
+    model, params, _, engine = small
+    for prompt, completion in zip(
+        PROMPTS, completions(engine(GREEDY), StoppingCriteria(10)), strict=True
+    ):
+        assert completion.finish_reason == "length"
+        ids = prompt + completion.tokens
+        logits = whole_logits(model, params, np.array([ids + [0] * (WINDOW - len(ids))]))[0]
+        logits = logits[len(prompt) - 1 : len(ids) - 1]
+        assert completion.tokens == logits.argmax(-1).tolist()
+        expected = scipy.special.log_softmax(logits, axis=-1).max(-1)
+        np.testing.assert_allclose(completion.log_probabilities, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", some_quick([GREEDY, DRAWN], 2))
+@pytest.mark.parametrize("new_tokens", [8, 3 * WINDOW])
+def test_a_completion_does_not_depend_on_its_batch(small, choice, new_tokens):
+    engine = small[-1](choice)
+    together = completions(engine, StoppingCriteria(new_tokens), batch_size=4, seed=3)
+    alone = completions(engine, StoppingCriteria(new_tokens), batch_size=1, seed=3)
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+
+
+def test_numbers_that_are_not_finite_end_in_a_message(small):
+    model, params, layout, _ = small
+    damaged = jax.tree.map(lambda x: x * jnp.nan, params)
+    for choice in (GREEDY, DRAWN):
+        with pytest.raises(UserError, match="not finite"):
+            completions(Engine(model, damaged, layout, choice), StoppingCriteria(3))
+
+
+def test_the_seed_and_the_number_of_a_prompt_decide_the_draws(small):
+    same, again, other = (
+        completions(small[-1](DRAWN), StoppingCriteria(8), prompts=[PROMPTS[0]] * 4, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert len({tuple(c.tokens) for c in same}) > 1
+    assert [c.tokens for c in same] == [c.tokens for c in again]
+    assert [c.tokens for c in same] != [c.tokens for c in other]
+
+
+def test_an_end_id_ends_its_row_alone(small):
+    engine = small[-1](GREEDY)
+    free = completions(engine, StoppingCriteria(12))
+    end = free[0].tokens[4]
+    ended = completions(engine, StoppingCriteria(12, eos_ids=frozenset({end})))
+    for before, after in zip(free, ended, strict=True):
+        if end in before.tokens:
+            assert after.finish_reason == "end"
+            assert after.tokens == before.tokens[: before.tokens.index(end) + 1]
+        else:
+            assert (after.finish_reason, after.tokens) == ("length", before.tokens)
+
+
+def test_a_stop_string_ends_a_text(small):
+    engine = small[-1](GREEDY)
+
+    def decode(ids):
+        return "".join(chr(40 + i) for i in ids)
+
+    free = completions(engine, StoppingCriteria(12), decode=decode)
+    stop = free[0].text[3:5]
+    shown = dict.fromkeys(range(4), "")
+
+    def on_text(number, piece):
+        shown[number] += piece
+
+    stopped = completions(
+        engine, StoppingCriteria(12, stop_strings=(stop,)), decode=decode, on_text=on_text
+    )
+    for number, (before, after) in enumerate(zip(free, stopped, strict=True)):
+        assert after.text == before.text.partition(stop)[0] == shown[number]
+        assert after.finish_reason == ("stop" if stop in before.text else "length")
+
+
+def test_beyond_the_window_the_newer_half_goes_on(small):
+    model, params, _, engine = small
+    (completion,) = completions(engine(GREEDY), StoppingCriteria(WINDOW + 20), prompts=[PROMPTS[0]])
+    assert len(completion.tokens) == WINDOW + 20
+    ids = PROMPTS[0] + completion.tokens
+    # The first token drawn from a full window cannot be read any more: the newer half is.
+    half = ids[WINDOW + 1 - WINDOW // 2 : WINDOW + 1]
+    logits = whole_logits(model, params, np.array([half + [0] * (WINDOW - len(half))]))
+    assert ids[WINDOW + 1] == logits[0, len(half) - 1].argmax()
+
+
+@pytest.mark.parametrize(
+    ("length", "dropped"), [(WINDOW - 3, 0), (WINDOW, 0), (59, 59 - (WINDOW - 10))]
+)
+def test_a_prompt_that_fits_is_read_whole_and_of_a_longer_one_the_end(small, length, dropped):
+    prompt = list(range(1, length + 1))
+    (completion,) = completions(small[-1](GREEDY), StoppingCriteria(10), prompts=[prompt])
+    assert (completion.prompt, completion.num_dropped) == (prompt[dropped:], dropped)
+    assert len(completion.tokens) == 10
+
+
+def test_ids_without_a_token_are_never_chosen(small):
+    model, params, layout, _ = small
+    engine = Engine(model, params, layout, SamplingParams(temperature=5.0), num_ids=7)
+    found = completions(engine, StoppingCriteria(20))
+    assert max(max(c.tokens) for c in found) < 7
+    assert jnp.isfinite(jnp.array([c.log_probabilities for c in found])).all()
