@@ -32,10 +32,10 @@ def test_a_notice_to_one_stops_all_after_the_same_update(tmp_path):
 @pytest.mark.parametrize(
     ("what", "code", "told"),
     [
-        ("kill", -signal.SIGKILL, "gone or frozen"),
+        ("kill", -signal.SIGKILL, "dead or frozen"),
         pytest.param("raise", 1, "failed: ValueError", marks=pytest.mark.slow),
         pytest.param("hang", exit_codes.STUCK, "Thread", marks=pytest.mark.slow),  # its stacks
-        pytest.param("freeze", -signal.SIGKILL, "gone or frozen", marks=pytest.mark.slow),
+        pytest.param("freeze", -signal.SIGKILL, "dead or frozen", marks=pytest.mark.slow),
     ],
 )
 def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
