@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from MaxText.checkpointing import layout, reading
-from MaxText.checkpointing.description import Unreadable, metadata_if_any
-from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
+from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.matching import ConfigHint, check_compatible, describe_casts
 from MaxText.conversion.weight_source import unflatten, unreadable_checkpoint
 from MaxText.errors import UserError
 
@@ -39,16 +39,16 @@ def open_parameters(
 
     if is_hf_checkpoint(path):
         return _open_hf(path, key, abstract_params, config_flat, show)
-    stored = layout.find(path, key)
-    with unreadable_is_user_error(key, stored):
+    stored = checkpoint_files.resolve_checkpoint(path, key)
+    with corruption_as_user_error(key, stored):
         reading.check_params(stored, abstract_params, config_flat)
 
     def read() -> Any:
-        with unreadable_is_user_error(key, stored):
-            return reading.read_params(stored, abstract_params, config_flat, show)
+        with corruption_as_user_error(key, stored):
+            return reading.restore_params(stored, abstract_params, config_flat, show)
 
     return InitialWeights(
-        f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read
+        f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
     )
 
 
@@ -64,7 +64,7 @@ def _open_hf(
     }
     try:
         hint = ConfigHint(stored_flat, config_flat)
-        casts = check_matches({"params": unflatten(shapes)}, {"params": abstract_params}, hint)
+        casts = check_compatible({"params": unflatten(shapes)}, {"params": abstract_params}, hint)
     except UserError as error:
         raise UserError(
             f"{key}={path}: {error}\n"
@@ -89,9 +89,9 @@ def _open_hf(
 
 
 @contextlib.contextmanager
-def unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
-    """Converts Unreadable to UserError: a user's path is never replaced."""
+def corruption_as_user_error(key: str, stored: checkpoint_files.StoredCheckpoint) -> Iterator[None]:
+    """Converts CheckpointCorruptedError to UserError: a user's path is never replaced."""
     try:
         yield
-    except Unreadable as error:
+    except CheckpointCorruptedError as error:
         raise UserError(f"{key}: {unreadable_checkpoint(stored, error)}") from error

@@ -170,7 +170,7 @@ def task_table(scores: Sequence[TaskScore]) -> str:
             over = ""
     seconds = sum(score.seconds for score in scores)
     total = ["in all", "", "", f"{seconds:.1f} s"]
-    return ruled_table(["task", "metric", "value", "over"], rows, total, right=(2,))
+    return format_table(["task", "metric", "value", "over"], rows, total, right=(2,))
 
 
 def _format_metric(value: float) -> str:
