@@ -12,7 +12,6 @@ best peer.
 """
 
 import argparse
-import collections
 import itertools
 import os
 import pathlib
@@ -82,9 +81,10 @@ def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> 
 def text_of(source: str) -> list[str]:
     """The documents that prepare_data.py reads."""
     from MaxText.input_pipeline.document_sources.corpus import open_corpus
+    from MaxText.input_pipeline.document_sources.text_streams import Skipped
 
     corpus = open_corpus(source, "text")
-    skipped: collections.Counter[str] = collections.Counter()
+    skipped = Skipped()
     return [document.text for unit in corpus.shards for document in unit.documents(skipped)]
 
 
@@ -104,7 +104,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     """Text to ids, and to a data set; leaves `trained` and `bin` in `folder`."""
     import fastokens
 
-    from MaxText.input_pipeline.preparation.preparing import prepare
+    from MaxText.input_pipeline.preparation.prepare import prepare
     from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
     def prepared(tokenizer_path: str, name: str, workers: int) -> None:

@@ -17,7 +17,8 @@ from MaxText.evaluation.data_set_score import SourceScore
 from MaxText.evaluation.tasks import progress_lines
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.trained_model import Show, TrainedModel
-from MaxText.input_pipeline.run_batches import OpenedSource, open_source_batches
+from MaxText.input_pipeline.data_sources import OpenedSource
+from MaxText.input_pipeline.loader import open_source_batches
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh

@@ -21,7 +21,7 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.trained_model import Show, TrainedModel, open_trained_model, weights_path
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.run_batches import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenedSource
 
 
 def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _open_data_set(asked: score_request.Request, weights: str, show: Show) -> _D
 
     Raises UserError for missing or unsuitable data, or an unreadable user-set tokenizer_path.
     """
-    from MaxText.input_pipeline.run_batches import open_eval_sources  # imports jax
+    from MaxText.input_pipeline.loader import open_eval_sources
 
     config, tokenizer = asked.config, None
     preparation = config.preparation

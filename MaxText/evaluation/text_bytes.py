@@ -11,7 +11,7 @@ from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.run_batches import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenedSource
 
 # Share of ids that may decode differently if the same tokenizer is stored in two formats: partial
 # characters and spaces do not decode on their own.

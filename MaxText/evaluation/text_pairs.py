@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json
+from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json
 
 
 def first_id(tokenizer: ModelTokenizer) -> int:

@@ -9,17 +9,20 @@ from MaxText.config.schema import Config
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
-from MaxText.input_pipeline.local_copies import copied_folder
+from MaxText.input_pipeline.local_cache import copied_folder
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
     TokenizerEntry,
     read_manifest,
 )
-from MaxText.input_pipeline.token_store.tokenizer_beside import tokenizer_beside
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
+from MaxText.input_pipeline.tokenization.interface import (
+    CONFIG_NAME,
+    TextTokenizer,
+    read_json,
+    read_text,
+)
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer, tokenizer_beside
 from MaxText.storage.file_access import is_url, path_type
 
 

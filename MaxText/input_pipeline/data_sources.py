@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -35,8 +34,6 @@ from MaxText.input_pipeline.token_store.opening import open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.storage.file_access import is_url
 from MaxText.storage.transient import is_transient
-
-_Value = TypeVar("_Value")
 
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
 # Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
@@ -113,11 +110,47 @@ class OpenedSource:
     rows: OrderedWindows
 
 
+@dataclasses.dataclass(frozen=True)
+class SourcesRequest:
+    """The datasets to open for training (shuffled and repeated as configured) or evaluation."""
+
+    data: Data
+    preparation: Preparation
+    for_training: bool
+    vocab_size: int
+    show: Callable[[str], None]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return train_entries(self.data) if self.for_training else eval_entries(self.data)
+
+    def open_tokens(self, entry: Entry) -> TokenData:
+        """Opens a dataset. Raises UserError as open_token_data does, or for too large ids."""
+        tokens = open_token_data(
+            entry.location,
+            key=entry.key,
+            data=self.data,
+            preparation=self.preparation,
+            split=self.data.train_split if self.for_training else self.data.eval_split,
+            for_training=self.for_training,
+            show=self.show,
+        )
+        if tokens.largest_id is not None and tokens.largest_id >= self.vocab_size:
+            raise UserError(
+                f"vocab_size={self.vocab_size} is too small: the largest token id in "
+                f"{entry.location} is {tokens.largest_id}. Set vocab_size to "
+                f"{tokens.largest_id + 1} or more"
+                + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+                + " Trained weights need data of their own tokenizer."
+            )
+        return tokens
+
+
 def prepare_sources(config: Config) -> None:
     """Prepares the dataset that `prepare_source` describes, if any, and checks all local data."""
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
-        from MaxText.input_pipeline.preparation.preparing import prepare
+        from MaxText.input_pipeline.preparation.prepare import prepare
 
         prepare(
             config.preparation,
@@ -134,54 +167,26 @@ def check_sources(config: Config) -> None:
     Raises UserError if data is missing or damaged, or has no tokenizer or ids beyond the
     vocabulary.
     """
-    data, vocab_size = config.data, config.model.shape.vocab_size
-    if data.dataset_type == "synthetic":
+    if config.data.dataset_type == "synthetic":
         return
-    opened = [(train_entries(data), data.train_split, True)]
-    if config.evaluation.eval_interval > 0:
-        opened.append((eval_entries(data), data.eval_split, False))
-    for entries, split, for_training in opened:
-        for entry in entries:
+    for for_training in (True, False) if config.evaluation.eval_interval > 0 else (True,):
+        request = SourcesRequest(
+            config.data, config.preparation, for_training, config.model.shape.vocab_size, print
+        )
+        for entry in request.entries:
             if is_url(entry.location):
                 continue  # slow, and the network may fail
             try:
-                tokens = open_token_data(
-                    entry.location,
-                    key=entry.key,
-                    data=data,
-                    preparation=config.preparation,
-                    split=split,
-                    for_training=for_training,
-                    show=print,
-                )
+                request.open_tokens(entry)
             except Exception as error:
-                if is_transient(error, False):
-                    continue  # the loader retries
-                raise
-            _check_ids(tokens, entry, vocab_size)
-
-
-def _check_ids(tokens: TokenData, entry: Entry, vocab_size: int) -> None:
-    if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
-        raise UserError(
-            f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
-            f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
-            + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
-            + " Trained weights need data of their own tokenizer."
-        )
+                if not is_transient(error, False):  # the loader retries
+                    raise
 
 
 def open_sources(
-    data: Data,
-    preparation: Preparation,
-    entries: list[Entry],
-    split: str,
-    *,
+    request: SourcesRequest,
     length: int,
-    vocab_size: int,
-    num_samples: int | None,
-    for_training: bool,
-    show: Callable[[str], None],
+    num_samples: int | None = None,
     log: RetryLog | None = None,
 ) -> list[OpenedSource]:
     """Opens datasets.
@@ -189,13 +194,12 @@ def open_sources(
     Args:
       length: T, tokens per sequence.
       num_samples: Sequences of the whole run; None for unbounded.
-      for_training: Shuffle and repeat as `data` says; otherwise in order, once.
       log: Receives retries after storage errors; None for a single attempt.
 
     Raises:
       UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
-
+    data, for_training, vocab_size = request.data, request.for_training, request.vocab_size
     cutting = Cutting(
         length,
         data.attend_across_documents,
@@ -204,16 +208,7 @@ def open_sources(
     )
 
     def open_and_cut(entry: Entry) -> tuple[TokenData, Windows]:
-        tokens = open_token_data(
-            entry.location,
-            key=entry.key,
-            data=data,
-            preparation=preparation,
-            split=split,
-            for_training=for_training,
-            show=show,
-        )
-        _check_ids(tokens, entry, vocab_size)
+        tokens = request.open_tokens(entry)
         if tokens.filler_id >= vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, filler_id=0)
@@ -222,32 +217,14 @@ def open_sources(
         return tokens, _cut(data, entry, tokens, cutting)
 
     opened = []
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(request.entries):
         open_once = functools.partial(open_and_cut, entry)
         if log is None:
             tokens, windows = open_once()
         else:
             policy = RetryPolicy.of(data)
             tokens, windows = open_with_retries(entry.location, open_once, policy, log)
-        used = tokens.vocab_size or vocab_size
-        if for_training and ANY_ID > vocab_size > _MOST_UNUSED * used:
-            show(
-                f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
-                f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
-            )
-        num_tokens = len(tokens.store)
-        if len(windows) == 0:
-            raise UserError(
-                f"{entry.key}={entry.location} has {num_tokens} tokens in "
-                f"{len(tokens.store.document_offsets) - 1} documents of split {split}: nothing to "
-                "predict. Prepare more text."
-            )
-        if for_training and isinstance(windows, PackedWindows) and num_tokens <= length:
-            raise UserError(
-                f"Split {split} of {entry.location} has {num_tokens} tokens, and one "
-                f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
-                "prepare more text."
-            )
+        _check_tokens(request, entry, tokens, windows)
         # Identical datasets of a mixture must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
         # Windows with their own order already contain all epochs.
@@ -261,6 +238,31 @@ def open_sources(
         )
         opened.append(OpenedSource(entry, tokens, OrderedWindows(windows, order, seed)))
     return opened
+
+
+def _check_tokens(
+    request: SourcesRequest, entry: Entry, tokens: TokenData, windows: Windows
+) -> None:
+    used, vocab_size = tokens.vocab_size or request.vocab_size, request.vocab_size
+    if request.for_training and ANY_ID > vocab_size > _MOST_UNUSED * used:
+        request.show(
+            f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
+            f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
+        )
+    split = request.data.train_split if request.for_training else request.data.eval_split
+    num_tokens, length = len(tokens.store), windows.length
+    if len(windows) == 0:
+        raise UserError(
+            f"{entry.key}={entry.location} has {num_tokens} tokens in "
+            f"{len(tokens.store.document_offsets) - 1} documents of split {split}: nothing to "
+            "predict. Prepare more text."
+        )
+    if request.for_training and isinstance(windows, PackedWindows) and num_tokens <= length:
+        raise UserError(
+            f"Split {split} of {entry.location} has {num_tokens} tokens, and one "
+            f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
+            "prepare more text."
+        )
 
 
 def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windows:

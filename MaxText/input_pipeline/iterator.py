@@ -10,8 +10,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import OpenedSource
 from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
-from MaxText.input_pipeline.sequences.exclusions import Holes
-from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.input_pipeline.sequences.global_batch import GlobalBatch, Holes
 from MaxText.layers.batch import Batch
 
 # Position field -> the configuration keys it depends on, for messages.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import tenacity
 
 from MaxText.config.data_sections import Data
 from MaxText.errors import UserError
@@ -77,57 +76,33 @@ class RetryPolicy:
         raised at once. Raises UserError, starting with `what` and ending with `hint`, after the
         last attempt, and StopWaiting if `stopping` returned true.
         """
-        began = time.monotonic()
-        try:  # fast path, without tenacity's overhead
-            return attempt(1)
-        except Exception as error:
-            if not is_worth_it(error):
-                raise
-            first = error
-
-        def told(state: tenacity.RetryCallState) -> None:
-            failure = _failure(state)
-            log.add(
-                f"{what}: {_sentence(failure)} Try {state.attempt_number + 1} of "
-                f"{self.retries + 1} in {state.upcoming_sleep:g} s."
-            )
-
-        def given_up(state: tenacity.RetryCallState) -> Any:
-            failure = _failure(state)
-            tries = "1 try" if state.attempt_number == 1 else f"{state.attempt_number} tries"
-            raise UserError(
-                f"{what} after {tries} in {time.monotonic() - began:,.1f} s: {_sentence(failure)} "
-                f"{hint(failure)}"
-            ) from failure
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_worth_it),
-            stop=tenacity.stop_after_attempt(self.retries + 1),
-            wait=tenacity.wait_exponential(multiplier=self.seconds, max=_MAX_WAIT_SECONDS),
-            sleep=lambda seconds: interruptible_sleep(seconds, stopping),
-            before_sleep=told,
-            retry_error_callback=given_up,
-        )
-        number = 0
-
-        def counted() -> _Value:
-            nonlocal number
+        began, delay, number = time.monotonic(), self.seconds, 0
+        while True:
             number += 1
-            if number == 1:
-                raise first
-            return attempt(number)
-
-        result = retrying(counted)
-        done = what.replace("could not be", "was")
-        log.add(f"{done} at try {number}, after {time.monotonic() - began:,.1f} s.")
-        return result
-
-
-def _failure(state: tenacity.RetryCallState) -> BaseException:
-    assert state.outcome is not None
-    failure = state.outcome.exception()
-    assert failure is not None
-    return failure
+            try:
+                result = attempt(number)
+            except Exception as error:
+                if not is_worth_it(error):
+                    raise
+                if number > self.retries:
+                    tries = "1 try" if number == 1 else f"{number} tries"
+                    raise UserError(
+                        f"{what} after {tries} in {time.monotonic() - began:,.1f} s: "
+                        f"{_sentence(error)} {hint(error)}"
+                    ) from error
+                delay = min(delay, _MAX_WAIT_SECONDS)
+                log.add(
+                    f"{what}: {_sentence(error)} Try {number + 1} of {self.retries + 1} in "
+                    f"{delay:g} s."
+                )
+            else:
+                if number > 1:
+                    done = what.replace("could not be", "was")
+                    seconds = time.monotonic() - began
+                    log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
+                return result
+            interruptible_sleep(delay, stopping)
+            delay *= 2
 
 
 def _sentence(problem: BaseException) -> str:

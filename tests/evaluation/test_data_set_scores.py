@@ -14,9 +14,8 @@ from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.data_set_score import SourceScore, table, total
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.validation import evaluate
-from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.loader import eval_loader
-from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.loader import eval_loader, open_eval_sources
+from MaxText.input_pipeline.preparation.prepare import prepare
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.training.step import make_eval_step
@@ -57,10 +56,7 @@ def configured(location, **keys):
 
 
 def opened_at(config):
-    return sources.open_sources(
-        config.data, config.preparation, sources.eval_entries(config.data), "train",
-        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
-    )  # fmt: skip
+    return open_eval_sources(config)
 
 
 def score(trained, location, rows=4, **keys):

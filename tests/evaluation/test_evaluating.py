@@ -15,7 +15,7 @@ from MaxText.errors import UserError
 from MaxText.evaluation import score_request
 from MaxText.evaluation.evaluating import evaluate
 from MaxText.inference.own_configuration import load
-from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.preparation.prepare import prepare
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
 from tests.programs import run as start

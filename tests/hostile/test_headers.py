@@ -16,7 +16,7 @@ from MaxText.conversion.settings import family_of, to_keys
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada
 from MaxText.inference import own_configuration
-from MaxText.input_pipeline.document_sources.token_records import read_ids
+from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage.file_access import file_info

@@ -18,7 +18,7 @@ from MaxText.evaluation.text_pairs import first_id
 from MaxText.inference.model_tokenizer import open_tokenizer
 from MaxText.inference.own_configuration import load
 from MaxText.inference.trained_model import open_trained_model, weights_path, with_stored_zoom
-from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.preparation.prepare import prepare
 from MaxText.run.run_files import write_run_files
 from tests.inference.small_models import END, llama_folder
 

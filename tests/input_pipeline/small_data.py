@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.config.data_sections import Data
+from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import eval_loader, train_loader
-from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.token_shards import narrowest_dtype
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.input_pipeline.token_store.manifest import (

@@ -14,19 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.byte_streams import open_bytes
 from MaxText.input_pipeline.document_sources.document_formats import (
+    JSON_LAYOUTS,
     NOT_TEXT,
     PLAIN_TEXT,
     READ_ENDINGS,
+    RECORD_LAYOUTS,
+    TABLE_LAYOUTS,
     FileFormat,
-    Layout,
     check_not_compressed,
     format_of,
     known_format,
 )
-from MaxText.input_pipeline.document_sources.json_rows import token_ids_error
+from MaxText.input_pipeline.document_sources.text_streams import token_ids_error
 from MaxText.storage import file_access
 
 STDLIB = "python_stdlib"
@@ -41,7 +45,6 @@ _STATE = "state.json"
 _KEPT_RESULT = "cache-"
 
 # Next to tables and records, these files are metadata.
-_TABLES = {Layout.ARROW, Layout.PARQUET, Layout.ARRAY_RECORD, Layout.TFRECORD}
 _ABOUT_TABLES = {
     _STATE,
     "dataset_dict.json",
@@ -68,9 +71,49 @@ class SourceFile:
 
     path: str
     name: str  # relative to the folder or pattern that it was found by
-    size: int  # bytes on disk; 0 if unknown
+    size: int  # bytes on disk; -1 if unknown
     format: FileFormat
     skip_undecodable: bool = False  # skip non-UTF-8 files instead of raising
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Documents that start in bytes [start, stop) of a file.
+
+    JSON rows are numbered from the first line in the range (as `name` says), because counting
+    earlier ones would mean reading them. All other numbers are relative to the file.
+    """
+
+    file: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+    @classmethod
+    def whole(cls, path: str) -> "FileRange":
+        return cls(SourceFile(path, path, -1, format_of(path)))
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.file.size if self.stop is None else self.stop) - self.start
+
+    @property
+    def name(self) -> str:
+        """Name of the file, for `Document.file`."""
+        counts_rows = self.file.format.layout in JSON_LAYOUTS and self.start > 0
+        return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
+
+    def open(self) -> BinaryIO:
+        """Opens the file. Raises UserError if its size changed."""
+        return open_bytes(self.file.path, None if self.file.size < 0 else self.file.size)
+
+    def partition(self, count: int) -> range:
+        """Returns which of `count` equal parts of the file start in the range.
+
+        Ranges that partition the file give each part exactly once.
+        """
+        size = self.file.size
+        first = -(-self.start * count // size) if self.start else 0
+        return range(first, count if self.stop is None else -(-self.stop * count // size))
 
 
 def split_entries(prepare_source: str) -> list[str]:
@@ -154,7 +197,7 @@ def _source_file(path: str, name: str) -> SourceFile:
 def _readable(names: list[str]) -> list[str]:
     """Returns names with a known extension, without metadata of tables next to them."""
     formats = {name: known for name in names if (known := known_format(name))}
-    has_tables = any(known.layout in _TABLES for known in formats.values())
+    has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
     return [name for name in formats if os.path.basename(name).lower() not in hidden]
 

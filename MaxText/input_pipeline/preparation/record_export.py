@@ -24,7 +24,7 @@ import numpy as np
 from MaxText.config.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes
 from MaxText.input_pipeline.preparation.record_shards import (
     FinishedFile,
     RecordFileJob,
@@ -95,7 +95,7 @@ def export_records(
     left = [job for job in jobs if job not in finished]
     quarters = 0
     num_processes = preparation.prepare_num_workers or num_cores()
-    written = work_processes.run(_write, finished_folder, left, num_processes, lambda _: None)
+    written = map_in_processes(_write, finished_folder, left, num_processes, lambda _: None)
     for done, (job, file) in enumerate(written, 1):
         finished[job] = file
         if done * 4 // len(left) > quarters and done < len(left):

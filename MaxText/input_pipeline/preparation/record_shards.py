@@ -1,28 +1,31 @@
 """Writes record files from a tokenized dataset.
 
 A file is a pure function of its job, and is published only when complete and synced.
+
+Strided windows are overlapping windows with labels, as in jax-lm-training's preprocessing. A window
+is S + 1 tokens of a document, control tokens included: S inputs, and S labels shifted by one.
+Differences from the original: bos and eos only where the document has them; padding is marked by
+the mask, so id 0 is a regular id; windows inside the previous one are omitted; dropped tokens are
+counted.
+
+Legend: D documents, W windows or records, S inputs of a window.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.strided_windows import (
-    StridedWindows,
-    rows_of_windows,
-    strided_windows,
-)
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.storage.atomic import publish, sync_file, writing_name
@@ -88,23 +91,86 @@ class FinishedFile(pydantic.BaseModel):
     sha256: str
 
 
+class TokenRanges(NamedTuple):
+    """Token ranges of records, and counts of what is in none."""
+
+    starts_W: np.ndarray
+    stops_W: np.ndarray
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+
+
+def strided_windows(
+    document_offsets: np.ndarray, min_length: int, max_length: int, stride: int
+) -> TokenRanges:
+    """Returns the windows of contiguous documents (int64 [D + 1] offsets), every `stride` tokens.
+
+    Windows have `min_length` to `max_length` labels; shorter ones are dropped. `stride` is at most
+    `max_length`, so that each token of a document but its first is a label.
+    """
+    assert 1 <= min_length <= max_length, (min_length, max_length)
+    assert 1 <= stride <= max_length, (stride, max_length)
+    begins_D, ends_D = document_offsets[:-1], document_offsets[1:]
+    sizes_D = ends_D - begins_D
+    # The first window that reaches the end is the last: later ones would be inside it.
+    counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
+    document_W = np.repeat(np.arange(sizes_D.size), counts_D)
+    first_W = np.cumsum(counts_D) - counts_D
+    number_W = np.arange(document_W.size) - first_W[document_W]
+    starts_W = begins_D[document_W] + number_W * stride
+    stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
+    kept_W = stops_W - starts_W > min_length
+    starts_W, stops_W, document_W = starts_W[kept_W], stops_W[kept_W], document_W[kept_W]
+    # Only the last window of a document can be too short, so the others cover a prefix.
+    covered_D = begins_D.astype(np.int64)
+    np.maximum.at(covered_D, document_W, stops_W)
+    return TokenRanges(
+        starts_W,
+        stops_W,
+        dropped_documents=int(sizes_D.size - np.unique(document_W).size),
+        dropped_tokens=int((ends_D - covered_D).sum()),
+    )
+
+
+def rows_of_windows(
+    pieces: Sequence[np.ndarray], max_length: int, filler_id: int, ignore_label: int
+) -> dict[str, np.ndarray]:
+    """Returns arrays [W, S] of windows with 2 to S + 1 tokens each.
+
+    They are int32 `input_ids`, int8 `attention_mask` (1 for tokens), and int32 `labels`, the token
+    after each input; `filler_id` and `ignore_label` are padding.
+    """
+    shape = (len(pieces), max_length)
+    rows = {
+        "input_ids": np.full(shape, filler_id, np.int32),
+        "attention_mask": np.zeros(shape, np.int8),
+        "labels": np.full(shape, ignore_label, np.int32),
+    }
+    for row, piece in enumerate(pieces):
+        num_inputs = min(piece.size, max_length)
+        rows["input_ids"][row, :num_inputs] = piece[:num_inputs]
+        rows["attention_mask"][row, :num_inputs] = 1
+        rows["labels"][row, : piece.size - 1] = piece[1:]
+    return rows
+
+
 def num_chunks(num_tokens: int, chunk_length: int) -> int:
     """Returns the number of chunks, each of which starts with the last token of the previous."""
     return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
 
 
-def _ranges(job: RecordFileJob, store: TokenStore) -> StridedWindows:
+def _ranges(job: RecordFileJob, store: TokenStore) -> TokenRanges:
     shape = job.shape
     if shape.kind == "chunks":
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (shape.chunk_length - 1)
-        return StridedWindows(starts, np.minimum(starts + shape.chunk_length, len(store)))
+        return TokenRanges(starts, np.minimum(starts + shape.chunk_length, len(store)))
     offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
     if shape.kind in ("documents", "text"):
-        return StridedWindows(offsets[:-1], offsets[1:])
+        return TokenRanges(offsets[:-1], offsets[1:])
     return strided_windows(offsets, shape.min_length, shape.max_length, shape.stride)
 
 
-def _batches(ranges: StridedWindows, store: TokenStore) -> Iterator[list[np.ndarray]]:
+def _batches(ranges: TokenRanges, store: TokenStore) -> Iterator[list[np.ndarray]]:
     """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
     first, num_records = 0, ranges.starts_W.size
     ends = np.cumsum(ranges.stops_W - ranges.starts_W)

@@ -24,20 +24,18 @@ import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.documents import Document, Skipped
-from MaxText.input_pipeline.document_sources.shards import Shard
-from MaxText.input_pipeline.preparation.held_out import (
+from MaxText.input_pipeline.document_sources.corpus import Document, Shard
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
+from MaxText.input_pipeline.preparation.sampling import (
     HELD_OUT,
     TRAIN,
     VALIDATION,
-    document_number,
-    hashes,
-    held_out_below,
-)
-from MaxText.input_pipeline.preparation.text_sample import (
     ReadJob,
     ReadSettings,
     TextDigest,
+    document_number,
+    hashes,
+    held_out_below,
     read_shard,
     text_cleaner,
 )
@@ -50,7 +48,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.storage.atomic import publish, sync_file, write_whole, writing_name
 
 # Text tokenized at a time: enough for several threads, but the tokenizers library takes some

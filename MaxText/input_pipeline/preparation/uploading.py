@@ -9,8 +9,8 @@ from pathlib import Path
 from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.local_copies import copied_folder
-from MaxText.input_pipeline.preparation.preparing import (
+from MaxText.input_pipeline.local_cache import copied_folder
+from MaxText.input_pipeline.preparation.prepare import (
     digest_path_of,
     keep,
     manifest_name_of,

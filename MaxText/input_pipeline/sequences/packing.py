@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
 from MaxText.input_pipeline.token_store.store import TokenData
 

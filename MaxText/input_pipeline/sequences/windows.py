@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import TokenData
 
 _BLOCK = 2**20  # documents processed at a time

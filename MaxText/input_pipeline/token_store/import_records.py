@@ -27,9 +27,9 @@ import numpy as np
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import Arrays, delete_unused, unwritable
-from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
-from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.document_sources.tables import TokenDocument
+from MaxText.input_pipeline.local_cache import Arrays, delete_unused, unwritable
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
@@ -166,7 +166,7 @@ def _import(job: _Job, show: Callable[[str], None]) -> None:
     todo = [number for number in numbers if not _path(job.folder, "file", number).exists()]
     processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
     done = len(job.files) - len(todo)
-    for _ in work_processes.run(_import_file, job, todo, processes, lambda _: None):
+    for _ in map_in_processes(_import_file, job, todo, processes, lambda _: None):
         done += 1
         if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()

@@ -14,20 +14,20 @@ import numpy as np
 
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import Arrays
-from MaxText.input_pipeline.document_sources.arrow_tables import (
-    is_list,
-    is_list_of_integers,
-    open_table,
-)
-from MaxText.input_pipeline.document_sources.token_records import (
+from MaxText.input_pipeline.document_sources.records import (
     USUAL_FIELDS,
     holds_text,
     read_chunks,
     read_ids,
 )
-from MaxText.input_pipeline.document_sources.token_tables import id_column, labels_are_ids
-from MaxText.input_pipeline.local_copies import copies_folder, copy_files
+from MaxText.input_pipeline.document_sources.source_files import FileRange
+from MaxText.input_pipeline.document_sources.tables import (
+    has_mask_and_labels,
+    id_column,
+    labels_are_ids,
+    open_table,
+)
+from MaxText.input_pipeline.local_cache import Arrays, copies_folder, copy_files
 from MaxText.input_pipeline.token_store.file_formats import choose_format, choose_split
 from MaxText.input_pipeline.token_store.import_records import Imported, Read, import_records
 from MaxText.input_pipeline.token_store.manifest import (
@@ -48,7 +48,7 @@ from MaxText.input_pipeline.token_store.store import (
     open_flat,
     record_length,
 )
-from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
+from MaxText.input_pipeline.tokenization.load_tokenizer import holds_tokenizer, tokenizer_beside
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo, is_url, local_path
 
@@ -244,12 +244,10 @@ def _open_tables(
     request: _Request, files: list[FileInfo], kind: str, fields: tuple[str, ...]
 ) -> TokenData:
     path = files[0].path
-    with open_table(path) as table:
+    with open_table(FileRange.whole(path)) as table:
         column = id_column(table, path, fields or USUAL_FIELDS)
-        types = {field.name: field.type for field in table.schema}
-        has_mask = "attention_mask" in types and is_list(types["attention_mask"])
-        has_labels = "labels" in types and is_list_of_integers(types["labels"])
         assert column is not None
+        has_mask, has_labels = has_mask_and_labels(table)
         # Decided once for all files.
         shift_labels = labels_are_ids(table, column) if has_labels else None
     if has_labels and request.data.records_eos_id >= 0:
@@ -325,21 +323,6 @@ def _open_records(
 def _open_text(request: _Request, files: list[FileInfo]) -> TokenData:
     from MaxText.input_pipeline.preparation.text_cache import open_text
 
-    preparation = request.preparation
-    if not preparation.tokenizer_path:
-        raise UserError(
-            f"{request.key}={request.location}: {Path(files[0].path).name} holds text, and "
-            "tokenizer_path is not set. Set it to the tokenizer of the model, or name records of "
-            "token ids."
-        )
-    folder = open_text(
-        [file.path for file in files],
-        tokenizer_path=preparation.tokenizer_path,
-        tokenizer_type=preparation.tokenizer_type,
-        text_field=preparation.text_field,
-        add_bos=preparation.add_bos,
-        add_eos=preparation.add_eos,
-        cache_dir=request.cache_dir,
-        show=request.show,
-    )
+    paths = [file.path for file in files]
+    folder = open_text(paths, request.preparation, request.cache_dir, request.show)
     return _open_prepared(request._replace(location=str(folder)), "train", "train_split")

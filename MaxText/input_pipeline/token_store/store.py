@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import Arrays
+from MaxText.input_pipeline.local_cache import Arrays
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,

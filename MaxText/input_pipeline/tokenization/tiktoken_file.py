@@ -11,7 +11,6 @@ import binascii
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,14 @@ import numpy as np
 import tiktoken
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
+    CONFIG_NAME,
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
     control_token_candidates,
     control_token_settings,
+    write_files,
 )
-from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, write_files
 
 TIKTOKEN_NAME = "tokenizer.tiktoken"
 
@@ -169,15 +168,7 @@ class TiktokenTokenizer(TextTokenizer):
         }
         # The ids depend on more than the file, so the digest covers all of it.
         identity = json.dumps([pattern, special], sort_keys=True).encode()
-        entry = TokenizerEntry(
-            origin=origin,
-            sha256=hashlib.sha256(contents + identity).hexdigest(),
-            vocab_size=vocab_size,
-            bos_id=ids["bos"],
-            eos_id=ids["eos"],
-            pad_id=ids["pad"],
-        )
-        super().__init__(entry, "tiktoken", ids["mask"], num_threads)
+        super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken", num_threads)
         spelled = {special[token]: token for token in special}
         # tiktoken 0.10 and older encoded control tokens in a text as control ids.
         self._refuse_forgery(

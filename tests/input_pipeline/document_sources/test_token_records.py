@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies
 from pyarrow import parquet
 
-from MaxText.input_pipeline.document_sources.token_records import holds_text, read_ids
-from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
+from MaxText.input_pipeline.document_sources.records import holds_text, read_ids
+from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.storage.unreadable import BadRecord
 from tests.hostile.files import tar_archive, torch_file
@@ -137,7 +137,7 @@ def test_features_of_records(tmp_path, kind):
     bad, (ids, labels), *others = read_ids(str(path), kind)
     assert "no tf.train.Example" in str(bad)
     assert (ids.tolist(), ids.dtype, labels) == ([1, 2], np.int32, None)
-    assert "2147483648 is no token id" in str(others[0])
+    assert "2147483648 is not a token id" in str(others[0])
     assert "no feature input_ids or text or tokens (features there: body (bytes))" in str(others[1])
     assert "feature body holds bytes" in str([*read_ids(str(path), kind, ["body"])][1])
     path.write_bytes(b"") if kind == "tfrecord" else write_records(path, [])

@@ -9,7 +9,7 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.input_pipeline.inspection import statistics
-from MaxText.input_pipeline.inspection.inspecting import Inspection
+from MaxText.input_pipeline.inspection.inspect_dataset import Inspection
 from MaxText.input_pipeline.inspection.inspection_report import (
     batch_lines,
     document_lines,

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import job, preparing
-from MaxText.input_pipeline.preparation.preparing import cannot_write, prepare
+from MaxText.input_pipeline.preparation import job
+from MaxText.input_pipeline.preparation import prepare as prepare_module
+from MaxText.input_pipeline.preparation.prepare import cannot_write, prepare
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.input_pipeline.small_data import contents
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
@@ -198,8 +199,8 @@ def test_held_out_documents_follow_the_seed(tmp_path, seed, monkeypatch):
         rows = [f"{unit} {row}" for row in range(100)]
         path = write_rows(tmp_path / "text" / f"{unit}.jsonl.gz", rows)
         path.write_bytes(gzip.compress(path.read_bytes()))
-    spy = mock.Mock(side_effect=preparing.train_tokenizer)
-    monkeypatch.setattr(preparing, "train_tokenizer", spy)
+    spy = mock.Mock(side_effect=prepare_module.train_tokenizer)
+    monkeypatch.setattr(prepare_module, "train_tokenizer", spy)
     made(options(tmp_path / "text", validation_fraction=0.2, prepare_seed=seed), tmp_path / "d")
     ranks = {f"{i} {row}": splitmix(seed, (i << 40) + row) for i in range(2) for row in range(100)}
     expected = [text for text, rank in ranks.items() if rank < 0.2 * 2**64]
@@ -333,16 +334,16 @@ def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
 
         return changed
 
-    changing = change_first(preparing.train_tokenizer)
-    monkeypatch.setattr(preparing, "train_tokenizer", changing)
+    changing = change_first(prepare_module.train_tokenizer)
+    monkeypatch.setattr(prepare_module, "train_tokenizer", changing)
     with pytest.raises(UserError, match="changed while"):
         prepare(options(corpus), str(tmp_path / "out"), lambda line: None)
     assert not (tmp_path / "out").exists()
 
 
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
-    read = mock.Mock(side_effect=preparing.read_shard)
-    monkeypatch.setattr(preparing, "read_shard", read)
+    read = mock.Mock(side_effect=prepare_module.read_shard)
+    monkeypatch.setattr(prepare_module, "read_shard", read)
     asked, out, cache = options(corpus, tokenizer_path="bytes"), str(tmp_path / "out"), "cache"
     for _ in range(2):
         prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))

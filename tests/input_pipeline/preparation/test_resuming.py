@@ -25,7 +25,7 @@ KILLED = """
 import functools, json, os, signal, sys
 from pathlib import Path
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation import preparing
+from MaxText.input_pipeline.preparation import prepare as preparing
 
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
@@ -97,7 +97,8 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 WORKERS = """
 import functools, sys, time
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation import job, preparing
+from MaxText.input_pipeline.preparation import job
+from MaxText.input_pipeline.preparation import prepare as preparing
 encode = job.tokenize_shard
 def encode_then_wait(*arguments):
     encode(*arguments)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from MaxText.config.training_sections import Batch
 from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
-from MaxText.input_pipeline.sequences.exclusions import Holes
-from MaxText.input_pipeline.sequences.global_batch import fold
+from MaxText.input_pipeline.sequences.global_batch import Holes, fold
 from MaxText.input_pipeline.sequences.order import Mixture, OrderedWindows, WindowOrder
 from tests.input_pipeline.sequences.test_windows import as_data, cut
 from tests.input_pipeline.small_data import numbered_documents

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.input_pipeline import array_cache
+from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.sequences import packing
 from MaxText.input_pipeline.sequences.fill import Piecewise, fill_rows
 from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
@@ -170,7 +170,7 @@ def test_fit_equals_the_plain_algorithm(best):
 
 
 def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(array_cache, "_MIN_ITEMS", 1)
+    monkeypatch.setattr(local_cache, "_MIN_ITEMS", 1)
     first, second = random_documents(3, 40, 30), random_documents(4, 40, 30)
 
     def tokens(documents, cache="cache"):

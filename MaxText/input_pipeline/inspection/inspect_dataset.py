@@ -18,7 +18,7 @@ from MaxText.input_pipeline.inspection.statistics import (
 )
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.preparation.process_pool import show_progress
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer

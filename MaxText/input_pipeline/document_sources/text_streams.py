@@ -1,24 +1,55 @@
-"""Reads JSON values as documents, one per line or from a single list.
+"""Splits streams of JSON rows, plain text, lines and counted texts into documents.
 
-A row is an object with the text in one field, or the text itself. The text may be a list of
-paragraphs.
+A JSON row is an object with the text in one field, or the text itself. The text may be a list of
+paragraphs. Plain text is split at the end of the line at each multiple of LONGEST_TEXT bytes;
+splits depend only on the text around them, so reading can start at any multiple.
 """
 
 import codecs
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.compressed import decode
-from MaxText.input_pipeline.document_sources.documents import Skipped
+from MaxText.input_pipeline.document_sources.byte_streams import decode
+from MaxText.input_pipeline.document_sources.document_formats import READ_ENDINGS
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
-LONGEST_ROW = 2**28  # limits memory for files without line ends
-
-_PIECE_BYTES = 2**20
 PARAGRAPH_END = "\n\n"
+# Limits reader memory and document length: about 250 thousand tokens, far beyond a window.
+LONGEST_TEXT = 2**20
+
+# Search for a line end within 1/16 of LONGEST_TEXT past the multiple, else split the line there.
+_SEARCHED_SHARE = 16
+_LONGEST_ROW = 2**28  # limits memory for files without line ends
+_LONGEST_COUNTED = 2**28  # limits memory for corrupt lengths
+_COUNT_BYTES = 16
+_CHUNK_BYTES = 2**20
+_COUNTED_CHUNK_BYTES = 2**24
+
+
+class Skipped(Counter[str]):
+    """Skipped documents by reason, and errors of malformed ones in `bad`, at most `limit`."""
+
+    def __init__(self, limit: int = 0):
+        super().__init__()
+        self.limit = limit
+        self.bad: list[str] = []
+
+    def leave_out(self, what: str, error: UserError) -> None:
+        """Counts a malformed row or unreadable file; raises UserError beyond the limit."""
+        if len(self.bad) >= self.limit:
+            raise too_many_error(self.limit, self.bad[0]) from error
+        self[what] += 1
+        self.bad.append(str(error))
+
+
+def too_many_error(limit: int, first: str) -> UserError:
+    return UserError(
+        f"more than max_bad_records={limit} rows or files cannot be read. The first one: {first}"
+    )
 
 
 class NoValidRow(UserError):
@@ -50,21 +81,21 @@ def json_texts(
     if start:
         # A line that starts before the range belongs to the previous one.
         file.seek(start - 1)
-        while not (piece := file.readline(_PIECE_BYTES)).endswith(b"\n") and piece:
+        while not (piece := file.readline(_CHUNK_BYTES)).endswith(b"\n") and piece:
             at += len(piece)
         at += len(piece) - 1
     number = num_valid = 0
     first_bad = ""  # only the message: an error would keep the row alive
-    while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
+    while (stop is None or at < stop) and (line := file.readline(_LONGEST_ROW)):
         at += len(line)
         row = line.removeprefix(codecs.BOM_UTF8)
         if row and not row.isspace():
             row_place = f"{place}:{number + 1}"
             if start:
                 row_place = f"{place}, line {number + 1} from byte {start} on,"
-            if len(line) >= LONGEST_ROW and not line.endswith(b"\n"):
+            if len(line) >= _LONGEST_ROW and not line.endswith(b"\n"):
                 raise UserError(
-                    f"{row_place} is longer than {LONGEST_ROW} bytes. Cut it, or name the file "
+                    f"{row_place} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
                     ".txt if it holds no rows."
                 )
             try:
@@ -114,10 +145,10 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
     def read_more() -> None:
         nonlocal text, at, has_ended
         left = text[at:]
-        if len(left) > LONGEST_ROW:
-            raise malformed(f"a value is longer than {LONGEST_ROW} characters")
+        if len(left) > _LONGEST_ROW:
+            raise malformed(f"a value is longer than {_LONGEST_ROW} characters")
         # Double the buffer, so that a long value is not rescanned quadratically.
-        data = file.read(max(_PIECE_BYTES, len(left)))
+        data = file.read(max(_CHUNK_BYTES, len(left)))
         has_ended = not data
         try:
             text, at = left + characters.decode(data, final=has_ended), 0
@@ -198,3 +229,108 @@ def token_ids_error(place: str, path: str, found: str) -> UserError:
         f"{place} holds {found}, not text: these are token ids. Train on them directly with "
         f"dataset_path={path}"
     )
+
+
+def text_pieces(
+    file: BinaryIO, place: str, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yields (number, text) of the chunks [first, last) of a UTF-8 file, line ends included.
+
+    `file` must be seekable if `first` > 0. A byte order mark is dropped. An empty file has one
+    empty chunk. Raises UserError unless it is UTF-8.
+    """
+    begun = b""
+    at = first * LONGEST_TEXT
+    if first:
+        file.seek(at)
+        # The rest of the line belongs to the previous chunk, except for a split character.
+        line, begun = _rest_of_line(file)
+        at += len(line)
+    number = first
+    while last is None or number < last:
+        start = at
+        body = begun + file.read((number + 1) * LONGEST_TEXT - at - len(begun))
+        at += len(body)
+        line, begun = _rest_of_line(file)
+        at += len(line)
+        if not body and number > 0:
+            return
+        text = body + line
+        if number == 0 and text.startswith(codecs.BOM_UTF8):
+            start, text = len(codecs.BOM_UTF8), text[len(codecs.BOM_UTF8) :]
+        yield number, decode(text, place, start)
+        if not line and not begun:
+            return
+        number += 1
+
+
+def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
+    """Returns the rest of the chunk before a split, and the partial character after it."""
+    line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
+    if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
+        return line, b""
+    begun = _begun_character(line)
+    return line[: len(line) - begun], line[len(line) - begun :]
+
+
+def _begun_character(data: bytes) -> int:
+    """Returns how many bytes at the end are an incomplete UTF-8 character."""
+    for count in range(1, min(3, len(data)) + 1):
+        byte = data[-count]
+        if byte >= 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return count if length > count else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def line_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]]:
+    number = 0
+    while line := file.readline(_LONGEST_ROW):
+        line_place = f"{place}:{number + 1}"
+        if len(line) >= _LONGEST_ROW:
+            raise UserError(
+                f"{line_place} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
+                ".txt.gz if it holds no lines."
+            )
+        yield number, decode(line.rstrip(b"\r\n"), line_place)
+        number += 1
+
+
+def counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]]:
+    """Yields documents preceded by their lengths in bytes, 16 decimal digits each."""
+    at = number = 0
+    while count := file.read(_COUNT_BYTES):
+        if len(count) < _COUNT_BYTES or not count.isdigit():
+            raise UserError(
+                f"{place} is damaged at byte {at}: {count!r} is no length of {_COUNT_BYTES} "
+                f"digits. Copy it again; known text files are {READ_ENDINGS}."
+            )
+        length = int(count)
+        at += _COUNT_BYTES
+        text = _read_exactly(file, min(length, _LONGEST_COUNTED))
+        if len(text) == _LONGEST_COUNTED < length:
+            raise UserError(
+                f"{place}: document {number} at byte {at} has {length:,} bytes; up to "
+                f"{_LONGEST_COUNTED:,} are read. Cut it."
+            )
+        if len(text) < length:
+            raise UserError(
+                f"{place} ends at byte {at + len(text)}, inside document {number} of {length} "
+                f"bytes at byte {at}. Copy it again."
+            )
+        yield number, decode(text, place, at)
+        at += length
+        number += 1
+
+
+def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
+    """Reads `length` bytes or the rest in chunks, so that a corrupt length allocates no memory."""
+    if length <= _COUNTED_CHUNK_BYTES:
+        return file.read(length)
+    pieces = []
+    while length and (piece := file.read(min(length, _COUNTED_CHUNK_BYTES))):
+        pieces.append(piece)
+        length -= len(piece)
+    return b"".join(pieces)

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from typing import Any
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
-from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.preparation.job import (
     READ_BYTES_PER_PROCESS,
     Workers,
     build_data_set,
 )
-from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.preparation.record_export import (
     OPTIONS_OF_RECORDS,
     RECORD_FORMATS,
@@ -34,7 +33,7 @@ from MaxText.input_pipeline.preparation.record_export import (
     export_records,
     record_shape,
 )
-from MaxText.input_pipeline.preparation.text_sample import (
+from MaxText.input_pipeline.preparation.sampling import (
     SAMPLED_SHARDS,
     ReadJob,
     ReadSettings,
@@ -46,8 +45,9 @@ from MaxText.input_pipeline.preparation.text_sample import (
 )
 from MaxText.input_pipeline.preparation.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
-from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer, load_tokenizer
-from MaxText.input_pipeline.tokenization.training import train_tokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import atomic
 from MaxText.storage.file_access import file_infos, is_url, local_path
@@ -257,7 +257,7 @@ def _first_texts(corpus: Corpus) -> list[str]:
     texts: list[str] = []
     left = _COMPARED_CHARACTERS
     for shard in corpus.shards:
-        for document in shard.documents(Counter()):
+        for document in shard.documents(Skipped()):
             texts.append(document.text)
             left -= len(document.text)
             if left <= 0:
@@ -287,7 +287,7 @@ def _read(
     num_processes, _ = workers.for_corpus(corpus, READ_BYTES_PER_PROCESS)
     settings = ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, show) as advance:
-        texts = work_processes.run(read_shard, settings, jobs, num_processes, advance)
+        texts = map_in_processes(read_shard, settings, jobs, num_processes, advance)
         return sorted(texts, key=lambda text: text.number)
 
 
