@@ -7,7 +7,7 @@ import jax
 
 from MaxText.cost.compiled_memory import bytes_on_device
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.training.assembly import Assembled
 
 _GIB = 2**30
@@ -15,7 +15,7 @@ _CGROUP = "/sys/fs/cgroup/memory.max"
 
 
 def check_known_memory(
-    built: Assembled, plan: BatchPlan, num_devices: int, num_microbatches: int
+    built: Assembled, plan: BatchSchedule, num_devices: int, num_microbatches: int
 ) -> None:
     """Raises UserError if state, gradients and one activation per token cannot fit.
 

@@ -17,7 +17,7 @@ from MaxText.evaluation.data_set_score import SourceScore
 from MaxText.evaluation.tasks import progress_lines
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.trained_model import Show, TrainedModel
-from MaxText.input_pipeline.data_sources import OpenedSource
+from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -55,7 +55,7 @@ def make_score_step(
 
 def score_data_set(
     trained: TrainedModel,
-    opened: Sequence[OpenedSource],
+    opened: Sequence[OpenDataSource],
     text_bytes: TextBytes,
     config: Config,
     show: Show = print,
@@ -83,7 +83,7 @@ class _Scorer:
         )
         self._compiled: dict[Any, Any] = {}
 
-    def score(self, source: OpenedSource | None) -> SourceScore:
+    def score(self, source: OpenDataSource | None) -> SourceScore:
         """Scores all batches of a source, fetching sums one batch late."""
         name = "random tokens" if source is None else source.entry.location
         batches = open_source_batches(
@@ -162,7 +162,7 @@ def _add(sums: dict[str, Any], new: Sums | None) -> None:
         sums[name] += float(value) if name == "nats" else int(value)
 
 
-def _facts(source: OpenedSource | None, num_bad: int) -> dict[str, Any]:
+def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:
     if source is None:
         return {}
     data = source.data

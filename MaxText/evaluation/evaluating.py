@@ -21,7 +21,7 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.trained_model import Show, TrainedModel, open_trained_model, weights_path
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenDataSource
 
 
 def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class _DataSet(NamedTuple):
     """Opened data and the configuration to read them with."""
 
     config: Config
-    opened: "list[OpenedSource]"  # empty for random tokens
+    opened: "list[OpenDataSource]"  # empty for random tokens
     text_bytes: TextBytes
     tokenizer_sha256: str  # of the weights' tokenizer; empty without one
 

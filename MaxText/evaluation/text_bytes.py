@@ -11,7 +11,7 @@ from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenDataSource
 
 # Share of ids that may decode differently if the same tokenizer is stored in two formats: partial
 # characters and spaces do not decode on their own.
@@ -40,7 +40,7 @@ class TextBytes:
         self._why: dict[str, str] = {}
         self._of_path = functools.cache(lambda path: load_tokenizer(path, num_threads=1))
 
-    def of_ids(self, source: "OpenedSource | None") -> IdBytes | None:
+    def of_ids(self, source: "OpenDataSource | None") -> IdBytes | None:
         """Returns bytes per id of a source, or None if they are undefined."""
         try:
             if source is None:
@@ -54,7 +54,7 @@ class TextBytes:
 
     def count(
         self,
-        source: "OpenedSource | None",
+        source: "OpenDataSource | None",
         of_ids: IdBytes | None,
         spelled: int,
         num_targets: int,
@@ -83,7 +83,7 @@ class TextBytes:
             return split.num_text_bytes, ""
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
-    def _tokenizer(self, source: "OpenedSource") -> TextTokenizer:
+    def _tokenizer(self, source: "OpenDataSource") -> TextTokenizer:
         """Returns the tokenizer of a source's ids; NotExact or UserError if none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
@@ -95,7 +95,7 @@ class TextBytes:
             raise NotExact(f"the tokenizer in {folder} is not the one that made the ids")
         return tokenizer
 
-    def mismatch(self, source: "OpenedSource") -> str:
+    def mismatch(self, source: "OpenDataSource") -> str:
         """Returns a warning if the source's tokenizer is not the model's."""
         folder, model = source.data.tokenizer_folder, self._model_tokenizer
         if folder is None or isinstance(model, UserError):
@@ -114,5 +114,5 @@ class TextBytes:
         )
 
 
-def _name(source: "OpenedSource | None") -> str:
+def _name(source: "OpenDataSource | None") -> str:
     return "" if source is None else source.entry.location

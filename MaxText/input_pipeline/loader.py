@@ -13,28 +13,28 @@ from MaxText.config.data_sections import Data, Masking, Preparation
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
-from MaxText.input_pipeline.data_sources import OpenedSource, SourcesRequest
+from MaxText.input_pipeline.data_sources import OpenDataSource, SourcesRequest
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.prefetch import never
 from MaxText.input_pipeline.retry import RetryLog, RetryPolicy
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.input_pipeline.sequences.global_batch import GlobalBatch, Holes
-from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
+from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
 from MaxText.input_pipeline.sequences.order import (
     EVAL_STREAM,
+    EpochPermutation,
     OrderedWindows,
-    SyntheticRows,
-    WindowOrder,
+    SyntheticSequences,
 )
 from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.sequences.windows import Cutting, PackedWindows
+from MaxText.input_pipeline.sequences.windows import ConcatThenSplit, SequenceOptions
 
 _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
 
 def open_batches(
     config: Config,
-    plan: BatchPlan,
+    schedule: BatchSchedule,
     eval_rows: int,
     part: int,
     parts: int,
@@ -54,13 +54,15 @@ def open_batches(
         "show": show,
     }
     evaluation = config.evaluation
-    training = train_loader(config.data, plan=plan, num_steps=config.run.steps, **reading)
+    training = make_train_iterator(
+        config.data, schedule=schedule, num_steps=config.run.steps, **reading
+    )
     training.stop_waiting(stopping)
     if training.description:
         show(training.description)
     if evaluation.eval_interval <= 0:
         return training, None
-    evaluating = eval_loader(
+    evaluating = make_eval_iterator(
         config.data,
         eval_steps=evaluation.eval_steps,
         max_target_length=config.model.shape.max_target_length,
@@ -71,10 +73,10 @@ def open_batches(
     return training, evaluating
 
 
-def train_loader(
+def make_train_iterator(
     data: Data,
     *,
-    plan: BatchPlan,
+    schedule: BatchSchedule,
     vocab_size: int,
     masking: Masking | None = None,
     preparation: Preparation | None = None,
@@ -95,26 +97,26 @@ def train_loader(
         ranges.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
-    _check_hosts(plan, process_index, process_count)
+    _check_hosts(schedule, process_index, process_count)
     identity: dict[str, Any] = {
         "data_set": "synthetic",
         "seed": data.data_shuffle_seed,
-        "max_target_length": plan.window,
+        "max_target_length": schedule.window,
     }
-    holes = Holes(data.excluded_samples)
-    left_out = f"Excluded samples (excluded_samples): {holes}" if holes else ""
+    exclusions = ExcludedRanges(data.excluded_samples)
+    excluded = f"Excluded samples (excluded_samples): {exclusions}" if exclusions else ""
     log = RetryLog(show)
-    opened: list[OpenedSource] = []
+    opened: list[OpenDataSource] = []
     options: dict[str, Any] = {}
     if data.dataset_type == "synthetic":
-        rows = SyntheticRows(plan.window, vocab_size, data.data_shuffle_seed)
-        description = left_out
+        rows = SyntheticSequences(schedule.window, vocab_size, data.data_shuffle_seed)
+        description = excluded
     else:
-        num_samples = None if num_steps is None else plan.samples_before(num_steps)
+        num_samples = None if num_steps is None else schedule.samples_before(num_steps)
         request = SourcesRequest(data, preparation, True, vocab_size, show)
-        opened = _open(request, masking, plan.window, num_samples, log)
-        rows = data_sources.combine(data, opened)
-        lines = [data_sources.describe(data, opened, num_samples), left_out]
+        opened = _open(request, masking, schedule.window, num_samples, log)
+        rows = data_sources.mix_sources(data, opened)
+        lines = [data_sources.describe(data, opened, num_samples), excluded]
         description = "\n".join(filter(None, lines))
         options = _processing(opened, masking, vocab_size)
         identity |= {
@@ -129,24 +131,22 @@ def train_loader(
         if masking.mlm_training:
             identity["masking"] = masking.model_dump_json()
     source = GlobalBatch(
-        rows, plan, process_index, process_count,
-        seed=data.data_shuffle_seed, holes=holes, **options,
+        rows, schedule, process_index, process_count,
+        seed=data.data_shuffle_seed, exclusions=exclusions, **options,
     )  # fmt: skip
     return BatchIterator(
         source,
+        opened,
         identity,
-        has_documents=rows.has_documents,
-        num_workers=data.grain_worker_count if opened else 0,
-        reuse_first=data.reuse_example_batch,
-        opened=opened,
-        description=description,
         policy=RetryPolicy.of(data),
         log=log,
-        show=show,
+        num_workers=data.grain_worker_count if opened else 0,
+        reuse_first=data.reuse_example_batch,
+        description=description,
     )
 
 
-def eval_loader(
+def make_eval_iterator(
     data: Data,
     *,
     eval_steps: int,
@@ -162,16 +162,14 @@ def eval_loader(
     """Returns this host's evaluation batches, which can be iterated repeatedly.
 
     The last batch is padded with sequences of weight 0. `eval_steps` is the maximum number of
-    batches; -1 is the whole split. Raises UserError as train_loader does, and for an unknown or
-    empty split, or eval_steps=0.
+    batches; -1 is the whole split. Raises UserError as make_train_iterator does, and for an unknown
+    or empty split, or eval_steps=0.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
-    plan = BatchPlan.constant(global_batch_size, max_target_length)
-    _check_hosts(plan, process_index, process_count)
-    if eval_steps == 0:
-        raise UserError("eval_steps=0 evaluates nothing: use -1 (the whole split) or 1 and above.")
+    schedule = BatchSchedule.constant(global_batch_size, max_target_length)
+    _check_hosts(schedule, process_index, process_count)
     log = RetryLog(show)
-    opened: list[OpenedSource] = []
+    opened: list[OpenDataSource] = []
     options: dict[str, Any] = {}
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
@@ -180,30 +178,32 @@ def eval_loader(
                 "note: dataset_type=synthetic is unbounded: an evaluation takes "
                 f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
             )
-        rows = SyntheticRows(max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM)
+        rows = SyntheticSequences(
+            max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM
+        )
     else:
         request = SourcesRequest(data, preparation, False, vocab_size, show)
         opened = _open(request, masking, max_target_length, None, log)
-        rows = data_sources.chain(opened)
+        rows = data_sources.concatenate_sources(opened)
         options = _processing(opened, masking, vocab_size)
     source = GlobalBatch(
-        rows, plan, process_index, process_count, num_steps=_step_limit(eval_steps), **options
+        rows, schedule, process_index, process_count, num_steps=_step_limit(eval_steps), **options
     )
-    return EvalBatches(source, rows.has_documents, opened, RetryPolicy.of(data), log)
+    return EvalBatches(source, opened, RetryPolicy.of(data), log)
 
 
-def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenedSource]:
+def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenDataSource]:
     """Opens every evaluation dataset; returns an empty list for random tokens."""
     if config.data.dataset_type == "synthetic":
         return []
     shape = config.model.shape
     request = SourcesRequest(config.data, config.preparation, False, shape.vocab_size, show)
-    return data_sources.open_sources(request, shape.max_target_length)
+    return _open(request, config.masking, shape.max_target_length, None, RetryLog(show))
 
 
 def open_source_batches(
     config: Config,
-    source: OpenedSource | None,
+    source: OpenDataSource | None,
     *,
     rows: int,
     stride: int,
@@ -211,54 +211,49 @@ def open_source_batches(
     parts: int,
     show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """Returns this process's batches of one dataset, to evaluate it alone.
+    """Returns this process's batches of one of open_eval_sources, or of random tokens.
 
     `stride` is the number of targets between the starts of windows, each counted once; -1 for
     adjacent windows, packed as in evaluation during training. With a stride, raises UserError for
     records with labels and for documents without targets.
     """
-    data, shape = config.data, config.model.shape
-    if source is not None and stride != -1:
-        windows = _sliding_windows(data, source, stride, shape.max_target_length)
-        batches = GlobalBatch(
-            OrderedWindows(windows, WindowOrder(len(windows), 0, False, 1), 0),
-            BatchPlan.constant(rows, shape.max_target_length),
-            part,
-            parts,
-            num_steps=_step_limit(config.evaluation.eval_steps),
-            largest_id=_unchecked_ids([source], shape.vocab_size),
+    shape, eval_steps = config.model.shape, config.evaluation.eval_steps
+    if source is None:
+        return make_eval_iterator(
+            config.data,
+            eval_steps=eval_steps,
+            max_target_length=shape.max_target_length,
+            vocab_size=shape.vocab_size,
+            global_batch_size=rows,
+            process_index=part,
+            process_count=parts,
+            show=show,
         )
-        policy = RetryPolicy.of(data)
-        return EvalBatches(batches, windows.has_documents, [source], policy, RetryLog(show))
-    if source is not None:
-        entry = source.entry
-        named: Any = entry.location
-        if entry.key == "dataset_mix":
-            named = ((entry.location, entry.stitch, entry.sampling, entry.weight),)
-        data = data.model_copy(update={entry.key: named})
-    return eval_loader(
-        data,
-        eval_steps=config.evaluation.eval_steps,
-        max_target_length=shape.max_target_length,
-        vocab_size=shape.vocab_size,
-        global_batch_size=rows,
-        masking=config.masking,
-        preparation=config.preparation,
-        process_index=part,
-        process_count=parts,
-        show=show,
+    masking, sequences = config.masking, source.rows
+    if stride != -1:
+        windows = _sliding_windows(config.data, source, stride, shape.max_target_length)
+        sequences = OrderedWindows(windows, EpochPermutation(len(windows), 0, False, 1), 0)
+        masking = Masking()
+    schedule = BatchSchedule.constant(rows, shape.max_target_length)
+    _check_hosts(schedule, part, parts)
+    options = _processing([source], masking, shape.vocab_size)
+    batches = GlobalBatch(
+        sequences, schedule, part, parts, num_steps=_step_limit(eval_steps), **options
     )
+    return EvalBatches(batches, [source], RetryPolicy.of(config.data), RetryLog(show))
 
 
-def _sliding_windows(data: Data, source: OpenedSource, stride: int, length: int) -> SlidingWindows:
+def _sliding_windows(
+    data: Data, source: OpenDataSource, stride: int, length: int
+) -> SlidingWindows:
     name = f"{source.entry.key}={source.entry.location}"
     if source.data.labels is not None:
         raise UserError(
             f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
             "eval_stride=-1."
         )
-    cutting = Cutting(length, data.attend_across_documents, data.zero_loss)
-    windows = SlidingWindows(source.data, cutting, stride)
+    options = SequenceOptions(length, data.attend_across_documents, data.zero_loss)
+    windows = SlidingWindows(source.data, options, stride)
     if len(windows) == 0:
         raise UserError(
             f"{name}: no document has two tokens, so there is nothing to predict within one. "
@@ -268,12 +263,14 @@ def _sliding_windows(data: Data, source: OpenedSource, stride: int, length: int)
 
 
 def _step_limit(eval_steps: int) -> int:
+    if eval_steps == 0:
+        raise UserError("eval_steps=0 evaluates nothing: use -1 (the whole split) or 1 and above.")
     return sys.maxsize if eval_steps == -1 else eval_steps
 
 
-def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> None:
+def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int) -> None:
     assert 0 <= process_index < process_count, (process_index, process_count)
-    for stage in plan.stages:
+    for stage in schedule.stages:
         if stage.samples < 1 or stage.samples % process_count:
             raise UserError(
                 f"A global batch of {stage.samples} sequences cannot be split evenly over "
@@ -283,12 +280,8 @@ def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> Non
 
 
 def _open(
-    request: SourcesRequest,
-    masking: Masking,
-    window: int,
-    num_samples: int | None,
-    log: RetryLog,
-) -> list[OpenedSource]:
+    request: SourcesRequest, masking: Masking, window: int, num_samples: int | None, log: RetryLog
+) -> list[OpenDataSource]:
     # CLS takes one position of each sequence.
     with_cls = masking.mlm_training and masking.mlm_cls_token_id >= 0
     opened = data_sources.open_sources(request, window - with_cls, num_samples, log)
@@ -297,12 +290,12 @@ def _open(
         # packed windows only the last has padding.
         for source in opened:
             windows = source.rows.windows
-            whole = request.data.attend_across_documents and isinstance(windows, PackedWindows)
+            whole = request.data.attend_across_documents and isinstance(windows, ConcatThenSplit)
             windows.has_documents = not whole
     return opened
 
 
-def _processing(opened: list[OpenedSource], masking: Masking, vocab_size: int) -> dict[str, Any]:
+def _processing(opened: list[OpenDataSource], masking: Masking, vocab_size: int) -> dict[str, Any]:
     """Returns how GlobalBatch checks and masks the sequences of some sources."""
     return {
         "masked": _masked(masking, opened, vocab_size) if masking.mlm_training else None,
@@ -310,7 +303,7 @@ def _processing(opened: list[OpenedSource], masking: Masking, vocab_size: int) -
     }
 
 
-def _masked(masking: Masking, opened: list[OpenedSource], vocab_size: int) -> MaskedLanguageModel:
+def _masked(masking: Masking, opened: list[OpenDataSource], vocab_size: int) -> MLMMasking:
     special: set[int] = set()
     mask_id = None
     for source in opened:
@@ -321,10 +314,10 @@ def _masked(masking: Masking, opened: list[OpenedSource], vocab_size: int) -> Ma
             )
         special.update(source.data.special_ids)
         mask_id = source.data.mask_id if mask_id is None else mask_id
-    return MaskedLanguageModel(masking, vocab_size, mask_id, special)
+    return MLMMasking(masking, vocab_size, mask_id, special)
 
 
-def _unchecked_ids(opened: list[OpenedSource], vocab_size: int) -> int | None:
+def _unchecked_ids(opened: list[OpenDataSource], vocab_size: int) -> int | None:
     """Returns the largest id to check batches for; None if opening the data checked all ids."""
     known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
     return None if known else vocab_size - 1

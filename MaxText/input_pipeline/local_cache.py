@@ -87,7 +87,7 @@ def cached_arrays(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        raise unwritable(cache_dir, error) from error
+        raise cache_write_error(cache_dir, error) from error
     return Arrays(folder)
 
 
@@ -121,24 +121,25 @@ def _write(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, i
                 if name not in files:
                     files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
                     counts[name], dtypes[name] = 0, array.dtype
-                    _write_header(files[name], array.dtype, 0)
+                    write_array_header(files[name], array.dtype, 0)
                 files[name].write(array.tobytes())
                 counts[name] += array.size
         for name, file in files.items():
             file.seek(0)
-            _write_header(file, dtypes[name], counts[name])
+            write_array_header(file, dtypes[name], counts[name])
     return counts
 
 
-def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+def write_array_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+    """Writes the header of a .npy file of `count` numbers."""
     header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def unwritable(cache_dir: Path, error: OSError) -> UserError:
+def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
     return UserError(
         f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
-        "data_cache_dir to a folder on a disk with room."
+        "data_cache_dir to a folder on a disk with free space."
     )
 
 
@@ -151,7 +152,7 @@ def delete_unused(folder: Path) -> None:
                 shutil.rmtree(entry)
 
 
-def copied_folder(url: str, cache_dir: Path) -> Path | None:
+def copy_folder(url: str, cache_dir: Path) -> Path | None:
     """Copies the files directly in a folder; returns None if there are none."""
     files = file_access.files_in(url)
     if not files:
@@ -181,7 +182,7 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
     except UserError:
         raise
     except OSError as error:
-        raise unwritable(folder.parent.parent, error) from error
+        raise cache_write_error(folder.parent.parent, error) from error
 
 
 def _name(file: FileInfo) -> str:

@@ -12,7 +12,7 @@ from MaxText.config.schema import Config
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventStream, open_stream
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler
@@ -75,7 +75,7 @@ def open_records(
     run_folder: epath.Path,
     start: Start,
     built: Assembled,
-    plan: BatchPlan,
+    plan: BatchSchedule,
     batches: BatchIterator,
     devices: Sequence[Any],
     last_step: int,

@@ -30,7 +30,7 @@ def begin_data(
     for rewind in standing_rewinds(start, batches):
         first, end = rewind.samples
         # The state may predate the rollback target: the excluded samples come after both.
-        if batches.exclude_once(first, end):
+        if batches.exclude_if_new(first, end):
             show(
                 f"Samples {first} to {end - 1} of the training data are left out, because the run "
                 f"went back at step {rewind.noticed} (rewinds.json): {rewind.reason}"

@@ -10,15 +10,15 @@ from MaxText.checkpointing.rewinds import Rewind, read_rewinds
 from MaxText.config.data_sections import Data
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.loader import make_train_iterator
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.run.starting_data import begin_data, complete
 from MaxText.run.starting_point import Start, restore_or_initialize
 
 
 def batches(seed=0):
     data = Data(dataset_type="synthetic", data_shuffle_seed=seed)
-    return train_loader(data, plan=BatchPlan.constant(4, 8), vocab_size=50)
+    return make_train_iterator(data, schedule=BatchSchedule.constant(4, 8), vocab_size=50)
 
 
 def rewind(number=1, to=6, samples=(28, 36)):

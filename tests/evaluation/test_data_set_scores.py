@@ -14,7 +14,7 @@ from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.data_set_score import SourceScore, table, total
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.validation import evaluate
-from MaxText.input_pipeline.loader import eval_loader, open_eval_sources
+from MaxText.input_pipeline.loader import make_eval_iterator, open_eval_sources
 from MaxText.input_pipeline.preparation.prepare import prepare
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
@@ -69,7 +69,7 @@ def score(trained, location, rows=4, **keys):
 
 def batches_of(folder, masking=None):
     """As the evaluation of training reads them."""
-    return eval_loader(
+    return make_eval_iterator(
         configured(folder).data, eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB,
         global_batch_size=4, masking=masking,
     )  # fmt: skip

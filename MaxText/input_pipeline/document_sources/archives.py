@@ -27,7 +27,7 @@ from MaxText.input_pipeline.document_sources.text_streams import (
     counted_texts,
     json_texts,
     line_texts,
-    text_pieces,
+    text_chunks,
 )
 from MaxText.input_pipeline.formats.tar_archive import scan_members
 
@@ -40,77 +40,79 @@ Members = Iterator[tuple[str, BinaryIO]]
 def stream_texts(
     file: BinaryIO,
     file_format: FileFormat,
-    place: str,
+    where: str,
     text_field: str,
     skipped: Skipped,
     depth: int = 0,
 ) -> Iterator[tuple[int, str]]:
     """Yields (number, text) of each document of a stream, numbered across archive members.
 
-    `file_format` must be streamable, or zip; `place` names the file and enclosing members in
+    `file_format` must be streamable, or zip; `where` names the file and enclosing members in
     messages; `depth` counts enclosing archives. Raises UserError if it cannot be read.
     """
     layout, compression = file_format
-    with read_errors_as_user_error(place):
+    with read_errors_as_user_error(where):
         stream = decompressed(file, compression)
         if layout in (Layout.TAR, Layout.ZIP):
             read_members = _tar_members if layout is Layout.TAR else _zip_members
-            members = read_members(stream, place, skipped)
-            yield from enumerate(_member_texts(members, place, text_field, skipped, depth))
+            members = read_members(stream, where, skipped)
+            yield from enumerate(_member_texts(members, where, text_field, skipped, depth))
         elif layout in (Layout.JSON_LINES, Layout.JSON):
             may_be_list = layout is Layout.JSON
             yield from json_texts(
-                stream, place, text_field, may_be_list=may_be_list, skipped=skipped
+                stream, where, text_field, may_be_list=may_be_list, skipped=skipped
             )
         elif layout is Layout.COUNTED:
-            yield from counted_texts(stream, place)
+            yield from counted_texts(stream, where)
         elif layout is Layout.LINES:
-            yield from line_texts(stream, place)
+            yield from line_texts(stream, where)
         else:
             assert layout is Layout.TEXT, layout
-            yield from text_pieces(stream, place)
+            yield from text_chunks(stream, where)
 
 
 def _member_texts(
-    members: Members, place: str, text_field: str, skipped: Skipped, depth: int
+    members: Members, where: str, text_field: str, skipped: Skipped, depth: int
 ) -> Iterator[str]:
     for name, contents in members:
-        member_place = f"{place}, member {name!r},"
-        file_format = format_of_member(place, name)
+        member_where = f"{where}, member {name!r},"
+        file_format = format_of_member(where, name)
         ending = "." + name.rsplit(".", 1)[-1].lower()
         is_zip = file_format == FileFormat(Layout.ZIP)
         seeks = file_format.layout in SEEKING and not is_zip
         if seeks or file_format.layout is Layout.TFRECORD or ending in NOT_TEXT:
             raise UserError(
-                f"{member_place} is no text: {ending} files are not read out of archives. Unpack "
+                f"{member_where} is not text, and {ending} files in archives are not read. Unpack "
                 "the archive and name the files to read."
             )
         if depth == _MAX_DEPTH:
-            raise UserError(f"{member_place} lies in more than {_MAX_DEPTH} archives. Unpack some.")
+            raise UserError(
+                f"{member_where} is nested in more than {_MAX_DEPTH} archives. Unpack some."
+            )
         if is_zip:
             # The list of members is at the end of a zip.
-            with read_errors_as_user_error(member_place):
+            with read_errors_as_user_error(member_where):
                 inner = contents.read(_MAX_NESTED_BYTES + 1)
             if len(inner) > _MAX_NESTED_BYTES:
                 raise UserError(
-                    f"{member_place} is an archive of more than {_MAX_NESTED_BYTES:,} bytes in "
+                    f"{member_where} is an archive of more than {_MAX_NESTED_BYTES:,} bytes in "
                     "another one. Unpack the outer one."
                 )
             contents = io.BytesIO(inner)
-        texts = stream_texts(contents, file_format, member_place, text_field, skipped, depth + 1)
+        texts = stream_texts(contents, file_format, member_where, text_field, skipped, depth + 1)
         for _, text in texts:
             yield text
 
 
-def _tar_members(file: BinaryIO, place: str, skipped: Skipped) -> Members:
-    for member, contents in scan_members(file, place):
+def _tar_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
+    for member, contents in scan_members(file, where):
         if contents is not None and not _is_hidden(member.name, skipped):
             yield member.name, contents
         elif contents is None and not member.isdir():
             skipped["links and devices in archives"] += 1
 
 
-def _zip_members(file: BinaryIO, place: str, skipped: Skipped) -> Members:
+def _zip_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
     with _opened_zip(file) as archive:
         for member in archive.infolist():
             if member.is_dir() or _is_hidden(member.filename, skipped):
@@ -122,7 +124,7 @@ def _zip_members(file: BinaryIO, place: str, skipped: Skipped) -> Members:
                 contents = archive.open(member)
             except (RuntimeError, NotImplementedError, ValueError, struct.error) as error:
                 raise UserError(
-                    f"{place}, member {member.filename!r}, cannot be read ({error}). Pack the "
+                    f"{where}, member {member.filename!r}, cannot be read ({error}). Pack the "
                     "archive again without password, with zip's usual compression."
                 ) from error
             with contents:

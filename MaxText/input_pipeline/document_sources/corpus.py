@@ -38,7 +38,7 @@ SHARD_BYTES = 2**26
 _FEWEST_SHARDS = 64
 _SMALLEST_SHARD_BYTES = 2**22
 
-_CUT = {*TABLE_LAYOUTS, *JSON_LAYOUTS, Layout.ARRAY_RECORD, Layout.TEXT}
+_SPLITTABLE = {*TABLE_LAYOUTS, *JSON_LAYOUTS, Layout.ARRAY_RECORD, Layout.TEXT}
 
 # Prefixes of file and folder names.
 _SPLIT_NAMES = {
@@ -93,7 +93,7 @@ class Shard:
             except UserError as error:
                 if has_begun or not skipped.limit:
                     raise  # an unknown part of the file would be lost
-                skipped.leave_out("unreadable", error)
+                skipped.count_bad("unreadable", error)
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def open_corpus(
         found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
     files = [*found.values()]
     splits = _splits(files)
-    of_files = splits or [""] * len(files)
-    shards = cut_into_shards(files, of_files, text_field, shard_bytes, max_bad_records)
-    split_of = dict(zip(files, of_files, strict=True))
+    file_splits = splits or [""] * len(files)
+    shards = split_into_shards(files, file_splits, text_field, shard_bytes, max_bad_records)
+    split_of = dict(zip(files, file_splits, strict=True))
     names = [
         f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
         for entry in entries
@@ -157,7 +157,7 @@ def _split_of(name: str) -> str | None:
     return None
 
 
-def cut_into_shards(
+def split_into_shards(
     files: Sequence[SourceFile],
     splits: Sequence[str],
     text_field: str,
@@ -174,7 +174,7 @@ def cut_into_shards(
     shards: list[list[FileRange]] = []
     size, last_split = 0, None
     for file, split in zip(files, splits, strict=True):
-        for each in _cut(file, shard_bytes):
+        for each in _split_file(file, shard_bytes):
             if size + each.num_bytes > shard_bytes or split != last_split or not shards:
                 shards.append([])
                 size, last_split = 0, split
@@ -183,10 +183,10 @@ def cut_into_shards(
     return tuple(Shard(tuple(ranges), text_field, max_bad_records) for ranges in shards)
 
 
-def _cut(file: SourceFile, shard_bytes: int) -> list[FileRange]:
+def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
     layout, compression = file.format
-    is_cut = layout in _CUT and not compression and not file.skip_undecodable
-    if not is_cut or is_url(file.path) or file.size <= shard_bytes:
+    is_splittable = layout in _SPLITTABLE and not compression and not file.skip_undecodable
+    if not is_splittable or is_url(file.path) or file.size <= shard_bytes:
         return [FileRange(file)]
     count = -(-file.size // shard_bytes)
     bounds = [index * file.size // count for index in range(count)]
@@ -220,7 +220,7 @@ def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
         elif layout is Layout.TEXT:
             first = start // text_streams.LONGEST_TEXT
             last = None if stop is None else stop // text_streams.LONGEST_TEXT
-            yield from text_streams.text_pieces(content, file.path, first, last)
+            yield from text_streams.text_chunks(content, file.path, first, last)
         else:
             yield from text_streams.json_texts(
                 decompressed(content, ""),

@@ -18,10 +18,7 @@ from MaxText.input_pipeline.document_sources.byte_streams import (
     local_file,
     read_errors_as_user_error,
 )
-from MaxText.input_pipeline.document_sources.document_formats import (
-    Layout,
-    check_not_compressed,
-)
+from MaxText.input_pipeline.document_sources.document_formats import Layout, check_not_compressed
 from MaxText.input_pipeline.document_sources.source_files import FileRange
 from MaxText.input_pipeline.document_sources.tables import (
     TokenDocument,
@@ -101,7 +98,7 @@ def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
                 yield number, _text(record, path, number, text_field)
         except BadRecord as error:
             raise UserError(
-                f"{error}. Copy the file again or leave it out of prepare_source."
+                f"{error}. Copy the file again or remove it from prepare_source."
             ) from error
 
 
@@ -273,7 +270,7 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
         return True
     raise UserError(
         f"{path}: its records have no integer feature {' or '.join(fields)} and no text in "
-        f"{text_field} (features there: {tf_example.describe(record)}). Set tokens_field, or "
+        f"{text_field} (features: {tf_example.describe(record)}). Set tokens_field, or "
         "text_field for text, to one of them."
     )
 

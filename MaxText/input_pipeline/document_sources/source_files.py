@@ -118,15 +118,15 @@ class FileRange:
 
 def split_entries(prepare_source: str) -> list[str]:
     """Splits a comma separated list, keeping commas inside {braces}."""
-    entries, begun = [], ""
+    entries, partial = [], ""
     for part in prepare_source.split(","):
-        begun += part
-        if begun.count("{") > begun.count("}"):
-            begun += ","
+        partial += part
+        if partial.count("{") > partial.count("}"):
+            partial += ","
         else:
-            entries.append(begun.strip())
-            begun = ""
-    entries = [entry for entry in [*entries, begun.strip()] if entry]
+            entries.append(partial.strip())
+            partial = ""
+    entries = [entry for entry in [*entries, partial.strip()] if entry]
     if not entries:
         raise UserError(
             f"{_KEY} is not set: give files, folders, patterns or URLs of text ({READ_ENDINGS}), "
@@ -151,9 +151,9 @@ def resolve_files(entry: str) -> list[SourceFile]:
             raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
         return [_source_file(path, name) for name, path in _listed(entry).items()]
     except OSError as error:
-        place = error.filename or entry
+        where = error.filename or entry
         raise UserError(
-            f"{_KEY}={entry}: {place} cannot be read: {error.strerror or error}."
+            f"{_KEY}={entry}: {where} cannot be read: {error.strerror or error}."
         ) from error
 
 
@@ -186,8 +186,8 @@ def _source_file(path: str, name: str) -> SourceFile:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise UserError(
-            f"{path} is no plain file, and what it gives cannot be read twice. Copy what it holds "
-            "to a file and name that, or leave it out of prepare_source."
+            f"{path} is not a regular file, so it cannot be read twice. Copy its contents to a "
+            "file and name that, or remove it from prepare_source."
         )
     # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
     name = os.fsencode(name).decode(errors="replace")
@@ -240,7 +240,7 @@ def _folder_files(entry: str) -> list[SourceFile]:
     else:
         folder = Path(file_access.local_path(entry))
         if _is_made(folder, _MADE_OF_IDS):
-            found_ids = "what prepare_data.py made of text"
+            found_ids = "the output of prepare_data.py"
             raise token_ids_error(f"{_KEY}={entry}", str(folder), found_ids)
         names = _walk(folder, lambda below: _is_made(below, _MADE))
         found = {name: str(folder / name) for name in names}
@@ -279,15 +279,15 @@ def _saved_files(state: Path) -> list[str] | None:
         return None
     if content.get("_indices_data_files"):
         raise UserError(
-            f"{state} chooses rows out of its arrow files. Save the data set again after "
+            f"{state} selects rows of its arrow files. Save the data set again after "
             "flatten_indices()."
         )
     for name in names:
         # Reject path traversal.
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise UserError(f"{state} lists {name!r}, which is no plain file name. Save it again.")
+            raise UserError(f"{state} lists {name!r}, which is not a file name. Save it again.")
         if not (state.parent / name).is_file():
-            raise UserError(f"{state} lists {name}, which is missing beside it. Copy it again.")
+            raise UserError(f"{state} lists {name}, which is missing next to it. Copy it again.")
     return names
 
 

@@ -38,7 +38,7 @@ class Skipped(Counter[str]):
         self.limit = limit
         self.bad: list[str] = []
 
-    def leave_out(self, what: str, error: UserError) -> None:
+    def count_bad(self, what: str, error: UserError) -> None:
         """Counts a malformed row or unreadable file; raises UserError beyond the limit."""
         if len(self.bad) >= self.limit:
             raise too_many_error(self.limit, self.bad[0]) from error
@@ -58,7 +58,7 @@ class NoValidRow(UserError):
 
 def json_texts(
     file: io.BufferedReader,
-    place: str,
+    where: str,
     text_field: str,
     *,
     may_be_list: bool,
@@ -75,36 +75,36 @@ def json_texts(
     """
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         if start == 0:
-            yield from _list_texts(file, place, text_field)
+            yield from _list_texts(file, where, text_field)
         return
     at = start
     if start:
         # A line that starts before the range belongs to the previous one.
         file.seek(start - 1)
-        while not (piece := file.readline(_CHUNK_BYTES)).endswith(b"\n") and piece:
-            at += len(piece)
-        at += len(piece) - 1
+        while not (chunk := file.readline(_CHUNK_BYTES)).endswith(b"\n") and chunk:
+            at += len(chunk)
+        at += len(chunk) - 1
     number = num_valid = 0
     first_bad = ""  # only the message: an error would keep the row alive
     while (stop is None or at < stop) and (line := file.readline(_LONGEST_ROW)):
         at += len(line)
         row = line.removeprefix(codecs.BOM_UTF8)
         if row and not row.isspace():
-            row_place = f"{place}:{number + 1}"
+            row_where = f"{where}:{number + 1}"
             if start:
-                row_place = f"{place}, line {number + 1} from byte {start} on,"
+                row_where = f"{where}, line {number + 1} from byte {start} on,"
             if len(line) >= _LONGEST_ROW and not line.endswith(b"\n"):
                 raise UserError(
-                    f"{row_place} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
+                    f"{row_where} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
                     ".txt if it holds no rows."
                 )
             try:
-                text = _line_text(row, row_place, text_field)
+                text = _line_text(row, row_where, text_field)
             except UserError as error:
                 if skipped is None or not skipped.limit:
                     raise
                 first_bad = first_bad or str(error)
-                skipped.leave_out("malformed", error)
+                skipped.count_bad("malformed", error)
             else:
                 num_valid += 1
                 yield number, text
@@ -113,24 +113,24 @@ def json_texts(
         raise NoValidRow(first_bad)
 
 
-def _line_text(line: bytes, place: str, text_field: str) -> str:
-    text = decode(line, place)
+def _line_text(line: bytes, where: str, text_field: str) -> str:
+    text = decode(line, where)
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{place} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
+            f"{where} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
             f'object, for example {{"{text_field}": "..."}}.'
         ) from error
-    return _row_text(row, place, text_field)
+    return _row_text(row, where, text_field)
 
 
-def _list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterator[tuple[int, str]]:
-    for number, row in enumerate(_list_values(file, place)):
-        yield number, _row_text(row, f"{place}, value {number + 1} of its list,", text_field)
+def _list_texts(file: io.BufferedReader, where: str, text_field: str) -> Iterator[tuple[int, str]]:
+    for number, row in enumerate(_list_values(file, where)):
+        yield number, _row_text(row, f"{where}, value {number + 1} of its list,", text_field)
 
 
-def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
+def _list_values(file: io.BufferedReader, where: str) -> Iterator[Any]:
     """Yields the values of a JSON list, parsed incrementally."""
     characters = codecs.getincrementaldecoder("utf-8-sig")()
     decoder = json.JSONDecoder()
@@ -138,7 +138,7 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
 
     def malformed(reason: str) -> UserError:
         return UserError(
-            f"{place} is not JSON ({reason}). A .json file must be one object per line or one list "
+            f"{where} is not JSON ({reason}). A .json file must be one object per line or one list "
             "of objects or strings."
         )
 
@@ -153,7 +153,7 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
         try:
             text, at = left + characters.decode(data, final=has_ended), 0
         except UnicodeDecodeError as error:
-            raise UserError(f"{place} is not UTF-8 text ({error.reason}).") from error
+            raise UserError(f"{where} is not UTF-8 text ({error.reason}).") from error
 
     def peek() -> str:
         nonlocal at
@@ -168,7 +168,7 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
         nonlocal at
         found = peek()
         if found not in expected:
-            raise malformed(f"there is {found or 'the end'!r} in the place of {expected[0]!r}")
+            raise malformed(f"there is {found or 'the end'!r} in place of {expected[0]!r}")
         at += 1
         return found
 
@@ -187,16 +187,16 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
         yield value
         delimiter = take("]", ",")
     if peek():
-        raise malformed("there is more behind the list")
+        raise malformed("there is more after the list")
 
 
-def _row_text(row: object, place: str, text_field: str) -> str:
+def _row_text(row: object, where: str, text_field: str) -> str:
     """Returns the text of a JSON value, with paragraphs joined by blank lines."""
     if isinstance(row, str):
         return without_surrogates(row)
     if not isinstance(row, dict):
         raise UserError(
-            f"{place} is a JSON {type(row).__name__}, neither an object nor a string. Each row "
+            f"{where} is a JSON {type(row).__name__}, neither an object nor a string. Each row "
             f'must be one object, for example {{"{text_field}": "..."}}.'
         )
     text = row.get(text_field)
@@ -207,59 +207,59 @@ def _row_text(row: object, place: str, text_field: str) -> str:
     if text is None and text_field in row:
         return ""
     strings = [name for name, value in row.items() if isinstance(value, str)]
-    raise missing_text_error(place, text_field, strings)
+    raise missing_text_error(where, text_field, strings)
 
 
-def missing_text_error(place: str, text_field: str, fields: list[str]) -> UserError:
+def missing_text_error(where: str, text_field: str, fields: list[str]) -> UserError:
     """Returns the error for a row without the text field; `fields` hold text."""
     if not fields:
         return UserError(
-            f"{place} has no text in field {text_field!r} or any other. Leave the file out of "
-            "prepare_source, or write it again with its text in a field."
+            f"{where} has no text in field {text_field!r} or any other. Remove the "
+            "file from prepare_source, or write it again with its text in a field."
         )
     return UserError(
-        f"{place} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
+        f"{where} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
         "text_field to one of them."
     )
 
 
-def token_ids_error(place: str, path: str, found: str) -> UserError:
+def token_ids_error(where: str, path: str, found: str) -> UserError:
     """Returns the error for a file of token ids, which need no preparation."""
     return UserError(
-        f"{place} holds {found}, not text: these are token ids. Train on them directly with "
+        f"{where} holds {found}, not text: these are token ids. Train on them directly with "
         f"dataset_path={path}"
     )
 
 
-def text_pieces(
-    file: BinaryIO, place: str, first: int = 0, last: int | None = None
+def text_chunks(
+    file: BinaryIO, where: str, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[int, str]]:
     """Yields (number, text) of the chunks [first, last) of a UTF-8 file, line ends included.
 
     `file` must be seekable if `first` > 0. A byte order mark is dropped. An empty file has one
     empty chunk. Raises UserError unless it is UTF-8.
     """
-    begun = b""
+    partial = b""
     at = first * LONGEST_TEXT
     if first:
         file.seek(at)
         # The rest of the line belongs to the previous chunk, except for a split character.
-        line, begun = _rest_of_line(file)
+        line, partial = _rest_of_line(file)
         at += len(line)
     number = first
     while last is None or number < last:
         start = at
-        body = begun + file.read((number + 1) * LONGEST_TEXT - at - len(begun))
+        body = partial + file.read((number + 1) * LONGEST_TEXT - at - len(partial))
         at += len(body)
-        line, begun = _rest_of_line(file)
+        line, partial = _rest_of_line(file)
         at += len(line)
         if not body and number > 0:
             return
         text = body + line
         if number == 0 and text.startswith(codecs.BOM_UTF8):
             start, text = len(codecs.BOM_UTF8), text[len(codecs.BOM_UTF8) :]
-        yield number, decode(text, place, start)
-        if not line and not begun:
+        yield number, decode(text, where, start)
+        if not line and not partial:
             return
         number += 1
 
@@ -269,11 +269,11 @@ def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
     line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
     if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
         return line, b""
-    begun = _begun_character(line)
-    return line[: len(line) - begun], line[len(line) - begun :]
+    partial = _partial_character(line)
+    return line[: len(line) - partial], line[len(line) - partial :]
 
 
-def _begun_character(data: bytes) -> int:
+def _partial_character(data: bytes) -> int:
     """Returns how many bytes at the end are an incomplete UTF-8 character."""
     for count in range(1, min(3, len(data)) + 1):
         byte = data[-count]
@@ -285,26 +285,26 @@ def _begun_character(data: bytes) -> int:
     return 0
 
 
-def line_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]]:
+def line_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
     number = 0
     while line := file.readline(_LONGEST_ROW):
-        line_place = f"{place}:{number + 1}"
+        line_where = f"{where}:{number + 1}"
         if len(line) >= _LONGEST_ROW:
             raise UserError(
-                f"{line_place} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
+                f"{line_where} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
                 ".txt.gz if it holds no lines."
             )
-        yield number, decode(line.rstrip(b"\r\n"), line_place)
+        yield number, decode(line.rstrip(b"\r\n"), line_where)
         number += 1
 
 
-def counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]]:
+def counted_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
     """Yields documents preceded by their lengths in bytes, 16 decimal digits each."""
     at = number = 0
     while count := file.read(_COUNT_BYTES):
         if len(count) < _COUNT_BYTES or not count.isdigit():
             raise UserError(
-                f"{place} is damaged at byte {at}: {count!r} is no length of {_COUNT_BYTES} "
+                f"{where} is damaged at byte {at}: {count!r} is not a length of {_COUNT_BYTES} "
                 f"digits. Copy it again; known text files are {READ_ENDINGS}."
             )
         length = int(count)
@@ -312,15 +312,15 @@ def counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, st
         text = _read_exactly(file, min(length, _LONGEST_COUNTED))
         if len(text) == _LONGEST_COUNTED < length:
             raise UserError(
-                f"{place}: document {number} at byte {at} has {length:,} bytes; up to "
+                f"{where}: document {number} at byte {at} has {length:,} bytes; up to "
                 f"{_LONGEST_COUNTED:,} are read. Cut it."
             )
         if len(text) < length:
             raise UserError(
-                f"{place} ends at byte {at + len(text)}, inside document {number} of {length} "
+                f"{where} ends at byte {at + len(text)}, inside document {number} of {length} "
                 f"bytes at byte {at}. Copy it again."
             )
-        yield number, decode(text, place, at)
+        yield number, decode(text, where, at)
         at += length
         number += 1
 
@@ -329,8 +329,8 @@ def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
     """Reads `length` bytes or the rest in chunks, so that a corrupt length allocates no memory."""
     if length <= _COUNTED_CHUNK_BYTES:
         return file.read(length)
-    pieces = []
-    while length and (piece := file.read(min(length, _COUNTED_CHUNK_BYTES))):
-        pieces.append(piece)
-        length -= len(piece)
-    return b"".join(pieces)
+    chunks = []
+    while length and (chunk := file.read(min(length, _COUNTED_CHUNK_BYTES))):
+        chunks.append(chunk)
+        length -= len(chunk)
+    return b"".join(chunks)

@@ -36,7 +36,7 @@ def scan_records(
     )
     # A truncated or foreign file opens as an empty one.
     if not reader.ok():
-        raise BadRecord(path, 0, "no ArrayRecord file, damaged or cut short", _UNIT)
+        raise BadRecord(path, 0, "not an ArrayRecord file, damaged or truncated", _UNIT)
     numbers = choose(reader.num_records())
     try:
         for first in range(0, len(numbers), _AT_ONCE):

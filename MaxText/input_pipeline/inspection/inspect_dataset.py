@@ -1,7 +1,10 @@
-"""Prints statistics of a run's data, or the batch of one step, for inspect_data.py."""
+"""Prints statistics of a run's data, or the batch of one step, for inspect_data.py.
+
+Legend: B sequences of a batch, T tokens of a sequence.
+"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +12,21 @@ import numpy as np
 from MaxText.config.data_sections import Preparation
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_sources import ANY_ID, OpenedSource
-from MaxText.input_pipeline.inspection import inspection_report as inspection_report
+from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
 from MaxText.input_pipeline.inspection.statistics import (
+    Duplicates,
+    Lengths,
+    SequenceStatistics,
+    TokenStatistics,
     document_lengths,
     measure_sequences,
     measure_tokens,
 )
 from MaxText.input_pipeline.iterator import BatchIterator
-from MaxText.input_pipeline.loader import train_loader
+from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.preparation.process_pool import show_progress
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage.file_access import local_path
@@ -27,6 +34,20 @@ from MaxText.storage.file_access import local_path
 _IN_NO_FILE_NAME = "/"
 _ID_BYTES = 4  # progress is in bytes
 _SHOWN_BAD_RECORDS = 10
+
+# Shown at each end of a long sequence: characters, or ids without a tokenizer.
+_SHOWN_CHARACTERS = 500
+_SHOWN_IDS = 60
+
+# Spellings of the unknown token, which has a low id.
+_UNKNOWN_SPELLINGS = {"<unk>", "<UNK>", "[UNK]", "<|unk|>", "⁇"}
+_FRONT_IDS = 1000
+
+_LONGEST_BAR = 40
+_MASK = "[MASK]"
+
+Origin = Sequence[tuple[str, int, int]]
+"""(document, first token, number of tokens) for each document in a sequence."""
 
 
 class Inspection:
@@ -54,9 +75,9 @@ class Inspection:
         self._config = config
         self._show = show
         self._vocab_size = vocab_size if has_model else None
-        self._batches: BatchIterator = train_loader(
+        self._batches: BatchIterator = make_train_iterator(
             data,
-            plan=plan_batches(config.batch, self._length, samples),
+            schedule=plan_batches(config.batch, self._length, samples),
             # Masking depends on the vocabulary size; otherwise ids are checked after reading.
             vocab_size=vocab_size if config.masking.mlm_training else ANY_ID,
             masking=config.masking,
@@ -88,16 +109,12 @@ class Inspection:
             of_tokenizers = [source.data.mask_id for source in batches.opened]
             named = [token for token in of_tokenizers if token is not None]
             mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else named[0]
-        filler_id = batches.opened[0].data.filler_id
+        pad_id = batches.opened[0].data.pad_id
 
         def show_tokens(tokens_T: np.ndarray) -> list[str]:
-            return inspection_report.show_sequence(tokens_T, self._tokenizer, mask_id)
+            return show_sequence(tokens_T, self._tokenizer, mask_id)
 
-        self._lines(
-            inspection_report.batch_lines(
-                step, arrays, batches.origin(step), show_tokens, filler_id
-            )
-        )
+        self._lines(batch_lines(step, arrays, batches.origin(step), show_tokens, pad_id))
         # Targets that are labels need not occur among the tokens.
         self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
 
@@ -112,23 +129,21 @@ class Inspection:
             self._lines([f"  {message}" for message in skipped[:_SHOWN_BAD_RECORDS]])
         self._check_ids(largest_id)
 
-    def _show_source(self, source: OpenedSource, max_tokens: int) -> int:
+    def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
         """Shows one dataset; returns the largest id."""
         data, windows = source.data, source.rows.windows
         num_bytes = _ID_BYTES * min(max_tokens, len(data.store))
         with show_progress("Reading tokens", num_bytes, self._show) as progress:
             tokens = measure_tokens(data, max_tokens, lambda done: progress(_ID_BYTES * done))
-        self._lines(inspection_report.token_lines(data, tokens, self._tokenizer, self._vocab_size))
+        self._lines(token_lines(data, tokens, self._tokenizer, self._vocab_size))
         lengths = document_lengths(data.store.document_offsets)
-        self._lines(
-            inspection_report.document_lines(lengths, tokens.documents, data.store.document_name)
-        )
+        self._lines(document_lines(lengths, tokens.documents, data.store.document_name))
         num_bytes = _ID_BYTES * min(max_tokens, len(windows) * windows.length)
         with show_progress("Reading sequences", num_bytes, self._show) as progress:
             sequences = measure_sequences(
                 source.rows, max_tokens, lambda done: progress(_ID_BYTES * done)
             )
-        self._lines(inspection_report.sequence_lines(sequences, windows.length))
+        self._lines(sequence_lines(sequences, windows.length))
         if data.labels is not None:
             self._show(f"  labels that count: ids up to {sequences.largest_target}")
         return max(tokens.largest_id, sequences.largest_target)
@@ -169,3 +184,210 @@ def _load(
     except UserError as error:
         show(f"Showing ids instead of text: {error}")
     return None
+
+
+def visible(text: str) -> str:
+    """Returns `text` on one line: control characters as symbols (␊), others escaped."""
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    return character.encode("unicode_escape").decode()
+
+
+def _quoted(tokenizer: TextTokenizer | None, token: int) -> str:
+    return "" if tokenizer is None else f' "{visible(tokenizer.decode([token]))}"'
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.2%}"
+
+
+def token_lines(
+    data: TokenData,
+    statistics: TokenStatistics,
+    tokenizer: TextTokenizer | None,
+    vocab_size: int | None,
+) -> list[str]:
+    """Describes the ids of a split; `vocab_size` is the model's, if any."""
+    read = f"all {statistics.num_read:,} read"
+    if statistics.num_read < statistics.num_tokens:
+        read = (
+            f"a sample, {statistics.num_read:,} of {statistics.num_tokens:,} "
+            f"({_share(statistics.num_read, statistics.num_tokens)}), read in evenly spread blocks"
+        )
+    different = f"{np.count_nonzero(statistics.counts_V):,}"
+    if statistics.num_uncounted:
+        different = f"more than {different}"
+    lines = [
+        f"Tokens: {read}",
+        f"  ids: {statistics.smallest_id} to {statistics.largest_id}, {different} different ones",
+    ]
+    ids_of_tokenizer = data.vocab_size
+    if ids_of_tokenizer is None and tokenizer is not None:
+        ids_of_tokenizer = tokenizer.entry.vocab_size
+    for name, limit in (
+        ("the tokenizer has", ids_of_tokenizer),
+        ("the model has vocab_size =", vocab_size),
+    ):
+        if limit is not None:
+            lines.append(f"  {name} {limit} ids: {_fit(data, statistics, limit)}")
+    for token, meaning in _named_ids(data, tokenizer).items():
+        count = statistics.occurrences(token)
+        share = _share(count, statistics.num_read)
+        name = f"{meaning}, id {token}{_quoted(tokenizer, token)}"
+        lines.append(f"  {name}: {count:,} times, {share} of the tokens")
+    return lines
+
+
+def _fit(data: TokenData, statistics: TokenStatistics, limit: int) -> str:
+    if statistics.largest_id < limit:
+        return "every id is below that"
+    document, offset = statistics.largest_document
+    return (
+        f"{statistics.num_from(limit):,} tokens are beyond, the largest at token {offset} of "
+        f"{data.store.document_name(document)}"
+    )
+
+
+def _named_ids(data: TokenData, tokenizer: TextTokenizer | None) -> dict[int, str]:
+    meanings: dict[int, list[str]] = {}
+    if tokenizer is not None:
+        for token in range(min(_FRONT_IDS, tokenizer.entry.vocab_size)):
+            if tokenizer.decode([token]).strip() in _UNKNOWN_SPELLINGS:
+                meanings.setdefault(token, []).append("unknown to the tokenizer")
+    for token, name in ((data.eos_id, "end of text"), (data.pad_id, "padding"),
+                        (data.mask_id, "mask")):  # fmt: skip
+        if token is not None:
+            meanings.setdefault(token, []).append(name)
+    for token in data.special_ids:
+        meanings.setdefault(token, ["special"])
+    return {token: " and ".join(words) for token, words in sorted(meanings.items())}
+
+
+def document_lines(
+    lengths: Lengths, duplicates: Duplicates, document_name: Callable[[int], str]
+) -> list[str]:
+    """Describes documents: lengths with a histogram, and duplicates."""
+    count = lengths.num_documents
+    mean = lengths.num_tokens / max(count, 1)
+    repeated = (
+        f"  duplicates: {duplicates.num_repeats:,} of {duplicates.num_documents:,} documents equal "
+        f"an earlier one ({_share(duplicates.num_repeats, duplicates.num_documents)})"
+    )
+    if duplicates.example is not None:
+        first, second = map(document_name, duplicates.example)
+        repeated += (
+            f"; the most frequent occurs {duplicates.max_copies:,} times: {first} = {second}"
+        )
+    return [
+        f"Documents: {count:,} of {lengths.tokens_L[0]:,} to {lengths.tokens_L[-1]:,} tokens, "
+        f"median {lengths.quantile(0.5):,}, mean {mean:,.1f}, 99 % of them up to "
+        f"{lengths.quantile(0.99):,}",
+        repeated,
+        *_histogram(lengths),
+    ]
+
+
+def _histogram(lengths: Lengths) -> list[str]:
+    """Returns a line for each power of two, with a bar for its share of the documents."""
+    bin_L = np.frexp(lengths.tokens_L.astype(np.float64))[1]
+    counts = np.bincount(bin_L, lengths.documents_L).astype(np.int64)
+    tokens = np.bincount(bin_L, lengths.documents_L * lengths.tokens_L)
+    most, total = counts.max(), max(tokens.sum(), 1)
+    lines = ["        tokens of a document   documents  share of tokens"]
+    for number in range(int(bin_L[0]), counts.size):
+        low, high = (1 << number) // 2, (1 << number) - 1
+        span = f"{low:,} to {high:,}" if high > low else f"{low:,}"
+        bar = "#" * int(np.ceil(_LONGEST_BAR * counts[number] / most))
+        share = f"{tokens[number] / total:.1%}"
+        lines.append(f"  {span:>26} {counts[number]:>11,} {share:>16}  {bar}".rstrip())
+    return lines
+
+
+def sequence_lines(statistics: SequenceStatistics, length: int) -> list[str]:
+    """Describes the sequences of an epoch, `length` tokens each."""
+    read = "all read"
+    if statistics.num_read < statistics.num_sequences:
+        read = f"a sample of {statistics.num_read:,} read in evenly spread groups"
+    total = statistics.num_read * length
+    return [
+        f"Sequences of {length:,} tokens: {statistics.num_sequences:,} in an epoch, {read}",
+        f"  targets that count: {statistics.num_counted:,} of {total:,} "
+        f"({_share(statistics.num_counted, total)})",
+    ]
+
+
+def batch_lines(
+    step: int,
+    arrays: Mapping[str, np.ndarray],
+    origins: Sequence[Origin],
+    show_tokens: Callable[[np.ndarray], Iterable[str]],
+    pad_id: int,
+) -> list[str]:
+    """Describes a batch, sequence by sequence.
+
+    `arrays` are tokens, weights and optionally segments, [B, T]. `origins` are per sample, which is
+    several rows if sequences are shortened. `show_tokens` gets ids without padding.
+    """
+    tokens_BT, weights_BT = arrays["tokens"], arrays["weights"]
+    num_rows, length = tokens_BT.shape
+    rows_of_sample = num_rows // len(origins)
+    lines = [
+        f"Step {step}: {num_rows:,} sequences of {length:,} tokens, "
+        f"{np.count_nonzero(weights_BT):,} of {weights_BT.size:,} targets count, ids "
+        f"{tokens_BT.min()} to {tokens_BT.max()}. Ranges of documents include the token after the "
+        "sequence, if it is a target."
+    ]
+    if "segments" in arrays:
+        used_BT = (weights_BT > 0) | (arrays["segments"] > 0)
+    else:
+        used_BT = (weights_BT > 0) | (tokens_BT != pad_id)
+    for row in range(num_rows):
+        used = int(np.flatnonzero(used_BT[row])[-1]) + 1 if used_BT[row].any() else 0
+        padding = f", {length - used:,} tokens of padding" if used < length else ""
+        counted = np.count_nonzero(weights_BT[row])
+        lines.append(f"Sequence {row}: {counted:,} targets of {length:,}{padding}")
+        sample, part = divmod(row, rows_of_sample)
+        if part:
+            lines.append(
+                f"  part {part + 1} of {rows_of_sample} of the documents of sequence {row - part}"
+            )
+        else:
+            lines += [
+                f"  {name}: tokens {first:,} to {first + count - 1:,}"
+                for name, first, count in origins[sample]
+            ]
+        lines += [f"  | {line}" for line in show_tokens(tokens_BT[row, :used])]
+    return lines
+
+
+def show_sequence(
+    tokens_T: np.ndarray, tokenizer: TextTokenizer | None, mask_id: int | None = None
+) -> list[str]:
+    """Returns both ends of the text of a sequence, or of its ids without a tokenizer."""
+    if tokenizer is None:
+        words = [_MASK if token == mask_id else str(token) for token in tokens_T.tolist()]
+        return _both_ends(words, _SHOWN_IDS, "ids", " ")
+    masked = np.flatnonzero(tokens_T == mask_id) if mask_id is not None else np.zeros(0, np.int64)
+    pieces = np.split(tokens_T, np.sort(np.concatenate([masked, masked + 1])))
+    # The text is split before and after each mask, so every second piece is one.
+    text = "".join(
+        _MASK if index % 2 else tokenizer.decode(piece.tolist())
+        for index, piece in enumerate(pieces)
+    )
+    return [*map(visible, _both_ends(text, _SHOWN_CHARACTERS, "characters", ""))]
+
+
+def _both_ends(words: Sequence[str], shown: int, unit: str, space: str) -> list[str]:
+    if len(words) <= 2 * shown:
+        return [space.join(words)]
+    excluded = f"... {len(words) - 2 * shown:,} more {unit} ..."
+    return [space.join(words[:shown]), excluded, space.join(words[-shown:])]

@@ -162,7 +162,7 @@ def _tokenize_all(
     before = {number: finished_shard(tokenization, number) for number in range(len(jobs))}
     num_finished = sum(shard is not None for shard in before.values())
     if num_finished:
-        show(f"Going on: {num_finished:,} of {len(jobs):,} parts were finished before")
+        show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
     if workers.beam_options is not None:
         _tokenize_with_beam(tokenization.with_threads(1), jobs, workers.beam_options)
     else:
@@ -237,7 +237,7 @@ def _fill_empty_split(
         sum(shard.splits[split].num_documents for shard in shards) for split in (TRAIN, VALIDATION)
     )
     if train + validation == 1:
-        show("There is 1 document, so none is held out: evaluation needs two or more")
+        show("warning: only 1 document, so no validation split (needs at least 2)")
     if train == 0 and validation > 0:
         moved = (max(shard.highest for shard in shards if shard.highest)[1], False)
     elif validation == 0 and train > 1:
@@ -281,9 +281,9 @@ def _report_bad(corpus: Corpus, shards: Sequence[TokenizedShard], show: Show) ->
     if len(bad) > limit:
         raise too_many_error(limit, bad[0])
     for message in bad[:_MAX_NAMED_ERRORS]:
-        show(f"warning: left out: {message}")
+        show(f"warning: skipped: {message}")
     if len(bad) > _MAX_NAMED_ERRORS:
-        show(f"warning: left out: {len(bad) - _MAX_NAMED_ERRORS} more rows and files like these")
+        show(f"warning: skipped: {len(bad) - _MAX_NAMED_ERRORS} more rows and files like these")
     return bad
 
 
@@ -303,14 +303,14 @@ def _report(
         f"from {counted(source.num_files, 'file')}"
     )
     if source.skipped:
-        line += "; left out: "
+        line += "; skipped: "
         line += ", ".join(f"{count:,} {reason}" for reason, count in source.skipped.items())
     show(line)
     unit = "bytes" if tokenization.is_text else "tokens"
     if kept:
         num_tokens = sum(shards[number].num_tokens for number in kept)
-        parts = f"{len(kept):,} of {len(shards):,} parts"
-        show(f"Kept {num_tokens:,} {unit} in {parts}, encoded before")
+        parts = f"{len(kept):,} of {len(shards):,} shards"
+        show(f"Kept {num_tokens:,} {unit} in {parts}, tokenized before")
     new = [shard for number, shard in enumerate(shards) if number not in kept]
     if new:
         num_tokens = sum(shard.num_tokens for shard in new)

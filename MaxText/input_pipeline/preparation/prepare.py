@@ -19,11 +19,8 @@ from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.preparation.job import (
-    READ_BYTES_PER_PROCESS,
-    Workers,
-    build_data_set,
-)
+from MaxText.input_pipeline.preparation import sampling
+from MaxText.input_pipeline.preparation.job import READ_BYTES_PER_PROCESS, Workers, build_data_set
 from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.preparation.record_export import (
     OPTIONS_OF_RECORDS,
@@ -32,16 +29,6 @@ from MaxText.input_pipeline.preparation.record_export import (
     damaged_files,
     export_records,
     record_shape,
-)
-from MaxText.input_pipeline.preparation.sampling import (
-    SAMPLED_SHARDS,
-    ReadJob,
-    ReadSettings,
-    ShardText,
-    corpus_digest,
-    join_samples,
-    read_shard,
-    sampling_jobs,
 )
 from MaxText.input_pipeline.preparation.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -100,27 +87,27 @@ def prepare(
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     if is_url(dataset_path):
-        from MaxText.input_pipeline.preparation.uploading import prepare_in_bucket
+        from MaxText.input_pipeline.preparation.uploading import prepare_and_upload
 
         staging = Path(cache_dir or Data().data_cache_dir).expanduser()
-        return prepare_in_bucket(preparation, dataset_path, staging, show, max_bad_records)
+        return prepare_and_upload(preparation, dataset_path, staging, show, max_bad_records)
     folder = Path(local_path(dataset_path))
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     name = manifest_name_of(preparation)
     digest_path = digest_path_of(corpus, cache_dir)
 
-    def keep_it() -> Manifest:
-        return keep(preparation, corpus, folder, digest_path, show, place=str(folder))
+    def check() -> Manifest:
+        return check_existing(preparation, corpus, folder, digest_path, show, location=str(folder))
 
     if (folder / name).exists():
-        return keep_it()  # without the lock, as the folder may be read-only
+        return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
+            f"dataset_path={dataset_path} exists and is not a data set of the requested kind. "
             "Choose another folder, or delete it."
         )
-    manifest = make_once(preparation, corpus, folder, keep_it, show)
+    manifest = prepare_if_needed(preparation, corpus, folder, check, show)
     _save_digest(digest_path, manifest.source.sha256)
     return manifest
 
@@ -131,16 +118,16 @@ def manifest_name_of(preparation: Preparation) -> str:
     return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
 
 
-def make_once(
+def prepare_if_needed(
     preparation: Preparation,
     corpus: Corpus,
     folder: Path,
-    keep: Callable[[], Manifest],
+    check: Callable[[], Manifest],
     show: Show,
 ) -> Manifest:
     """Prepares a dataset into an absent or empty folder, or waits for another process.
 
-    `keep` returns the manifest if another process completed it.
+    `check` returns the manifest if another process completed it.
     """
     staging = folder.with_name(f".{folder.name}.preparing")
     try:
@@ -149,7 +136,7 @@ def make_once(
             if (folder / manifest_name_of(preparation)).exists():
                 # Left by a process that was killed after renaming the folder.
                 shutil.rmtree(staging, ignore_errors=True)
-                return keep()
+                return check()
             try:
                 manifest = _make(preparation, corpus, staging, show)
                 _finish(staging, preparation, folder, show)
@@ -157,12 +144,15 @@ def make_once(
                 if not any((staging / "shards").glob("*.json")):
                     shutil.rmtree(staging, ignore_errors=True)
                 elif staging.exists():
-                    first = "mend that, then " if isinstance(error, UserError) else ""
-                    show(f"Finished parts are kept in {staging}: {first}run the same command again")
+                    first = "fix that, then " if isinstance(error, UserError) else ""
+                    show(
+                        f"Finished shards are kept in {staging}: {first}run the same command to "
+                        "resume"
+                    )
                 raise
     except OSError as error:
         # Readers report errors of the text themselves, so this one is about the folder.
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
     show(f"Wrote {folder}")
     return manifest
 
@@ -205,20 +195,20 @@ def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def cannot_write(place: object, error: OSError) -> UserError:
+def write_error(location: object, error: OSError) -> UserError:
     """Returns the error, with a remedy, for a folder that cannot be written."""
     if isinstance(error, BrokenPipeError):
         raise error  # stdout, for example piped to `head`
     reason = error.strerror or str(error)
     if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
-        remedy = "Make room or choose another dataset_path"
+        remedy = "Free some space or choose another dataset_path"
     elif error.errno in _REFUSED:
-        remedy = "Get the right to write there or choose another dataset_path"
+        remedy = "Get write permission or choose another dataset_path"
     else:
-        remedy = "Mend that or choose another dataset_path"
+        remedy = "Fix that or choose another dataset_path"
     return UserError(
-        f"{error.filename or place} cannot be written ({reason}). {remedy}, and run the same "
-        "command again: what was finished is kept."
+        f"{error.filename or location} cannot be written ({reason}). {remedy}, and run the same "
+        "command to resume: finished shards are kept."
     )
 
 
@@ -234,7 +224,7 @@ def _tokenizer(
         texts, sample = [], _first_texts(corpus)
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
-        show(f"{fast} gives other ids on this text: encoding with {tokenizer.engine}, slower")
+        show(f"{fast} gives different ids on this text: using {tokenizer.engine}, which is slower")
     return tokenizer, {text.number: text.sha256 for text in texts}
 
 
@@ -267,27 +257,33 @@ def _first_texts(corpus: Corpus) -> list[str]:
 
 def _sample(
     preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
-) -> tuple[list[ShardText], tuple[str, ...]]:
+) -> tuple[list[sampling.ShardText], tuple[str, ...]]:
     """Returns shards, and texts from them to train a tokenizer on."""
     seed = preparation.prepare_seed
     fraction = 0.0 if corpus.splits else preparation.validation_fraction
-    for max_shards in (SAMPLED_SHARDS, len(corpus.shards)):
+    for max_shards in (sampling.SAMPLED_SHARDS, len(corpus.shards)):
         # All shards only if the sampled ones are empty.
-        texts = _read(preparation, corpus, sampling_jobs(corpus, seed, max_shards), workers, show)
-        sample = join_samples(texts, seed, fraction)
+        texts = _read(
+            preparation, corpus, sampling.sampling_jobs(corpus, seed, max_shards), workers, show
+        )
+        sample = sampling.join_samples(texts, seed, fraction)
         if sample or max_shards >= len(corpus.shards):
             break
     return texts, sample
 
 
 def _read(
-    preparation: Preparation, corpus: Corpus, jobs: list[ReadJob], workers: Workers, show: Show
-) -> list[ShardText]:
+    preparation: Preparation,
+    corpus: Corpus,
+    jobs: list[sampling.ReadJob],
+    workers: Workers,
+    show: Show,
+) -> list[sampling.ShardText]:
     num_bytes = sum(job.shard.num_bytes for job in jobs)
     num_processes, _ = workers.for_corpus(corpus, READ_BYTES_PER_PROCESS)
-    settings = ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
+    settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, show) as advance:
-        texts = map_in_processes(read_shard, settings, jobs, num_processes, advance)
+        texts = map_in_processes(sampling.read_shard, settings, jobs, num_processes, advance)
         return sorted(texts, key=lambda text: text.number)
 
 
@@ -296,10 +292,7 @@ def _train(preparation: Preparation, sample: Sequence[str], show: Show) -> TextT
     sample_bytes = sum(len(text.encode()) for text in sample)
     origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
     tokenizer = train_tokenizer(
-        sample,
-        preparation.tokenizer_vocab_size,
-        origin,
-        preparation.tokenizer_special_tokens,
+        sample, preparation.tokenizer_vocab_size, origin, preparation.tokenizer_special_tokens
     )
     show(
         f"Tokenizer: {tokenizer.entry.vocab_size} ids, {origin} in {time.monotonic() - start:.1f} s"
@@ -331,7 +324,7 @@ def _control_ids(
             which = key.removeprefix("add_")
             raise UserError(
                 f"{key}=true, and the tokenizer ({entry.origin}) names no {which} token. Put a "
-                f'tokenizer_config.json with "{which}_token" beside its file, or set {key}=false.'
+                f'tokenizer_config.json with "{which}_token" next to it, or set {key}=false.'
             )
     before = (entry.bos_id,) if preparation.add_bos and entry.bos_id is not None else ()
     end = entry.eos_id if separator < 0 else separator
@@ -339,18 +332,18 @@ def _control_ids(
     return before, after
 
 
-def keep(
+def check_existing(
     preparation: Preparation,
     corpus: Corpus,
     folder: Path,
     digest_path: Path | None,
     show: Show,
     *,
-    place: str,
+    location: str,
 ) -> Manifest:
     """Returns the manifest in `folder` if its text, tokenizer and options match the request.
 
-    `place` names the dataset in messages. Raises UserError, listing the differences, otherwise.
+    `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
     manifest = read_manifest(str(folder), manifest_name_of(preparation))
     differences = _different_options(preparation, manifest)
@@ -361,22 +354,22 @@ def keep(
         tokenizer = _given_tokenizer(preparation)
         same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
     if not same:
-        differences.append(f"its tokenizer was other ({manifest.tokenizer.origin})")
+        differences.append(f"different tokenizer ({manifest.tokenizer.origin})")
     if not differences and preparation.prepare_output_format in RECORD_FORMATS:
         damaged = damaged_files(folder, preparation.prepare_output_format)
-        differences += [f"{name} is missing or cut short" for name in damaged[:1]]
+        differences += [f"{name} is missing or truncated" for name in damaged[:1]]
     # Read all text only if nothing else differs and no digest is cached.
     if not differences:
         sha256 = _saved_digest(digest_path) or _text_sha256(preparation, corpus, show)
         _save_digest(digest_path, sha256)
         if sha256 != manifest.source.sha256:
-            differences.append(f"its text was other ({manifest.source.description})")
+            differences.append(f"different source text ({manifest.source.description})")
     if differences:
         raise UserError(
-            f"dataset_path={place} holds another data set: {'; '.join(differences)}. Choose "
+            f"dataset_path={location} is a different data set: {'; '.join(differences)}. Choose "
             "another folder, or delete it to prepare it again."
         )
-    show(f"Kept {place}: it already holds this text with these options")
+    show(f"Kept {location}: it already holds this text with these options")
     return manifest
 
 
@@ -414,9 +407,9 @@ def _save_digest(path: Path | None, sha256: str) -> None:
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
     workers = Workers(preparation.prepare_num_workers or num_cores())
-    jobs = [ReadJob(number, shard) for number, shard in enumerate(corpus.shards)]
+    jobs = [sampling.ReadJob(number, shard) for number, shard in enumerate(corpus.shards)]
     texts = _read(preparation, corpus, jobs, workers, show)
-    return corpus_digest([text.sha256 for text in texts])
+    return sampling.corpus_digest([text.sha256 for text in texts])
 
 
 def _different_options(preparation: Preparation, manifest: Manifest) -> list[str]:

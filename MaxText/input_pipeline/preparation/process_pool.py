@@ -82,9 +82,8 @@ def map_in_processes(
                 process.kill()
         if is_broken:
             raise UserError(
-                "A process that prepares data was killed, by hand or for want of memory. Run the "
-                "same command again: what was finished is kept. A smaller prepare_num_workers "
-                "needs less memory."
+                "A process that prepares data was killed, by hand or out of memory. Run the same "
+                "command to resume. A smaller prepare_num_workers needs less memory."
             ) from error
         raise
     finally:

@@ -11,7 +11,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.sequences.splitmix import INCREMENT, scatter
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, hash_uint64
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """Names of splits; a corpus without splits of its own is divided into the first two."""
@@ -50,10 +50,10 @@ def shard_of(number: int) -> int:
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
     """Returns SplitMix64 hashes (uint64 [N]) of the seed, the purpose and each number."""
     start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS
-    return scatter(numbers_N.astype(np.uint64) + np.uint64(start))
+    return hash_uint64(numbers_N.astype(np.uint64) + np.uint64(start))
 
 
-def held_out_below(fraction: float) -> int:
+def held_out_threshold(fraction: float) -> int:
     return math.ceil(fraction * 2**64)
 
 
@@ -183,7 +183,7 @@ def join_samples(
     """Returns the sampled texts in order, without those held out for validation."""
     in_order = sorted((number, text) for each in texts for _, number, text in each.sample)
     ranks = hashes(seed, HELD_OUT, np.array([number for number, _ in in_order], np.uint64))
-    threshold = held_out_below(validation_fraction)
+    threshold = held_out_threshold(validation_fraction)
     sample = [
         text for (_, text), rank in zip(in_order, ranks.tolist(), strict=True) if rank >= threshold
     ]

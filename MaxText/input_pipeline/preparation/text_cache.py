@@ -10,9 +10,9 @@ from pathlib import Path
 
 from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import Corpus, cut_into_shards
+from MaxText.input_pipeline.document_sources.corpus import Corpus, split_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
-from MaxText.input_pipeline.preparation.prepare import make_once
+from MaxText.input_pipeline.preparation.prepare import prepare_if_needed
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import file_access
@@ -21,7 +21,7 @@ from MaxText.storage import file_access
 _KEYS = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
 
 
-def open_text(
+def tokenize_to_cache(
     files: list[str], preparation: Preparation, cache_dir: Path, show: Callable[[str], None]
 ) -> Path:
     """Returns the folder of a dataset with the text of `files`, prepared at first use.
@@ -50,10 +50,12 @@ def open_text(
     if not (folder / MANIFEST_NAME).exists():
         show(f"Tokenizing the text of {_shown(files)} once, into {folder}")
         found = [file for path in files for file in resolve_files(path)]
-        shards = cut_into_shards(found, [""] * len(found), preparation.text_field)
+        shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
-        make_once(Preparation(**keys), corpus, folder, lambda: read_manifest(str(folder)), show)
+        prepare_if_needed(
+            Preparation(**keys), corpus, folder, lambda: read_manifest(str(folder)), show
+        )
     return folder
 
 

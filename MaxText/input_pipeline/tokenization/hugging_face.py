@@ -52,7 +52,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         vocab_size = max(vocabulary.values()) + 1
         super().__init__(origin, file_text.encode(), vocab_size, ids, "tokenizers", num_threads)
         self._fast: fastokens.Tokenizer | None = None
-        self._refuse_forgery(
+        self._check_special_tokens_as_text(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
             f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
         )
@@ -61,8 +61,8 @@ class HuggingFaceTokenizer(TextTokenizer):
             self.engine = "fastokens"
             decoder = self._tokenizer.get_added_tokens_decoder()
             added = [str(token.content) for token in decoder.values()]
-            beside = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
-            self.check_engine([_CHECKED_TEXT, *beside])
+            contexts = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
+            self.check_engine([_CHECKED_TEXT, *contexts])
 
     def _control_id(self, name: str) -> int | None:
         for candidate in control_token_candidates(name, self._settings):
@@ -79,20 +79,20 @@ class HuggingFaceTokenizer(TextTokenizer):
         for name, value in state.items():
             setattr(self, name, value)
         self._tokenizer = _parse(self.file_text, self.entry.origin)
-        is_fast = self.engine != self._definition
+        is_fast = self.engine != self._reference_engine
         self._fast = _fast_engine(self.file_text) if is_fast else None
 
     def _ids(self, text: str) -> np.ndarray:
         if self._fast is None:
-            return self._ids_by_definition(text)
+            return self._reference_ids(text)
         try:
             # One text at a time runs in this thread; `encode` has its own threads.
             ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
         except ValueError:  # excessive backtracking of a regular expression
-            return self._ids_by_definition(text)
+            return self._reference_ids(text)
         return np.frombuffer(ids, np.uint32)
 
-    def _ids_by_definition(self, text: str) -> np.ndarray:
+    def _reference_ids(self, text: str) -> np.ndarray:
         # Only the batch call can skip computing character offsets.
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -108,8 +108,8 @@ class HuggingFaceTokenizer(TextTokenizer):
             ) from error
         return np.array(encoding.ids, np.uint32)
 
-    def use_definition(self) -> None:
-        super().use_definition()
+    def use_reference(self) -> None:
+        super().use_reference()
         self._fast = None
 
     def decode(self, ids: Sequence[int]) -> str:

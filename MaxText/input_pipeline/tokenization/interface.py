@@ -53,7 +53,9 @@ class TextTokenizer(abc.ABC):
             pad_id=control_ids.get("pad"),
             mask_id=control_ids.get("mask"),
         )
-        self.engine = self._definition = engine  # _definition is the library that defines the ids
+        self.engine = self._reference_engine = (
+            engine  # _reference_engine is the library that defines the ids
+        )
         self.num_threads = num_threads or num_cores()
 
     @abc.abstractmethod
@@ -71,7 +73,7 @@ class TextTokenizer(abc.ABC):
     def _ids(self, text: str) -> np.ndarray:
         """Returns ids (uint32 [N]) of a text without lone surrogates, by the current engine."""
 
-    def _ids_by_definition(self, text: str) -> np.ndarray:
+    def _reference_ids(self, text: str) -> np.ndarray:
         return self._ids(text)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -90,11 +92,11 @@ class TextTokenizer(abc.ABC):
     def _encode_group(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._ids(without_surrogates(text)) for text in texts]
 
-    def encode_by_definition(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._ids_by_definition(without_surrogates(text)) for text in texts]
+    def encode_reference(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._reference_ids(without_surrogates(text)) for text in texts]
 
-    def use_definition(self) -> None:
-        self.engine = self._definition
+    def use_reference(self) -> None:
+        self.engine = self._reference_engine
 
     def check_engine(self, texts: Sequence[str]) -> bool:
         """Returns whether the engine agrees with the definition on a sample; if not, drops it."""
@@ -106,17 +108,17 @@ class TextTokenizer(abc.ABC):
             sample.append(text[:left])
             left -= len(text)
         # In this thread: a regular expression is fastest in the thread that used it first.
-        pairs = zip(self._encode_group(sample), self.encode_by_definition(sample), strict=True)
+        pairs = zip(self._encode_group(sample), self.encode_reference(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)
         if not same:
-            self.use_definition()
+            self.use_reference()
         return same
 
-    def _refuse_forgery(self, spellings: Mapping[int, str], remedy: str) -> None:
+    def _check_special_tokens_as_text(self, spellings: Mapping[int, str], remedy: str) -> None:
         """Raises UserError if a text with the spelling of a control id would be encoded to it."""
         for control, token in spellings.items():
             contexts = [token, f"a {token} b", f"a{token}b", f"\n{token}\n", token * 2]
-            if any(control in ids for ids in self.encode_by_definition(contexts)):
+            if any(control in ids for ids in self.encode_reference(contexts)):
                 raise UserError(
                     f"{self.entry.origin}: a document that contains {token!r} would get the "
                     f"control id {control}. {remedy}"
@@ -186,7 +188,7 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} cannot be read: at offset {error.start} is no UTF-8. Copy it again."
+            f"{path} cannot be read: invalid UTF-8 at offset {error.start}. Copy it again."
         ) from error
 
 

@@ -121,7 +121,7 @@ def load_tokenizer(
 
 def _fetch(hub_id: str) -> Path:
     """Downloads the tokenizer of a hub repository, from its cache if possible."""
-    # Imported lazily: it takes a third of a second.
+    # ImportedRecords lazily: it takes a third of a second.
     import huggingface_hub
 
     try:
@@ -226,7 +226,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
 
 
-def tokenizer_beside(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
+def find_tokenizer_near(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
     """Returns the tokenizer folder of some files, for showing ids as text, else tokenizer_path.
 
     Searches from the first file up to `location`, and above folders named like a split.
@@ -259,7 +259,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return False
 
 
-def holds_tokenizer(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
+def is_tokenizer_in(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
     """Returns whether a path is the tokenizer in `folder`, or has this digest."""
     path = Path(tokenizer_path).expanduser()
     if folder is not None and folder.resolve() in (path.resolve(), path.resolve().parent):

@@ -91,7 +91,7 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
     assert len(folders) >= 3
     for moment, found in folders.items():
         assert found == expected, moment
-    assert done.stdout.count("Going on: ") >= len(folders) - 2
+    assert done.stdout.count("Resuming: ") >= len(folders) - 2
 
 
 WORKERS = """
@@ -204,8 +204,8 @@ def changed_text(folder):
 @pytest.mark.parametrize(
     ("change", "keys", "first_line"),
     [
-        (lambda folder: None, {}, "Going on: 2 of 6 "),
-        (changed_text, {}, "Going on: 2 of 6 "),
+        (lambda folder: None, {}, "Resuming: 2 of 6 "),
+        (changed_text, {}, "Resuming: 2 of 6 "),
         (damaged_files, {}, ""),
         (lambda folder: None, {"add_bos": True}, "Deleting "),
     ],
@@ -219,7 +219,7 @@ def test_finished_units_are_kept_where_nothing_changed(interrupted, change, keys
     assert contents(interrupted / "d") == contents(interrupted / "fresh")
     assert not (interrupted / ".d.preparing").exists()
     assert lines[0].startswith(first_line)
-    assert ("Going on" in "".join(lines)) == ("Going on" in first_line)
+    assert ("Resuming" in "".join(lines)) == ("Resuming" in first_line)
 
 
 def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation.text_cache import open_text
+from MaxText.input_pipeline.preparation.text_cache import tokenize_to_cache
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.refusals import refused
 
@@ -18,7 +18,7 @@ from .small_corpus import documents
 def opened(files, tmp_path, lines=None, **keys):
     preparation = Preparation(**{"tokenizer_path": "bytes"} | keys)
     show = [].append if lines is None else lines.append
-    return open_text([str(file) for file in files], preparation, tmp_path / "cache", show)
+    return tokenize_to_cache([str(file) for file in files], preparation, tmp_path / "cache", show)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
     refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
     refused("prepare_num_shards was 0 and is 2", export, path, out, prepare_num_shards=2)
-    refused("no data set of the kind", export, path, tmp_path)
+    refused("not a data set of the requested kind", export, path, tmp_path)
     refused(r"prepare_name=\.\./x", export, path, tmp_path / "b", prepare_name="../x")
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
         path.write_bytes(rows(texts))
@@ -113,7 +113,7 @@ def test_damaged_exports_are_noticed(tmp_path):
     export(source, tmp_path / "out", prepare_num_shards=8)
     damaged = tmp_path / "out" / "train_data_00002.tfrecord"
     damaged.write_bytes(b"short")
-    refused("train_data_00002.tfrecord is missing or cut short", export, source, tmp_path / "out",
+    refused("train_data_00002.tfrecord is missing or truncated", export, source, tmp_path / "out",
             prepare_num_shards=8)  # fmt: skip
 
 
