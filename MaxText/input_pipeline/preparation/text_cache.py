@@ -12,7 +12,7 @@ from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, split_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
-from MaxText.input_pipeline.preparation.prepare import prepare_if_needed
+from MaxText.input_pipeline.preparation.prepare import PrepareRequest, prepare_if_needed
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import file_access
@@ -53,9 +53,8 @@ def tokenize_to_cache(
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
-        prepare_if_needed(
-            Preparation(**keys), corpus, folder, lambda: read_manifest(str(folder)), show
-        )
+        request = PrepareRequest(Preparation(**keys), corpus, show)
+        prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))
     return folder
 
 

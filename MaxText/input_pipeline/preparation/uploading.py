@@ -8,9 +8,9 @@ from pathlib import Path
 
 from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
 from MaxText.input_pipeline.preparation.prepare import (
+    PrepareRequest,
     check_existing,
     digest_path_of,
     manifest_name_of,
@@ -41,10 +41,9 @@ def prepare_and_upload(
         if path_type(f"{url}/{name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
-            source, field = preparation.prepare_source, preparation.text_field
-            corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-            digest_path = digest_path_of(corpus, cache_dir)
-            return check_existing(preparation, corpus, kept, digest_path, show, location=url)
+            request = PrepareRequest.of(preparation, max_bad_records, show)
+            digest_path = digest_path_of(request.corpus, cache_dir)
+            return check_existing(request, kept, digest_path, location=url)
         folder = staging / "data_set"
         manifest = prepare(preparation, str(folder), show, max_bad_records=max_bad_records)
         _upload(folder, url, name)
