@@ -34,7 +34,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     import jax
 
     from MaxText.input_pipeline.data_sources import prepare_sources
-    from MaxText.input_pipeline.run_batches import open_batches
+    from MaxText.input_pipeline.loader import open_batches
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.parallelism import mesh
 

@@ -114,7 +114,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *resolved.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
-    from MaxText.input_pipeline.run_batches import open_batches
+    from MaxText.input_pipeline.loader import open_batches
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
 

@@ -12,7 +12,6 @@ best peer.
 """
 
 import argparse
-import collections
 import itertools
 import os
 import pathlib
@@ -82,9 +81,10 @@ def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> 
 def text_of(source: str) -> list[str]:
     """The documents that prepare_data.py reads."""
     from MaxText.input_pipeline.document_sources.corpus import open_corpus
+    from MaxText.input_pipeline.document_sources.text_streams import Skipped
 
     corpus = open_corpus(source, "text")
-    skipped: collections.Counter[str] = collections.Counter()
+    skipped = Skipped()
     return [document.text for unit in corpus.shards for document in unit.documents(skipped)]
 
 
@@ -104,7 +104,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     """Text to ids, and to a data set; leaves `trained` and `bin` in `folder`."""
     import fastokens
 
-    from MaxText.input_pipeline.preparation.preparing import prepare
+    from MaxText.input_pipeline.preparation.prepare import prepare
     from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
     def prepared(tokenizer_path: str, name: str, workers: int) -> None:
@@ -132,7 +132,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
 
     runs: dict[str, Callable[[], Any]] = {
         "fastokens alone, encode_batch_flat": lambda: engine.encode_batch_flat(texts),
-        "tokenizers": lambda: tokenizer.encode_by_definition(texts),
+        "tokenizers": lambda: tokenizer.encode_reference(texts),
         "our encode": lambda: tokenizer.encode(texts),
         "prepare .bin, a process per core": prepare_with(0),
         "prepare .bin, 1 process": prepare_with(1),
@@ -157,17 +157,11 @@ def all_ids(folder: pathlib.Path) -> np.ndarray:
 
 def open_store(folder: pathlib.Path) -> Any:
     """The training tokens of a prepared data set."""
-    from MaxText.input_pipeline.token_store.opening import open_token_data
+    from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 
-    return open_token_data(
-        str(folder),
-        key="dataset_path",
-        data=Data(dataset_path=str(folder)),
-        preparation=Preparation(),
-        split="train",
-        for_training=True,
-        show=print,
-    ).store
+    data = Data(dataset_path=str(folder))
+    request = OpenRequest(str(folder), "dataset_path", data, Preparation(), "train", True, print)
+    return open_token_data(request).store
 
 
 def measure_random_reads(folder: pathlib.Path) -> None:
@@ -267,12 +261,12 @@ def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
 
 def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
     """What train.py reads."""
-    from MaxText.input_pipeline.loader import train_loader
-    from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+    from MaxText.input_pipeline.loader import make_train_iterator
+    from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 
-    return train_loader(
+    return make_train_iterator(
         Data(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),
-        plan=BatchPlan.constant(BATCH, LENGTH),
+        schedule=BatchSchedule.constant(BATCH, LENGTH),
         vocab_size=VOCAB_SIZE,
         masking=masking,
     )

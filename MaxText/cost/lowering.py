@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.config.schema import Config
 from MaxText.growth.resolve import resolve_growth
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
 from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
@@ -32,7 +32,7 @@ class LoweredStep(NamedTuple):
     layout: mesh.Layout
     state: TrainState
     batch: Any
-    plan: BatchPlan
+    plan: BatchSchedule
     length: int
     lowered: jax.stages.Lowered
     lines: Sequence[str]

@@ -17,7 +17,8 @@ from MaxText.evaluation.tasks import log_progress
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.token_bytes import TokenByteCounts
 from MaxText.inference.trained_model import Show, TrainedModel
-from MaxText.input_pipeline.run_batches import OpenedSource, open_source_batches
+from MaxText.input_pipeline.data_sources import OpenDataSource
+from MaxText.input_pipeline.loader import open_source_batches
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
@@ -54,7 +55,7 @@ def make_score_step(
 
 def score_data_set(
     trained: TrainedModel,
-    opened: Sequence[OpenedSource],
+    opened: Sequence[OpenDataSource],
     text_bytes: TextBytes,
     config: Config,
     show: Show = print,
@@ -82,7 +83,7 @@ class _Scorer:
         )
         self._compiled: dict[Any, Any] = {}
 
-    def score(self, source: OpenedSource | None) -> SourceScore:
+    def score(self, source: OpenDataSource | None) -> SourceScore:
         """Scores all batches of a source, fetching sums one batch late."""
         name = "random tokens" if source is None else source.entry.location
         batches = open_source_batches(
@@ -165,7 +166,7 @@ def _add(sums: dict[str, Any], new: LossTotals | None) -> None:
         sums[name] += float(value) if name == "nats" else int(value)
 
 
-def _facts(source: OpenedSource | None, num_bad: int) -> dict[str, Any]:
+def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:
     if source is None:
         return {}
     data = source.data

@@ -20,7 +20,7 @@ from MaxText.inference.text_files import check_not_input
 from MaxText.inference.trained_model import Show, TrainedModel, load_model, weights_path
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.run_batches import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenDataSource
 
 _DATA_KEYS = ("dataset_path", "grain_eval_files", "dataset_mix", "dataset_type", "eval_split")
 
@@ -88,7 +88,7 @@ class _DataSet(NamedTuple):
     """Opened data and the configuration to read them with."""
 
     config: Config
-    opened: "list[OpenedSource]"  # empty for random tokens
+    opened: "list[OpenDataSource]"  # empty for random tokens
     text_bytes: TextBytes
     tokenizer_sha256: str  # of the weights' tokenizer; empty without one
 
@@ -109,7 +109,7 @@ def _open_data_set(asked: EvaluationRequest, weights: str, show: Show) -> _DataS
 
     Raises UserError for missing or unsuitable data, or an unreadable user-set tokenizer_path.
     """
-    from MaxText.input_pipeline.run_batches import open_eval_sources  # imports jax
+    from MaxText.input_pipeline.loader import open_eval_sources
 
     config, tokenizer = asked.config, None
     preparation = config.preparation

@@ -11,7 +11,7 @@ from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.run_batches import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenDataSource
 
 # Share of ids that may decode differently if the same tokenizer is stored in two formats: partial
 # characters and spaces do not decode on their own.
@@ -39,7 +39,7 @@ class TextBytes:
         self._model_tokenizer = model_tokenizer
         self._of_path = functools.cache(lambda path: load_tokenizer(path, num_threads=1))
 
-    def byte_counts(self, source: "OpenedSource | None") -> tuple[TokenByteCounts | None, str]:
+    def byte_counts(self, source: "OpenDataSource | None") -> tuple[TokenByteCounts | None, str]:
         """Returns bytes per id of a source, or None and the reason if they are undefined."""
         try:
             if source is None:
@@ -51,7 +51,7 @@ class TextBytes:
             return None, str(error)
 
     def from_manifest(
-        self, source: "OpenedSource | None", num_targets: int, is_whole_split: bool, why: str
+        self, source: "OpenDataSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
         """Returns the bytes of the scored targets by the manifest, or None and the reason.
 
@@ -70,7 +70,7 @@ class TextBytes:
             return split.num_text_bytes, ""
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
-    def _tokenizer(self, source: "OpenedSource") -> TextTokenizer:
+    def _tokenizer(self, source: "OpenDataSource") -> TextTokenizer:
         """Returns the tokenizer of a source's ids; InexactByteCountError or UserError if none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
@@ -82,7 +82,7 @@ class TextBytes:
             raise InexactByteCountError(f"the tokenizer in {folder} is not the one of the ids")
         return tokenizer
 
-    def mismatch(self, source: "OpenedSource") -> str:
+    def mismatch(self, source: "OpenDataSource") -> str:
         """Returns a warning if the source's tokenizer is not the model's."""
         folder, model = source.data.tokenizer_folder, self._model_tokenizer
         if folder is None or isinstance(model, UserError):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from MaxText.input_pipeline.tokenization.sentence_piece import (
     SENTENCE_PIECE_NAME,
     SentencePieceTokenizer,

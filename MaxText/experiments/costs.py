@@ -7,7 +7,7 @@ from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.schema import Config
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
 from MaxText.layers.model import Model
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training import backend_defaults
@@ -42,7 +42,7 @@ def cost(config: Config, num_devices: int) -> Cost:
     )
 
 
-def batch_plan(config: Config, num_devices: int) -> BatchPlan:
+def batch_plan(config: Config, num_devices: int) -> BatchSchedule:
     """Returns the batch schedule; raises UserError as `cost` does."""
 
     def samples(per_device: float) -> int:

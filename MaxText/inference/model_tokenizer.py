@@ -9,17 +9,20 @@ from MaxText.config.schema import Config
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
-from MaxText.input_pipeline.local_copies import copied_folder
+from MaxText.input_pipeline.local_cache import copy_folder
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
     TokenizerEntry,
     read_manifest,
 )
-from MaxText.input_pipeline.token_store.tokenizer_beside import tokenizer_beside
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
+from MaxText.input_pipeline.tokenization.interface import (
+    CONFIG_NAME,
+    TextTokenizer,
+    read_json,
+    read_text,
+)
+from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near, load_tokenizer
 from MaxText.storage.file_access import is_url, path_type
 
 
@@ -169,7 +172,7 @@ def _find(config: Config, weights: str) -> Path | None:
             return found
     step = Path(weights)
     for place in (step, step.parent.parent / RUN_FOLDER_NAME):
-        if place.is_dir() and (found := tokenizer_beside([str(place / CONFIG)], str(place), "")):
+        if place.is_dir() and (found := find_tokenizer_near([str(place / CONFIG)], str(place), "")):
             return found
     data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
@@ -179,13 +182,13 @@ def _find(config: Config, weights: str) -> Path | None:
         folder = Path(first).expanduser()
         if location and folder.exists():
             probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
-            if found := tokenizer_beside([probe], str(folder), ""):
+            if found := find_tokenizer_near([probe], str(folder), ""):
                 return found
     return None
 
 
 def _copied(url: str, config: Config) -> Path | None:
-    return copied_folder(url, Path(config.data.data_cache_dir).expanduser())
+    return copy_folder(url, Path(config.data.data_cache_dir).expanduser())
 
 
 def _adds_bos(folder: Path) -> bool | None:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -15,39 +14,37 @@ from MaxText.config.data_sections import SAMPLINGS, Data, Preparation, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.retry import RetryLog, RetryPolicy, open_with_retries
-from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows, document_range
+from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
 from MaxText.input_pipeline.sequences.order import (
     Concatenation,
+    EpochPermutation,
     Mixture,
     OrderedWindows,
-    Rows,
-    WindowOrder,
+    SequenceDataset,
 )
 from MaxText.input_pipeline.sequences.packing import PackedDocuments
 from MaxText.input_pipeline.sequences.windows import (
-    Cutting,
+    ConcatThenSplit,
     DocumentWindows,
-    PackedWindows,
-    StitchedWindows,
+    JoinedDocuments,
+    SequenceOptions,
     Windows,
 )
-from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url
 
-_Value = TypeVar("_Value")
-
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
 # Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
-_MOST_UNUSED = 1.25
+_MAX_ID_RATIO = 1.25
 
 CHUNKS = SAMPLINGS[0]
 _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class DataSource:
     """Configuration of one dataset."""
 
     location: str
@@ -57,12 +54,12 @@ class Entry:
     stitch: int = 1  # documents per window with documents_* sampling
 
 
-def train_entries(data: Data) -> list[Entry]:
+def train_sources(data: Data) -> list[DataSource]:
     """Returns the datasets to train on. Raises UserError unless weights are positive."""
     if data.dataset_mix:
         parts = map(mix_part, data.dataset_mix)
         return [
-            Entry(location, "dataset_mix", weight, sampling, stitch)
+            DataSource(location, "dataset_mix", weight, sampling, stitch)
             for location, stitch, sampling, weight in parts
         ]
     if data.grain_train_files:
@@ -70,15 +67,15 @@ def train_entries(data: Data) -> list[Entry]:
     return _weighted(data.dataset_path, "dataset_path")
 
 
-def eval_entries(data: Data) -> list[Entry]:
+def eval_sources(data: Data) -> list[DataSource]:
     if data.grain_eval_files:
         return _weighted(data.grain_eval_files, "grain_eval_files")
     if data.dataset_path:
         return _weighted(data.dataset_path, "dataset_path")
-    return train_entries(data)
+    return train_sources(data)
 
 
-def _weighted(text: str, key: str) -> list[Entry]:
+def _weighted(text: str, key: str) -> list[DataSource]:
     entries = []
     # A name may itself hold a semicolon or end like a weight.
     parts = [text] if os.path.exists(os.path.expanduser(text)) else text.split(";")
@@ -93,7 +90,7 @@ def _weighted(text: str, key: str) -> list[Entry]:
             ) from error
         if not 0 < weight < math.inf:
             raise UserError(f"{key}: the weight of {part!r} must be above 0 and finite.")
-        entries.append(Entry(match["location"] if match else part, key, weight))
+        entries.append(DataSource(match["location"] if match else part, key, weight))
     if not entries:
         raise UserError(
             f"{key} is not set, and dataset_type=grain reads a data set. Make one with: python "
@@ -105,19 +102,57 @@ def _weighted(text: str, key: str) -> list[Entry]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedSource:
+class OpenDataSource:
     """An opened dataset and its sequences in order."""
 
-    entry: Entry
+    entry: DataSource
     data: TokenData
     rows: OrderedWindows
+
+
+@dataclasses.dataclass(frozen=True)
+class SourcesRequest:
+    """The datasets to open for training (shuffled and repeated as configured) or evaluation."""
+
+    data: Data
+    preparation: Preparation
+    for_training: bool
+    vocab_size: int
+    show: Callable[[str], None]
+
+    @property
+    def entries(self) -> list[DataSource]:
+        return train_sources(self.data) if self.for_training else eval_sources(self.data)
+
+    @property
+    def split(self) -> str:
+        return self.data.train_split if self.for_training else self.data.eval_split
+
+    def open_tokens(self, entry: DataSource) -> TokenData:
+        """Opens a dataset. Raises UserError as open_token_data does, or for too large ids."""
+        data, for_training = self.data, self.for_training
+        tokens = open_token_data(
+            OpenRequest(
+                entry.location, entry.key, data, self.preparation, self.split, for_training,
+                self.show,
+            )
+        )  # fmt: skip
+        if tokens.largest_id is not None and tokens.largest_id >= self.vocab_size:
+            raise UserError(
+                f"vocab_size={self.vocab_size} is too small: the largest token id in "
+                f"{entry.location} is {tokens.largest_id}. Set vocab_size to "
+                f"{tokens.largest_id + 1} or more"
+                + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+                + " Trained weights need data of their own tokenizer."
+            )
+        return tokens
 
 
 def prepare_sources(config: Config) -> None:
     """Prepares the dataset that `prepare_source` describes, if any, and checks all local data."""
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
-        from MaxText.input_pipeline.preparation.preparing import prepare
+        from MaxText.input_pipeline.preparation.prepare import prepare
 
         prepare(
             config.preparation,
@@ -134,145 +169,115 @@ def check_sources(config: Config) -> None:
     Raises UserError if data is missing or damaged, or has no tokenizer or ids beyond the
     vocabulary.
     """
-    data, vocab_size = config.data, config.model.shape.vocab_size
-    if data.dataset_type == "synthetic":
+    if config.data.dataset_type == "synthetic":
         return
-    opened = [(train_entries(data), data.train_split, True)]
-    if config.evaluation.eval_interval > 0:
-        opened.append((eval_entries(data), data.eval_split, False))
-    for entries, split, for_training in opened:
-        for entry in entries:
+    for for_training in (True, False) if config.evaluation.eval_interval > 0 else (True,):
+        request = SourcesRequest(
+            config.data, config.preparation, for_training, config.model.shape.vocab_size, print
+        )
+        for entry in request.entries:
             if is_url(entry.location):
                 continue  # slow, and the network may fail
             try:
-                tokens = open_token_data(
-                    entry.location,
-                    key=entry.key,
-                    data=data,
-                    preparation=config.preparation,
-                    split=split,
-                    for_training=for_training,
-                    show=print,
-                )
+                request.open_tokens(entry)
             except Exception as error:
-                if is_transient(error, False):
-                    continue  # the loader retries
-                raise
-            _check_ids(tokens, entry, vocab_size)
-
-
-def _check_ids(tokens: TokenData, entry: Entry, vocab_size: int) -> None:
-    if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
-        raise UserError(
-            f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
-            f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
-            + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
-            + " Trained weights need data of their own tokenizer."
-        )
+                if not is_transient(error, False):  # the loader retries
+                    raise
 
 
 def open_sources(
-    data: Data,
-    preparation: Preparation,
-    entries: list[Entry],
-    split: str,
-    *,
+    request: SourcesRequest,
     length: int,
-    vocab_size: int,
-    num_samples: int | None,
-    for_training: bool,
-    show: Callable[[str], None],
+    num_samples: int | None = None,
     log: RetryLog | None = None,
-) -> list[OpenedSource]:
+) -> list[OpenDataSource]:
     """Opens datasets.
 
     Args:
       length: T, tokens per sequence.
       num_samples: Sequences of the whole run; None for unbounded.
-      for_training: Shuffle and repeat as `data` says; otherwise in order, once.
       log: Receives retries after storage errors; None for a single attempt.
 
     Raises:
       UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
-
-    cutting = Cutting(
+    data, for_training, vocab_size = request.data, request.for_training, request.vocab_size
+    options = SequenceOptions(
         length,
         data.attend_across_documents,
         data.zero_loss,
         data.use_truncation and not data.packing,
     )
 
-    def open_and_cut(entry: Entry) -> tuple[TokenData, Windows]:
-        tokens = open_token_data(
-            entry.location,
-            key=entry.key,
-            data=data,
-            preparation=preparation,
-            split=split,
-            for_training=for_training,
-            show=show,
-        )
-        _check_ids(tokens, entry, vocab_size)
-        if tokens.filler_id >= vocab_size:
+    def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
+        tokens = request.open_tokens(entry)
+        if tokens.pad_id >= vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
-            tokens = dataclasses.replace(tokens, filler_id=0)
+            tokens = dataclasses.replace(tokens, pad_id=0)
         if data.megatron_order == "gpt_neox":
-            return tokens, _in_sample_order(data, entry, tokens, cutting, for_training, num_samples)
-        return tokens, _cut(data, entry, tokens, cutting)
+            return tokens, _gpt_neox_samples(
+                data, entry, tokens, options, for_training, num_samples
+            )
+        return tokens, _slice(data, entry, tokens, options)
 
     opened = []
-    for number, entry in enumerate(entries):
-        open_once = functools.partial(open_and_cut, entry)
+    for number, entry in enumerate(request.entries):
+        open_once = functools.partial(open_and_slice, entry)
         if log is None:
             tokens, windows = open_once()
         else:
             policy = RetryPolicy.of(data)
             tokens, windows = open_with_retries(entry.location, open_once, policy, log)
-        used = tokens.vocab_size or vocab_size
-        if for_training and ANY_ID > vocab_size > _MOST_UNUSED * used:
-            show(
-                f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
-                f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
-            )
-        num_tokens = len(tokens.store)
-        if len(windows) == 0:
-            raise UserError(
-                f"{entry.key}={entry.location} has {num_tokens} tokens in "
-                f"{len(tokens.store.document_offsets) - 1} documents of split {split}: nothing to "
-                "predict. Prepare more text."
-            )
-        if for_training and isinstance(windows, PackedWindows) and num_tokens <= length:
-            raise UserError(
-                f"Split {split} of {entry.location} has {num_tokens} tokens, and one "
-                f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
-                "prepare more text."
-            )
+        _check_tokens(request, entry, tokens, windows)
         # Identical datasets of a mixture must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
         # Windows with their own order already contain all epochs.
         ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
-        order = WindowOrder(
+        order = EpochPermutation(
             len(windows),
             seed,
             data.enable_data_shuffling and for_training and not windows.has_own_order,
             1 if ends else data.num_epoch,
             _file_groups(data, tokens, windows),
         )
-        opened.append(OpenedSource(entry, tokens, OrderedWindows(windows, order, seed)))
+        opened.append(OpenDataSource(entry, tokens, OrderedWindows(windows, order, seed)))
     return opened
 
 
-def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windows:
+def _check_tokens(
+    request: SourcesRequest, entry: DataSource, tokens: TokenData, windows: Windows
+) -> None:
+    used, vocab_size = tokens.vocab_size or request.vocab_size, request.vocab_size
+    if request.for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
+        request.show(
+            f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
+            f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
+        )
+    num_tokens, length = len(tokens.store), windows.length
+    if len(windows) == 0:
+        raise UserError(
+            f"{entry.key}={entry.location} has {num_tokens} tokens in "
+            f"{len(tokens.store.document_offsets) - 1} documents of split {request.split}: nothing "
+            "to predict. Prepare more text."
+        )
+    if request.for_training and isinstance(windows, ConcatThenSplit) and num_tokens <= length:
+        raise UserError(
+            f"Split {request.split} of {entry.location} has {num_tokens} tokens, and one window "
+            f"needs max_target_length + 1 = {length + 1}. Lower max_target_length or prepare more "
+            "text."
+        )
+
+
+def _slice(data: Data, entry: DataSource, tokens: TokenData, options: SequenceOptions) -> Windows:
     cache_dir = Path(data.data_cache_dir).expanduser()
     if entry.sampling != CHUNKS:
         _check_no_labels(entry, tokens)
-        return StitchedWindows(tokens, cutting, entry.stitch, entry.sampling == "documents_random")
-    if not data.packing or tokens.labels is not None or _are_sequences(tokens, cutting.length):
-        return DocumentWindows(tokens, cutting, cache_dir)
+        return JoinedDocuments(tokens, options, entry.stitch, entry.sampling == "documents_random")
+    if not data.packing or tokens.labels is not None or _are_sequences(tokens, options.length):
+        return DocumentWindows(tokens, options, cache_dir)
     if data.grain_packing_type == "concat_then_split":
-        return PackedWindows(tokens, cutting)
-    return PackedDocuments(tokens, cutting, data.grain_packing_type == "best_fit", cache_dir)
+        return ConcatThenSplit(tokens, options)
+    return PackedDocuments(tokens, options, data.grain_packing_type == "best_fit", cache_dir)
 
 
 def _are_sequences(tokens: TokenData, length: int) -> bool:
@@ -284,22 +289,22 @@ def _are_sequences(tokens: TokenData, length: int) -> bool:
     return size is not None and size >= length and (size - 1) % length in (0, length - 1)
 
 
-def _check_no_labels(entry: Entry, tokens: TokenData) -> None:
+def _check_no_labels(entry: DataSource, tokens: TokenData) -> None:
     if tokens.labels is not None:
         raise UserError(
-            f"{entry.key}={entry.location} has labels, whose rows are read as they are. Leave "
+            f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
             "megatron_order=stored and the sampling chunks."
         )
 
 
-def _in_sample_order(
+def _gpt_neox_samples(
     data: Data,
-    entry: Entry,
+    entry: DataSource,
     tokens: TokenData,
-    cutting: Cutting,
+    options: SequenceOptions,
     for_training: bool,
     num_samples: int | None,
-) -> SampleWindows:
+) -> GptNeoxSamples:
     _check_no_labels(entry, tokens)
     offsets = tokens.store.document_offsets
     documents = 0, len(offsets) - 1
@@ -308,10 +313,10 @@ def _in_sample_order(
     samples = num_samples if for_training else None
     if for_training and data.num_epoch > 0:
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
-        of_passes = (data.num_epoch * num_tokens - 1) // cutting.length
+        of_passes = (data.num_epoch * num_tokens - 1) // options.length
         samples = of_passes if samples is None else min(samples, of_passes)
     cache_dir = Path(data.data_cache_dir).expanduser()
-    return SampleWindows(tokens, cutting, data.data_shuffle_seed, cache_dir, samples, documents)
+    return GptNeoxSamples(tokens, options, data.data_shuffle_seed, cache_dir, samples, documents)
 
 
 def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
@@ -323,7 +328,7 @@ def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray 
     return np.unique(np.append(windows.first_window(firsts), len(windows)))
 
 
-def combine(data: Data, opened: list[OpenedSource]) -> Rows:
+def mix_sources(data: Data, opened: list[OpenDataSource]) -> SequenceDataset:
     """Returns the training sequences of the only source, or of a mixture."""
     if len(opened) == 1:
         return opened[0].rows
@@ -336,11 +341,11 @@ def combine(data: Data, opened: list[OpenedSource]) -> Rows:
     return Mixture([source.rows for source in opened], weights(data, opened))
 
 
-def chain(opened: list[OpenedSource]) -> Rows:
+def concatenate_sources(opened: list[OpenDataSource]) -> SequenceDataset:
     return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
 
 
-def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
+def weights(data: Data, opened: list[OpenDataSource]) -> list[float]:
     shares = []
     for source in opened:
         weight = source.entry.weight
@@ -350,7 +355,7 @@ def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
     return shares
 
 
-def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> str:
+def describe(data: Data, opened: list[OpenDataSource], num_rows: int | None) -> str:
     """Describes the sources: contents, share, and epochs over `num_rows` sequences."""
     lines = []
     for source in opened:
@@ -359,7 +364,7 @@ def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> st
         shares = weights(data, opened)
         for source, share in zip(opened, shares, strict=True):
             part = share / sum(shares)
-            line = f"  {part:.2%} of the rows from {source.entry.location}"
+            line = f"  {part:.2%} of the sequences from {source.entry.location}"
             if num_rows is not None:
                 passes = num_rows * part / len(source.rows.windows)
                 line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
@@ -367,7 +372,7 @@ def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> st
     return "\n".join(lines)
 
 
-def _padding(data: Data, source: OpenedSource) -> list[str]:
+def _padding(data: Data, source: OpenDataSource) -> list[str]:
     """Returns a line if more than 1% of the positions are padding."""
     windows = source.rows.windows
     if windows.padding_share <= 0.01:
@@ -376,7 +381,6 @@ def _padding(data: Data, source: OpenedSource) -> list[str]:
     if source.data.labels is None:
         return [line if data.packing else f"{line}; packing=true packs documents"]
     return [
-        f"warning: {line}: records with labels are sequences of their own and are not packed, "
-        f"whatever packing says. Set max_target_length (now {windows.length}) to the length of a "
-        "record, or a divisor of it."
+        f"warning: {line}: records with labels are never packed.  Set max_target_length (now "
+        f"{windows.length}) to the length of a record, or a divisor of it."
     ]

@@ -5,13 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_sources import OpenedSource
+from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
-from MaxText.input_pipeline.sequences.exclusions import Holes
-from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
 from MaxText.layers.batch import Batch
 
 # Position field -> the configuration keys it depends on, for messages.
@@ -28,45 +25,67 @@ _KEY_OF = {
 }
 
 
-class BatchIterator(Iterator[Batch]):
+class _HostBatches:
+    """Batches of one host, read ahead and with retries. Nothing is read before the first one."""
+
+    def __init__(
+        self,
+        source: GlobalBatch,
+        opened: Sequence[OpenDataSource],
+        *,
+        what: str,
+        policy: RetryPolicy,
+        log: RetryLog,
+        num_workers: int = 0,
+    ):
+        self.has_documents = source.has_documents
+        self.retry_log = log
+        self.skipped = [message for one in opened for message in one.data.skipped]
+        self._reader = RetryingReader(
+            source, opened, what=what, log=log, policy=policy, num_processes=num_workers
+        )
+
+    def stop_waiting(self, when: Callable[[], bool]) -> None:
+        """Makes reads raise StopWaiting as soon as `when` returns true, even a blocked one."""
+        self._reader.stopping = when
+
+    def _read(self, step: int) -> Batch:
+        arrays = self._reader.read(step)
+        return Batch(
+            tokens_BT=arrays["tokens"],
+            targets_BT=arrays["targets"],
+            weights_BT=arrays["weights"],
+            positions_BT=arrays.get("positions"),
+            segments_BT=arrays.get("segments"),
+        )
+
+
+class BatchIterator(_HostBatches, Iterator[Batch]):
     """This host's training batches in order, from any step. Not thread-safe.
 
-    Failed reads are retried (see RetryingReader). Nothing is read before the first `next`.
     `identity` holds the data settings that determine the meaning of sample numbers.
     """
 
     def __init__(
         self,
         source: GlobalBatch,
+        opened: Sequence[OpenDataSource],
         identity: dict[str, Any],
         *,
-        has_documents: bool,
+        policy: RetryPolicy,
+        log: RetryLog,
         num_workers: int = 0,
         reuse_first: bool = False,
-        opened: list[OpenedSource] | None = None,
         description: str = "",
-        policy: RetryPolicy | None = None,
-        log: RetryLog | None = None,
-        show: Callable[[str], None] = print,
     ):
         """Initializes the iterator before step 0; `reuse_first` yields its batch at every step."""
-        self.has_documents = has_documents
-        self.description = description
-        self.retry_log = log or RetryLog(show)
+        what = "training data"
+        super().__init__(source, opened, what=what, policy=policy, log=log, num_workers=num_workers)
+        self.opened = opened
         self.identity = identity
-        self.opened = opened or []
-        self.skipped = _skipped(self.opened)
-        self._reader = RetryingReader(
-            source,
-            self.opened,
-            what="training data",
-            log=self.retry_log,
-            policy=policy or RetryPolicy(),
-            num_processes=num_workers,
-        )
+        self.description = description
         self._reuse_first = reuse_first
         self._first_batch: Batch | None = None
-        self._show = show
         self._step = 0
 
     @property
@@ -109,14 +128,14 @@ class BatchIterator(Iterator[Batch]):
 
         Commutes with a seek to an earlier position. Raises UserError unless 0 <= first < end.
         """
-        holes = Holes([(first, end)])
+        exclusions = ExcludedRanges([(first, end)])
         self.close()
-        self._source.leave_out(holes, self._step)
+        self._source.exclude(exclusions, self._step)
 
-    def exclude_once(self, first: int, end: int) -> bool:
+    def exclude_if_new(self, first: int, end: int) -> bool:
         """Excludes samples unless all of them already are; returns whether anything changed."""
-        known = self._source.left_out
-        if known | Holes([(first, end)]) == known:
+        known = self._source.excluded
+        if known | ExcludedRanges([(first, end)]) == known:
             return False
         self.exclude(first, end)
         return True
@@ -131,7 +150,7 @@ class BatchIterator(Iterator[Batch]):
         return {
             "step": self._step,
             "samples": self._source.samples_before(self._step),
-            "excluded": [list(pair) for pair in self._source.left_out.pairs],
+            "excluded": [list(pair) for pair in self._source.excluded.pairs],
             **self.identity,
         }
 
@@ -157,18 +176,18 @@ class BatchIterator(Iterator[Batch]):
         """
         if differences := self.differences(position):
             raise UserError(
-                f"The checkpoint stands at step {position.get('step')} of other data: "
+                f"The checkpoint (step {position.get('step')}) is of other data: "
                 + "; ".join(differences)
-                + ". Set back what differs to continue that run exactly, or begin a new run "
-                "(another run_name) from its weights with load_parameters_path."
+                + ". Restore these settings to resume that run, or start a new run (another "
+                "run_name) from its weights with load_parameters_path."
             )
         step, samples = position["step"], position.get("samples")
-        saved = Holes(position.get("excluded", ()))
-        self._source.holes |= saved
+        saved = ExcludedRanges(position.get("excluded", ()))
+        self._source.exclusions |= saved
         self.seek(step, samples)
         if samples is not None:
             self._source.begin_at(step, samples, passed=saved)
-        self._show_left_out(saved)
+        self._report_exclusions(saved)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
         """Returns the reasons why a position belongs to different data; empty if it does not."""
@@ -178,14 +197,14 @@ class BatchIterator(Iterator[Batch]):
             if position.get(name) != self.identity.get(name)
         ]
 
-    def _show_left_out(self, saved: Holes) -> None:
-        ahead = self._source.holes.within(self._source.first_sample)
+    def _report_exclusions(self, saved: ExcludedRanges) -> None:
+        ahead = self._source.exclusions.within(self._source.first_sample)
         if not ahead:
             return
-        line = f"Samples of the training data that are left out: {ahead}."
+        line = f"Excluded samples of the training data: {ahead}."
         if ahead != saved.within(self._source.first_sample):
             line += f" The checkpoint had: {saved}."
-        self._show(line)
+        self.retry_log.show(line)
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -196,50 +215,30 @@ class BatchIterator(Iterator[Batch]):
             raise StopIteration
         if self._reuse_first:
             if self._first_batch is None:
-                self._first_batch = self._take(0)
+                self._first_batch = self._read(0)
                 self.close()
             batch = self._first_batch
         else:
-            batch = self._take(self._step)
+            batch = self._read(self._step)
         self._step += 1
         return batch
-
-    def _take(self, step: int) -> Batch:
-        return _to_batch(self._reader.read(step))
-
-    def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes `next` raise StopWaiting as soon as `when` returns true, even in a blocked read."""
-        self._reader.stopping = when
 
     def close(self) -> None:
         """Stops the readers; `next` restarts them."""
         self._reader.close()
 
 
-class EvalBatches:
+class EvalBatches(_HostBatches):
     """One ordered pass over a split per iteration; `len` is the number of batches."""
 
     def __init__(
         self,
         source: GlobalBatch,
-        has_documents: bool,
-        opened: list[OpenedSource] | None = None,
-        policy: RetryPolicy | None = None,
-        log: RetryLog | None = None,
+        opened: Sequence[OpenDataSource],
+        policy: RetryPolicy,
+        log: RetryLog,
     ):
-        self.has_documents = has_documents
-        self.retry_log = log or RetryLog(print)
-        self.skipped = _skipped(opened or [])
-        self._reader = RetryingReader(
-            source,
-            opened or [],
-            what="evaluation data",
-            log=self.retry_log,
-            policy=policy or RetryPolicy(),
-        )
-
-    def stop_waiting(self, when: Callable[[], bool]) -> None:
-        self._reader.stopping = when
+        super().__init__(source, opened, what="evaluation data", policy=policy, log=log)
 
     def __len__(self) -> int:
         return len(self._reader.source)
@@ -248,20 +247,6 @@ class EvalBatches:
         self._reader.close()
         try:
             for step in range(len(self)):
-                yield _to_batch(self._reader.read(step))
+                yield self._read(step)
         finally:
             self._reader.close()
-
-
-def _skipped(opened: Sequence[OpenedSource]) -> list[str]:
-    return [message for source in opened for message in source.data.skipped]
-
-
-def _to_batch(arrays: Mapping[str, np.ndarray]) -> Batch:
-    return Batch(
-        tokens_BT=arrays["tokens"],
-        targets_BT=arrays["targets"],
-        weights_BT=arrays["weights"],
-        positions_BT=arrays.get("positions"),
-        segments_BT=arrays.get("segments"),
-    )

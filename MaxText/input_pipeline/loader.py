@@ -10,97 +10,73 @@ from collections.abc import Callable
 from typing import Any
 
 from MaxText.config.data_sections import Data, Masking, Preparation
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
+from MaxText.input_pipeline.data_sources import OpenDataSource, SourcesRequest
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.prefetch import never
 from MaxText.input_pipeline.retry import RetryLog, RetryPolicy
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.input_pipeline.sequences.exclusions import Holes
-from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
-from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.sequences.synthetic import EVAL_STREAM, SyntheticRows
-from MaxText.input_pipeline.sequences.windows import PackedWindows
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
+from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
+from MaxText.input_pipeline.sequences.order import (
+    EVAL_STREAM,
+    EpochPermutation,
+    OrderedWindows,
+    SyntheticSequences,
+)
+from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.sequences.windows import ConcatThenSplit, SequenceOptions
 
 _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
 
-def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> None:
-    assert 0 <= process_index < process_count, (process_index, process_count)
-    for stage in plan.stages:
-        if stage.samples < 1 or stage.samples % process_count:
-            raise UserError(
-                f"A global batch of {stage.samples} sequences cannot be split evenly over "
-                f"{process_count} hosts: change per_device_batch_size so that it is a multiple of "
-                f"{process_count}."
-            )
+def open_batches(
+    config: Config,
+    schedule: BatchSchedule,
+    eval_rows: int,
+    part: int,
+    parts: int,
+    stopping: Callable[[], bool] = never,
+    show: Callable[[str], None] = print,
+) -> tuple[BatchIterator, EvalBatches | None]:
+    """Returns this process's training batches, and evaluation batches if enabled.
 
-
-def _masked(
-    masking: Masking, opened: list[data_sources.OpenedSource], vocab_size: int
-) -> MaskedLanguageModel | None:
-    if not masking.mlm_training:
-        return None
-    special: set[int] = set()
-    mask_id = None
-    for source in opened:
-        if source.data.labels is not None:
-            raise UserError(
-                f"mlm_training=true chooses its own targets, and {source.entry.location} has "
-                "labels. Name records without labels, or train without mlm_training."
-            )
-        special.update(source.data.special_ids)
-        mask_id = source.data.mask_id if mask_id is None else mask_id
-    return MaskedLanguageModel(masking, vocab_size, mask_id, special)
-
-
-def _open(
-    data: Data,
-    masking: Masking,
-    preparation: Preparation,
-    entries: list[data_sources.Entry],
-    split: str,
-    *,
-    window: int,
-    vocab_size: int,
-    num_samples: int | None,
-    for_training: bool,
-    log: RetryLog,
-    show: Callable[[str], None],
-) -> tuple[list[data_sources.OpenedSource], MaskedLanguageModel | None]:
-    with_cls = int(masking.mlm_training and masking.mlm_cls_token_id >= 0)
-    opened = data_sources.open_sources(
-        data,
-        preparation,
-        entries,
-        split,
-        # CLS takes one position of each sequence.
-        length=window - with_cls,
-        vocab_size=vocab_size,
-        num_samples=num_samples,
-        for_training=for_training,
-        show=show,
-        log=log,
+    It reads shard `part` of `parts` of each batch. `eval_rows` is the global evaluation batch size.
+    """
+    reading: dict[str, Any] = {
+        "masking": config.masking,
+        "preparation": config.preparation,
+        "vocab_size": config.model.shape.vocab_size,
+        "process_index": part,
+        "process_count": parts,
+        "show": show,
+    }
+    evaluation = config.evaluation
+    training = make_train_iterator(
+        config.data, schedule=schedule, num_steps=config.run.steps, **reading
     )
-    if masking.mlm_training:
-        # Bidirectional attention would see padding, so segments are needed to mask it. Of
-        # packed windows only the last has padding.
-        for source in opened:
-            windows = source.rows.windows
-            whole = data.attend_across_documents and isinstance(windows, PackedWindows)
-            windows.has_documents = not whole
-    return opened, _masked(masking, opened, vocab_size)
+    training.stop_waiting(stopping)
+    if training.description:
+        show(training.description)
+    if evaluation.eval_interval <= 0:
+        return training, None
+    evaluating = make_eval_iterator(
+        config.data,
+        eval_steps=evaluation.eval_steps,
+        max_target_length=config.model.shape.max_target_length,
+        global_batch_size=eval_rows,
+        **reading,
+    )
+    evaluating.stop_waiting(stopping)
+    return training, evaluating
 
 
-def _unchecked_ids(opened: list[data_sources.OpenedSource], vocab_size: int) -> int | None:
-    """Returns the largest id to check batches for; None if opening the data checked all ids."""
-    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
-    return None if known else vocab_size - 1
-
-
-def train_loader(
+def make_train_iterator(
     data: Data,
     *,
-    plan: BatchPlan,
+    schedule: BatchSchedule,
     vocab_size: int,
     masking: Masking | None = None,
     preparation: Preparation | None = None,
@@ -121,78 +97,56 @@ def train_loader(
         ranges.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
-    _check_hosts(plan, process_index, process_count)
-    process: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
+    _check_hosts(schedule, process_index, process_count)
     identity: dict[str, Any] = {
         "data_set": "synthetic",
         "seed": data.data_shuffle_seed,
-        "max_target_length": plan.window,
+        "max_target_length": schedule.window,
     }
-    holes = Holes(data.excluded_samples)
-    left_out = f"Samples left out (excluded_samples): {holes}" if holes else ""
-    if data.dataset_type == "synthetic":
-        rows = SyntheticRows(plan.window, vocab_size, data.data_shuffle_seed)
-        return BatchIterator(
-            GlobalBatch(rows, plan, **process, holes=holes),
-            identity,
-            has_documents=False,
-            reuse_first=data.reuse_example_batch,
-            description=left_out,
-            show=show,
-        )
+    exclusions = ExcludedRanges(data.excluded_samples)
+    excluded = f"Excluded samples (excluded_samples): {exclusions}" if exclusions else ""
     log = RetryLog(show)
-    num_samples = None if num_steps is None else plan.samples_before(num_steps)
-    opened, masked = _open(
-        data,
-        masking,
-        preparation,
-        data_sources.train_entries(data),
-        data.train_split,
-        window=plan.window,
-        vocab_size=vocab_size,
-        num_samples=num_samples,
-        for_training=True,
-        log=log,
-        show=show,
-    )
-    rows = data_sources.combine(data, opened)
+    opened: list[OpenDataSource] = []
+    options: dict[str, Any] = {}
+    if data.dataset_type == "synthetic":
+        rows = SyntheticSequences(schedule.window, vocab_size, data.data_shuffle_seed)
+        description = excluded
+    else:
+        num_samples = None if num_steps is None else schedule.samples_before(num_steps)
+        request = SourcesRequest(data, preparation, True, vocab_size, show)
+        opened = _open(request, masking, schedule.window, num_samples, log)
+        rows = data_sources.mix_sources(data, opened)
+        lines = [data_sources.describe(data, opened, num_samples), excluded]
+        description = "\n".join(filter(None, lines))
+        options = _processing(opened, masking, vocab_size)
+        identity |= {
+            "data_set": " ".join(source.data.fingerprint for source in opened),
+            "split": data.train_split,
+            "shuffle": data.enable_data_shuffling,
+            "cut": "; ".join(source.rows.windows.description for source in opened),
+            "file_groups": data.iter_file_nums,
+        }
+        if len(opened) > 1:
+            identity["mixture"] = " ".join(map(repr, data_sources.weights(data, opened)))
+        if masking.mlm_training:
+            identity["masking"] = masking.model_dump_json()
     source = GlobalBatch(
-        rows,
-        plan,
-        **process,
-        masked=masked,
-        seed=data.data_shuffle_seed,
-        largest_id=_unchecked_ids(opened, vocab_size),
-        holes=holes,
-    )
-    identity |= {
-        "data_set": " ".join(source.data.fingerprint for source in opened),
-        "split": data.train_split,
-        "shuffle": data.enable_data_shuffling,
-        "cut": "; ".join(source.rows.windows.description for source in opened),
-        "file_groups": data.iter_file_nums,
-    }
-    if len(opened) > 1:
-        identity["mixture"] = " ".join(map(repr, data_sources.weights(data, opened)))
-    if masked is not None:
-        identity["masking"] = masking.model_dump_json()
+        rows, schedule, process_index, process_count,
+        seed=data.data_shuffle_seed, exclusions=exclusions, **options,
+    )  # fmt: skip
     return BatchIterator(
         source,
+        opened,
         identity,
-        has_documents=rows.has_documents,
-        num_workers=data.grain_worker_count,
-        reuse_first=data.reuse_example_batch,
-        opened=opened,
-        description="\n".join(
-            filter(None, [data_sources.describe(data, opened, num_samples), left_out])
-        ),
         policy=RetryPolicy.of(data),
         log=log,
-        show=show,
+        num_workers=data.grain_worker_count if opened else 0,
+        reuse_first=data.reuse_example_batch,
+        description=description,
     )
 
 
-def eval_loader(
+def make_eval_iterator(
     data: Data,
     *,
     eval_steps: int,
@@ -208,49 +162,162 @@ def eval_loader(
     """Returns this host's evaluation batches, which can be iterated repeatedly.
 
     The last batch is padded with sequences of weight 0. `eval_steps` is the maximum number of
-    batches; -1 is the whole split. Raises UserError as train_loader does, and for an unknown or
-    empty split, or eval_steps=0.
+    batches; -1 is the whole split. Raises UserError as make_train_iterator does, and for an unknown
+    or empty split, or eval_steps=0.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
-    plan = BatchPlan.constant(global_batch_size, max_target_length)
-    _check_hosts(plan, process_index, process_count)
-    if eval_steps == 0:
-        raise UserError("eval_steps=0 evaluates nothing: use -1 (the whole split) or 1 and above.")
-    options: dict[str, Any] = {
-        "process_index": process_index,
-        "process_count": process_count,
-        "num_steps": sys.maxsize if eval_steps == -1 else eval_steps,
-    }
+    schedule = BatchSchedule.constant(global_batch_size, max_target_length)
+    _check_hosts(schedule, process_index, process_count)
+    log = RetryLog(show)
+    opened: list[OpenDataSource] = []
+    options: dict[str, Any] = {}
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
+            eval_steps = _SYNTHETIC_EVAL_STEPS
             show(
-                f"note: dataset_type=synthetic never ends: an evaluation takes "
+                "note: dataset_type=synthetic is unbounded: an evaluation takes "
                 f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
             )
-            options["num_steps"] = _SYNTHETIC_EVAL_STEPS
-        rows = SyntheticRows(max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM)
-        source = GlobalBatch(rows, plan, **options)
-        return EvalBatches(source, False, log=RetryLog(show))
-    log = RetryLog(show)
-    opened, masked = _open(
-        data,
-        masking,
-        preparation,
-        data_sources.eval_entries(data),
-        data.eval_split,
-        window=max_target_length,
-        vocab_size=vocab_size,
-        num_samples=None,
-        for_training=False,
-        log=log,
-        show=show,
-    )
-    rows = data_sources.chain(opened)
+        rows = SyntheticSequences(
+            max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM
+        )
+    else:
+        request = SourcesRequest(data, preparation, False, vocab_size, show)
+        opened = _open(request, masking, max_target_length, None, log)
+        rows = data_sources.concatenate_sources(opened)
+        options = _processing(opened, masking, vocab_size)
     source = GlobalBatch(
-        rows,
-        plan,
-        **options,
-        masked=masked,
-        largest_id=_unchecked_ids(opened, vocab_size),
+        rows, schedule, process_index, process_count, num_steps=_step_limit(eval_steps), **options
     )
-    return EvalBatches(source, rows.has_documents, opened, RetryPolicy.of(data), log)
+    return EvalBatches(source, opened, RetryPolicy.of(data), log)
+
+
+def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenDataSource]:
+    """Opens every evaluation dataset; returns an empty list for random tokens."""
+    if config.data.dataset_type == "synthetic":
+        return []
+    shape = config.model.shape
+    request = SourcesRequest(config.data, config.preparation, False, shape.vocab_size, show)
+    return _open(request, config.masking, shape.max_target_length, None, RetryLog(show))
+
+
+def open_source_batches(
+    config: Config,
+    source: OpenDataSource | None,
+    *,
+    rows: int,
+    stride: int,
+    part: int,
+    parts: int,
+    show: Callable[[str], None] = print,
+) -> EvalBatches:
+    """Returns this process's batches of one of open_eval_sources, or of random tokens.
+
+    `stride` is the number of targets between the starts of windows, each counted once; -1 for
+    adjacent windows, packed as in evaluation during training. With a stride, raises UserError for
+    records with labels and for documents without targets.
+    """
+    shape, eval_steps = config.model.shape, config.evaluation.eval_steps
+    if source is None:
+        return make_eval_iterator(
+            config.data,
+            eval_steps=eval_steps,
+            max_target_length=shape.max_target_length,
+            vocab_size=shape.vocab_size,
+            global_batch_size=rows,
+            process_index=part,
+            process_count=parts,
+            show=show,
+        )
+    masking, sequences = config.masking, source.rows
+    if stride != -1:
+        windows = _sliding_windows(config.data, source, stride, shape.max_target_length)
+        sequences = OrderedWindows(windows, EpochPermutation(len(windows), 0, False, 1), 0)
+        masking = Masking()
+    schedule = BatchSchedule.constant(rows, shape.max_target_length)
+    _check_hosts(schedule, part, parts)
+    options = _processing([source], masking, shape.vocab_size)
+    batches = GlobalBatch(
+        sequences, schedule, part, parts, num_steps=_step_limit(eval_steps), **options
+    )
+    return EvalBatches(batches, [source], RetryPolicy.of(config.data), RetryLog(show))
+
+
+def _sliding_windows(
+    data: Data, source: OpenDataSource, stride: int, length: int
+) -> SlidingWindows:
+    name = f"{source.entry.key}={source.entry.location}"
+    if source.data.labels is not None:
+        raise UserError(
+            f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
+            "eval_stride=-1."
+        )
+    options = SequenceOptions(length, data.attend_across_documents, data.zero_loss)
+    windows = SlidingWindows(source.data, options, stride)
+    if len(windows) == 0:
+        raise UserError(
+            f"{name}: no document has two tokens, so there is nothing to predict within one. "
+            "Set attend_across_documents=true to score them as one text."
+        )
+    return windows
+
+
+def _step_limit(eval_steps: int) -> int:
+    if eval_steps == 0:
+        raise UserError("eval_steps=0 evaluates nothing: use -1 (the whole split) or 1 and above.")
+    return sys.maxsize if eval_steps == -1 else eval_steps
+
+
+def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int) -> None:
+    assert 0 <= process_index < process_count, (process_index, process_count)
+    for stage in schedule.stages:
+        if stage.samples < 1 or stage.samples % process_count:
+            raise UserError(
+                f"A global batch of {stage.samples} sequences cannot be split evenly over "
+                f"{process_count} hosts: change per_device_batch_size so that it is a multiple of "
+                f"{process_count}."
+            )
+
+
+def _open(
+    request: SourcesRequest, masking: Masking, window: int, num_samples: int | None, log: RetryLog
+) -> list[OpenDataSource]:
+    # CLS takes one position of each sequence.
+    with_cls = masking.mlm_training and masking.mlm_cls_token_id >= 0
+    opened = data_sources.open_sources(request, window - with_cls, num_samples, log)
+    if masking.mlm_training:
+        # Bidirectional attention would see padding, so segments are needed to mask it. Of
+        # packed windows only the last has padding.
+        for source in opened:
+            windows = source.rows.windows
+            whole = request.data.attend_across_documents and isinstance(windows, ConcatThenSplit)
+            windows.has_documents = not whole
+    return opened
+
+
+def _processing(opened: list[OpenDataSource], masking: Masking, vocab_size: int) -> dict[str, Any]:
+    """Returns how GlobalBatch checks and masks the sequences of some sources."""
+    return {
+        "masked": _masked(masking, opened, vocab_size) if masking.mlm_training else None,
+        "largest_id": _unchecked_ids(opened, vocab_size),
+    }
+
+
+def _masked(masking: Masking, opened: list[OpenDataSource], vocab_size: int) -> MLMMasking:
+    special: set[int] = set()
+    mask_id = None
+    for source in opened:
+        if source.data.labels is not None:
+            raise UserError(
+                f"mlm_training=true chooses its own targets, and {source.entry.location} has "
+                "labels. Name records without labels, or train without mlm_training."
+            )
+        special.update(source.data.special_ids)
+        mask_id = source.data.mask_id if mask_id is None else mask_id
+    return MLMMasking(masking, vocab_size, mask_id, special)
+
+
+def _unchecked_ids(opened: list[OpenDataSource], vocab_size: int) -> int | None:
+    """Returns the largest id to check batches for; None if opening the data checked all ids."""
+    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
+    return None if known else vocab_size - 1

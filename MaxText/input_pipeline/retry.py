@@ -2,11 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import tenacity
 
 from MaxText.config.data_sections import Data
 from MaxText.errors import UserError
@@ -23,7 +22,7 @@ from MaxText.storage.errors import UnreadableFile, is_transient
 from MaxText.storage.file_access import is_url
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenDataSource
     from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 
 _Value = TypeVar("_Value")
@@ -35,12 +34,12 @@ class RetryLog:
     """Prints and collects messages about retries."""
 
     def __init__(self, show: Callable[[str], None]):
-        self._show = show
+        self.show = show
         self._news: list[str] = []
 
     def add(self, message: str) -> None:
         self._news.append(message)
-        self._show(message)
+        self.show(message)
 
     def drain(self) -> list[str]:
         """Returns the messages since the last call."""
@@ -76,57 +75,33 @@ class RetryPolicy:
         raised at once. Raises UserError, starting with `what` and ending with `hint`, after the
         last attempt, and StopWaiting if `stopping` returned true.
         """
-        began = time.monotonic()
-        try:  # fast path, without tenacity's overhead
-            return attempt(1)
-        except Exception as error:
-            if not is_worth_it(error):
-                raise
-            first = error
-
-        def told(state: tenacity.RetryCallState) -> None:
-            failure = _failure(state)
-            log.add(
-                f"{what}: {_sentence(failure)} Try {state.attempt_number + 1} of "
-                f"{self.retries + 1} in {state.upcoming_sleep:g} s."
-            )
-
-        def given_up(state: tenacity.RetryCallState) -> Any:
-            failure = _failure(state)
-            tries = "1 try" if state.attempt_number == 1 else f"{state.attempt_number} tries"
-            raise UserError(
-                f"{what} after {tries} in {time.monotonic() - began:,.1f} s: {_sentence(failure)} "
-                f"{hint(failure)}"
-            ) from failure
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_worth_it),
-            stop=tenacity.stop_after_attempt(self.retries + 1),
-            wait=tenacity.wait_exponential(multiplier=self.seconds, max=_MAX_WAIT_SECONDS),
-            sleep=lambda seconds: interruptible_sleep(seconds, stopping),
-            before_sleep=told,
-            retry_error_callback=given_up,
-        )
-        number = 0
-
-        def counted() -> _Value:
-            nonlocal number
+        began, delay, number = time.monotonic(), self.seconds, 0
+        while True:
             number += 1
-            if number == 1:
-                raise first
-            return attempt(number)
-
-        result = retrying(counted)
-        done = what.replace("could not be", "was")
-        log.add(f"{done} at try {number}, after {time.monotonic() - began:,.1f} s.")
-        return result
-
-
-def _failure(state: tenacity.RetryCallState) -> BaseException:
-    assert state.outcome is not None
-    failure = state.outcome.exception()
-    assert failure is not None
-    return failure
+            try:
+                result = attempt(number)
+            except Exception as error:
+                if not is_worth_it(error):
+                    raise
+                if number > self.retries:
+                    tries = "1 try" if number == 1 else f"{number} tries"
+                    raise UserError(
+                        f"{what} after {tries} in {time.monotonic() - began:,.1f} s: "
+                        f"{_sentence(error)} {hint(error)}"
+                    ) from error
+                delay = min(delay, _MAX_WAIT_SECONDS)
+                log.add(
+                    f"{what}: {_sentence(error)} Try {number + 1} of {self.retries + 1} in "
+                    f"{delay:g} s."
+                )
+            else:
+                if number > 1:
+                    done = what.replace("could not be", "was")
+                    seconds = time.monotonic() - began
+                    log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
+                return result
+            interruptible_sleep(delay, stopping)
+            delay *= 2
 
 
 def _sentence(problem: BaseException) -> str:
@@ -143,7 +118,7 @@ def open_with_retries(
         f"{location} could not be opened",
         lambda _: open_once(),
         is_worth_it=lambda error: is_transient(error, remote),
-        hint=lambda _: "Look at its storage, and start again.",
+        hint=lambda _: "Check its storage, and run the same command again.",
         log=log,
     )
 
@@ -158,7 +133,7 @@ class RetryingReader:
     def __init__(
         self,
         source: "GlobalBatch",
-        opened: "list[OpenedSource]",
+        opened: "Sequence[OpenDataSource]",
         *,
         what: str,
         log: RetryLog,
@@ -173,11 +148,11 @@ class RetryingReader:
         self._policy = policy
         self._num_processes = num_processes
         self._prefetcher: Prefetcher | None = None
-        self._newest: tuple[int, dict[str, Any]] | None = None
+        self._last_batch: tuple[int, dict[str, Any]] | None = None
 
     def close(self) -> None:
         """Stops reading; the next `read` may request any step."""
-        self._newest = None
+        self._last_batch = None
         self._stop()
 
     def _stop(self) -> None:
@@ -198,7 +173,7 @@ class RetryingReader:
             try:
                 if number > 1:
                     try:
-                        self._look_again(failed_path)
+                        self._reopen_and_check(failed_path)
                     except UserError as error:  # the files may be put back
                         raise UnreadableFile(str(error), failed_path or "") from error
                 if self._prefetcher is None:
@@ -217,28 +192,28 @@ class RetryingReader:
             log=self._log,
             stopping=self.stopping,
         )
-        self._newest = step, arrays
+        self._last_batch = step, arrays
         return arrays
 
     def _hint(self, problem: BaseException) -> str:
         where = ", ".join(source.entry.location for source in self._opened)
         if isinstance(problem, ReadTimeout):
-            hint = f"Look at the storage of {where}, or raise data_read_timeout."
+            hint = f"Check the storage of {where}, or raise data_read_timeout."
         elif isinstance(problem, WorkerDiedError):
-            hint = "Look above for what ended it (often memory: lower grain_worker_count)."
+            hint = "See above for the cause (often memory: lower grain_worker_count)."
         elif isinstance(problem, OSError):
-            hint = f"Look at the storage of {where}."
+            hint = f"Check the storage of {where}."
         else:
             hint = ""  # the message has a hint
-        return f"{hint} The same command then goes on from the last checkpoint.".lstrip()
+        return f"{hint} Then run the same command to resume from the last checkpoint.".lstrip()
 
-    def _look_again(self, path: str | None) -> None:
+    def _reopen_and_check(self, path: str | None) -> None:
         """Reopens all files, checks the one that failed, and verifies that the data is unchanged.
 
         Raises UnreadableFile if it is still missing or truncated, UserError if its contents
         changed, and ReadTimeout if the check hangs.
         """
-        newest = self._newest
+        newest = self._last_batch
 
         def look() -> None:
             for one in self._opened:
@@ -262,7 +237,6 @@ class RetryingReader:
         except UserError:  # ids beyond vocab_size
             pass
         raise UserError(
-            f"The files hold other data than before: step {step}, read again, is another batch. "
-            "Put the files back that the run was started with, or begin a new run (another "
-            "run_name)."
+            f"The files changed: step {step}, read again, gives another batch. Restore the files "
+            "that the run was started with, or start a new run (another run_name)."
         )

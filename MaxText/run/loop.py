@@ -11,7 +11,7 @@ from MaxText.config.schema import Config
 from MaxText.errors import Diverged, StopWaiting
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import Layout
 from MaxText.run.records import Records
 from MaxText.run.restore import final_step
@@ -57,7 +57,7 @@ class Loop:
 
     config: Config
     layout: Layout
-    plan: BatchPlan
+    plan: BatchSchedule
     eval_rows: int
     batches: BatchIterator
     eval_batches: EvalBatches | None

@@ -15,7 +15,7 @@ from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_facts, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventStream, open_stream
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler
@@ -78,7 +78,7 @@ def open_records(
     run_folder: epath.Path,
     start: RestoreResult,
     built: TrainSetup,
-    plan: BatchPlan,
+    plan: BatchSchedule,
     batches: BatchIterator,
     devices: Sequence[Any],
     last_step: int,

@@ -6,7 +6,7 @@ import functools
 from MaxText.config.training_sections import Batch
 from MaxText.cost.flops import FlopCount, count_flops
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.model import Model
 from MaxText.metrics.tables import byte_count, derived_quantities
 
@@ -17,7 +17,7 @@ class TrainingStats:
 
     model: Model
     batch: Batch
-    plan: BatchPlan
+    plan: BatchSchedule
     num_devices: int
     num_steps: int
     peak: PeakFlops

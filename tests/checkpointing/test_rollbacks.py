@@ -10,8 +10,8 @@ from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks
 from MaxText.config.data_sections import Data
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.loader import make_train_iterator
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.run.restore import (
     RestoreResult,
     complete_message,
@@ -22,7 +22,7 @@ from MaxText.run.restore import (
 
 def batches(seed=0):
     data = Data(dataset_type="synthetic", data_shuffle_seed=seed)
-    return train_loader(data, plan=BatchPlan.constant(4, 8), vocab_size=50)
+    return make_train_iterator(data, schedule=BatchSchedule.constant(4, 8), vocab_size=50)
 
 
 def rollback(number=1, to=6, samples=(28, 36)):

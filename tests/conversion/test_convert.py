@@ -21,7 +21,7 @@ from MaxText.conversion.stored_arrays import LazyCheckpointReader, RunWeights
 from MaxText.conversion.weight_source import unflatten
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
-from MaxText.input_pipeline.tokenization.training import train_tokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from tests.conversion.golden_models import hugging_face
 from tests.conversion.running import model_in_run, names, parameters_in_run, run
 from tests.conversion.small_folders import muddformer, random, same_bits, tokenformer, write

@@ -14,9 +14,8 @@ from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.scores import SourceScore, source_table, total_score
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.validation import evaluate, make_eval_step
-from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.loader import eval_loader
-from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.loader import make_eval_iterator, open_eval_sources
+from MaxText.input_pipeline.preparation.prepare import prepare
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
@@ -56,10 +55,7 @@ def configured(location, **keys):
 
 
 def opened_at(config):
-    return sources.open_sources(
-        config.data, config.preparation, sources.eval_entries(config.data), "train",
-        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
-    )  # fmt: skip
+    return open_eval_sources(config)
 
 
 def score(trained, location, rows=4, **keys):
@@ -72,7 +68,7 @@ def score(trained, location, rows=4, **keys):
 
 def batches_of(folder, masking=None):
     """As the evaluation of training reads them."""
-    return eval_loader(
+    return make_eval_iterator(
         configured(folder).data, eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB,
         global_batch_size=4, masking=masking,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from MaxText.errors import UserError
 from MaxText.evaluation import harness_run, lambada
 from MaxText.evaluation.scorers import LoglikelihoodScorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from tests.evaluation.small_trained import tiny_trained
 
 # Warnings of the harness and of the libraries behind it are theirs.

@@ -17,7 +17,7 @@ from MaxText.evaluation.lambada import Passage
 from MaxText.evaluation.scorers import LoglikelihoodScorer
 from MaxText.evaluation.scores import TaskScore, task_table
 from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
-from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from MaxText.metrics.step_line import perplexity
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 

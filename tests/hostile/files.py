@@ -5,13 +5,13 @@ import os
 import random
 import tarfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
 
 
 def torch_file(ids: np.ndarray) -> bytes:
@@ -52,7 +52,7 @@ def tar_archive(members: dict[str, bytes]) -> bytes:
 def texts_of(path: Path, *shard_bytes: int) -> list[str]:
     """All texts of a corpus."""
     units = open_corpus(str(path), "text", *shard_bytes).shards
-    return [document.text for unit in units for document in unit.documents(Counter())]
+    return [document.text for unit in units for document in unit.documents(Skipped())]
 
 
 class Touches:

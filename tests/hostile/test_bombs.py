@@ -15,7 +15,6 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -24,7 +23,8 @@ import zstandard
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.document_sources.token_records import read_ids
+from MaxText.input_pipeline.document_sources.records import read_ids
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats import tfrecord
 from MaxText.storage.errors import BadRecord
 from tests.house.sources import REPOSITORY
@@ -96,7 +96,7 @@ def _read(path: Path, name: str) -> Iterable[object]:
             yield record
     else:
         for unit in open_corpus(str(path), "text").shards:
-            for _ in unit.documents(Counter()):
+            for _ in unit.documents(Skipped()):
                 yield
 
 

@@ -6,7 +6,6 @@ import json
 import pickle
 import tarfile
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hf_checkpoint import TensorFiles
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.document_sources.token_records import read_ids
+from MaxText.input_pipeline.document_sources.records import read_ids
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
@@ -171,7 +171,7 @@ def test_links_and_devices_in_archives_of_text(tmp_path):
             member = tarfile.TarInfo(f"{kind.decode()}.txt")
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").shards
     assert not list(unit.documents(skipped))
     assert skipped == {"links and devices in archives": 4}

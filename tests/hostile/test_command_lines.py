@@ -38,8 +38,8 @@ def _reached(*_):
 _WORK = (
     "inference.decoding.load_model",
     "evaluation.evaluating.load_model",
-    "input_pipeline.inspection.inspecting.Inspection.show_statistics",
-    "input_pipeline.inspection.inspecting.Inspection.show_batch",
+    "input_pipeline.inspection.inspect_dataset.Inspection.show_statistics",
+    "input_pipeline.inspection.inspect_dataset.Inspection.show_batch",
 )
 
 

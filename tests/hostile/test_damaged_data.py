@@ -12,9 +12,9 @@ import pytest
 
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.loader import make_train_iterator
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from tests.hostile.files import damaged, tar_archive, torch_file
 from tests.input_pipeline import small_data
 from tests.input_pipeline.token_store import token_files
@@ -69,10 +69,10 @@ def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None
     data = Data(dataset_path=str(folder), data_cache_dir=str(cache), on_bad_record=bad)
     found: list[np.ndarray | None] = []
     try:
-        tokens = open_token_data(
-            str(folder), key="dataset_path", data=data, preparation=Preparation(), split="train",
-            for_training=True, show=lambda line: None,
-        )  # fmt: skip
+        request = OpenRequest(
+            str(folder), "dataset_path", data, Preparation(), "train", True, lambda line: None
+        )
+        tokens = open_token_data(request)
         offsets = tokens.store.document_offsets
     except UserError as error:
         return [], str(error)
@@ -124,9 +124,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     content = bytearray((tmp_path / "a.bin").read_bytes())
     content[21] |= 0x80  # the upper half of id 10
     (tmp_path / "a.bin").write_bytes(content)
-    batches = train_loader(
+    batches = make_train_iterator(
         Data(dataset_path=str(tmp_path), data_cache_dir=str(tmp_path / "cache")),
-        plan=BatchPlan.constant(4, 16), vocab_size=VOCAB_SIZE, process_index=0, process_count=1,
+        schedule=BatchSchedule.constant(4, 16), vocab_size=VOCAB_SIZE,
     )  # fmt: skip
     with pytest.raises(UserError, match="vocab_size=3000"):
         list(itertools.islice(batches, 8))

@@ -16,7 +16,7 @@ from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada
 from MaxText.inference import checkpoint_config
-from MaxText.input_pipeline.document_sources.token_records import read_ids
+from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage.errors import BadRecord

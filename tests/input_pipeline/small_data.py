@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.config.data_sections import Data
+from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.loader import eval_loader, train_loader
-from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
+from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
 from MaxText.input_pipeline.preparation.token_shards import narrowest_dtype
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -120,13 +120,17 @@ def quiet(line: str) -> None:
 
 
 def open_train(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
-    defaults = {"plan": BatchPlan.constant(batch, LENGTH), "vocab_size": VOCAB_SIZE, "show": quiet}
-    return train_loader(data, process_index=host, process_count=hosts, **(defaults | keys))
+    defaults = {
+        "schedule": BatchSchedule.constant(batch, LENGTH),
+        "vocab_size": VOCAB_SIZE,
+        "show": quiet,
+    }
+    return make_train_iterator(data, process_index=host, process_count=hosts, **(defaults | keys))
 
 
 def open_eval(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
     defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
-    return eval_loader(
+    return make_eval_iterator(
         data, global_batch_size=batch, process_index=host, process_count=hosts,
         **(defaults | {"show": quiet} | keys),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.data_sections import Masking
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.small_data import (
     LENGTH,
     data_keys,
@@ -30,12 +30,12 @@ from tests.input_pipeline.token_store import token_files
 
 HASHES = Path(__file__).with_name("batch_hashes.json")
 MASKED = {"masking": Masking(mlm_training=True, mlm_mask_id=3)}
-RAMPED = BatchPlan(
+RAMPED = BatchSchedule(
     (Stage(0, 4, LENGTH // 2), Stage(2, 8, LENGTH // 2), Stage(3, 8, LENGTH)), LENGTH
 )
 MIX = [("a", 1, "chunks", 1.0), ("b", 2, "documents_random", 2.5), ("c", 1, "documents_fixed", 0.7)]
 
-# name -> data set, keys of data, arguments of train_loader
+# name -> data set, keys of data, arguments of make_train_iterator
 CASES = {
     "chunks": ("a", {}, {}),
     "chunks_in_array_record": ("chunked", {}, {}),
@@ -48,10 +48,10 @@ CASES = {
     "truncated": ("a", {"packing": False, "use_truncation": True}, {}),
     "masked": ("a", {}, MASKED),
     "masked_first_fit": ("a", {"grain_packing_type": "first_fit"}, MASKED),
-    "stages": ("a", {}, {"plan": RAMPED}),
+    "stages": ("a", {}, {"schedule": RAMPED}),
     "excluded": ("a", {"excluded_samples": [(3, 5), (17, 31)]}, {}),
     "mixture": (MIX, {}, {}),
-    "mixture_by_size": (MIX, {"mixture_temperature": 2.0}, {"plan": RAMPED}),
+    "mixture_by_size": (MIX, {"mixture_temperature": 2.0}, {"schedule": RAMPED}),
     "megatron": ("m", {}, {}),
     "gpt_neox_order": ("m", {"megatron_order": "gpt_neox"}, {"num_steps": 6}),
     "tfrecord": ("t", {"records_eos_id": 0}, {}),

@@ -66,10 +66,9 @@ def test_checked_before_devices_are_looked_for(tmp_path, users_environment):
 def test_unused_embeddings_are_reported(folder, vocab_size, warned):
     lines = []
     data = load([f"dataset_path={folder}"]).config.data
-    sources.open_sources(
-        data, load([]).config.preparation, sources.train_entries(data), "train", length=16,
-        vocab_size=vocab_size, num_samples=None, for_training=True, show=lines.append,
-    )  # fmt: skip
+    preparation = load([]).config.preparation
+    request = sources.SourcesRequest(data, preparation, True, vocab_size, lines.append)
+    sources.open_sources(request, length=16)
     assert any("never used" in line for line in lines) == warned
 
 

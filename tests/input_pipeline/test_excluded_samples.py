@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -21,7 +21,7 @@ from tests.input_pipeline.small_data import (
     write_data_set,
 )
 
-PLAN = BatchPlan((Stage(0, 4, 16), Stage(5, 8, 8), Stage(12, 8, 16)), window=LENGTH)
+PLAN = BatchSchedule((Stage(0, 4, 16), Stage(5, 8, 8), Stage(12, 8, 16)), window=LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def opened(folder, host=0, hosts=1, plan=PLAN, show=quiet, **keys):
-    return open_train(data_keys(folder, **keys), host=host, hosts=hosts, plan=plan, show=show)
+def opened(folder, host=0, hosts=1, schedule=PLAN, show=quiet, **keys):
+    return open_train(
+        data_keys(folder, **keys), host=host, hosts=hosts, schedule=schedule, show=show
+    )
 
 
 @pytest.mark.parametrize("keys", [{}, {"dataset_type": "synthetic"}])
@@ -56,14 +58,14 @@ def test_excluding_during_the_run_equals_excluding_from_the_start(folder, keys):
 
 
 def test_the_samples_that_are_left_are_read(folder):
-    plan = BatchPlan.constant(1, LENGTH)
-    plain = take(opened(folder, plan=plan), 12)
-    iterator = opened(folder, plan=plan, excluded_samples=((2, 4), (7, 10)))
+    plan = BatchSchedule.constant(1, LENGTH)
+    plain = take(opened(folder, schedule=plan), 12)
+    iterator = opened(folder, schedule=plan, excluded_samples=((2, 4), (7, 10)))
     assert "2 to 3, 7 to 9" in iterator.description
     left = [0, 1, 4, 5, 6, 10, 11]
     assert_same(take(iterator, 7), [plain[sample] for sample in left])
     assert [iterator.sample_range(step) for step in (1, 2, 5)] == [(1, 2), (4, 5), (10, 11)]
-    assert iterator.origin(5) == opened(folder, plan=plan).origin(10)
+    assert iterator.origin(5) == opened(folder, schedule=plan).origin(10)
 
 
 def test_the_position_holds_the_excluded_samples(folder):
@@ -71,7 +73,7 @@ def test_the_position_holds_the_excluded_samples(folder):
     early = json.loads(json.dumps(run.position))
     whole = list(itertools.islice(run, 3))
     run.exclude(30, 44)
-    assert not run.exclude_once(31, 40)
+    assert not run.exclude_if_new(31, 40)
     whole += itertools.islice(run, 6)
     position = json.loads(json.dumps(run.position))
     assert position["excluded"] == [[30, 44]]
@@ -128,7 +130,7 @@ def test_rollback_and_excluding_may_come_in_any_order(folder, exclude_first):
 
 def test_the_data_end_earlier(tmp_path):
     write_data_set(tmp_path / "d", {"train": numbered_documents([30] * 20)})  # 38 windows
-    run = opened(tmp_path / "d", plan=BatchPlan.constant(4, LENGTH), num_epoch=1)
+    run = opened(tmp_path / "d", schedule=BatchSchedule.constant(4, LENGTH), num_epoch=1)
     assert run.num_steps == 10
     batches = list(itertools.islice(run, 2))
     run.exclude(4, 17)  # 8 to 16 are still to be read
@@ -137,7 +139,7 @@ def test_the_data_end_earlier(tmp_path):
     assert run.num_steps == 7  # 38 - 9 - 2
     batches += take(run, 100)
     assert len(batches) == 7
-    one_by_one = opened(tmp_path / "d", plan=BatchPlan.constant(1, LENGTH), num_epoch=1)
+    one_by_one = opened(tmp_path / "d", schedule=BatchSchedule.constant(1, LENGTH), num_epoch=1)
     plain = list(one_by_one)
     one_by_one.resume(run.position)
     assert take(one_by_one, 10) == []

@@ -11,7 +11,7 @@ import pytest
 from MaxText.config.data_sections import Masking
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore
 from tests.input_pipeline.faults import failing_reads
@@ -123,7 +123,7 @@ CLS = Masking(mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=4)
         ({"packing": False}, {}, "packing"), ({"iter_file_nums": 1}, {}, "iter_file_nums"),
         ({"enable_data_shuffling": False}, {}, "enable_data_shuffling"),
         ({"train_split": "validation"}, {}, "train_split was 'train' and is 'validation'"),
-        ({}, {"plan": BatchPlan.constant(8, 8)}, "max_target_length was 16 and is 8"),
+        ({}, {"schedule": BatchSchedule.constant(8, 8)}, "max_target_length was 16 and is 8"),
         ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "dataset_mix"),
     ],
 )  # fmt: skip
@@ -155,7 +155,7 @@ def test_gpt_neox_order_depends_on_the_number_of_epochs(tmp_path):
     def opened(steps, **keys):
         keys |= {"megatron_order": "gpt_neox", "data_retry_seconds": 0.0}
         data = data_keys(tmp_path / "d", **keys)
-        return open_train(data, plan=BatchPlan.constant(1, 12), num_steps=steps)
+        return open_train(data, schedule=BatchSchedule.constant(1, 12), num_steps=steps)
 
     for epochs in (1, 2):
         iterator = opened(35, num_epoch=epochs)
@@ -317,7 +317,7 @@ def test_mistakes(folder, tmp_path, told):
     data = data_keys(folder)
     mistakes = [
         lambda: open_train(data, vocab_size=100),
-        lambda: open_train(data, plan=BatchPlan.constant(8, tokens + 4)),
+        lambda: open_train(data, schedule=BatchSchedule.constant(8, tokens + 4)),
         lambda: open_train(data_keys(folder, train_split="other")),
         lambda: open_eval(data_keys(folder, eval_split="other")),
         lambda: open_train(data, hosts=3), lambda: open_train(data_keys(folder, num_epoch=0)),
@@ -336,4 +336,4 @@ def test_mistakes(folder, tmp_path, told):
     told("\n".join(messages))
     # Just enough.
     open_train(data, vocab_size=largest + 1)
-    open_train(data, plan=BatchPlan.constant(8, tokens - 1))
+    open_train(data, schedule=BatchSchedule.constant(8, tokens - 1))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.config.data_sections import Masking
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -91,8 +91,8 @@ def test_position_gives_the_same_batches_on_any_hosts(
     sets, cache, run, excluded, share, stop, hosts
 ):
     data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), data_retry_seconds=0.0)
-    plan = BatchPlan((Stage(0, 4, 16), Stage(4, 4 * share, 8), Stage(9, 4, 16)), window=LENGTH)
-    options = {"plan": plan, "masking": run[1]}
+    plan = BatchSchedule((Stage(0, 4, 16), Stage(4, 4 * share, 8), Stage(9, 4, 16)), window=LENGTH)
+    options = {"schedule": plan, "masking": run[1]}
     whole = take(open_train(data, **options), stop + 3)
     # Host 1 of 2 wrote the position; any number of hosts resumes from it.
     before = open_train(data, host=1, hosts=2, **options)
@@ -140,13 +140,13 @@ def test_each_target_counts_once_per_epoch_after_its_predecessor(
     documents = numbered_documents([1, length + 1, *sizes])
     folder = tmp_path_factory.mktemp("set")
     token_files.write_megatron(folder / "d", documents)
-    plan = BatchPlan.constant(batch, length)
+    plan = BatchSchedule.constant(batch, length)
     if staged:
         stages = (Stage(0, batch, length // 2), Stage(2, batch + 1, length), Stage(5, 1, length))
-        plan = BatchPlan(stages, length)
+        plan = BatchSchedule(stages, length)
     keys = {"enable_data_shuffling": shuffle, "attend_across_documents": attend, **packing}
     data = data_keys(folder, num_epoch=2, data_cache_dir=str(cache), **keys)
-    batches = open_train(data, plan=plan)
+    batches = open_train(data, schedule=plan)
     read = list(batches)
     assert len(read) == batches.num_steps
     names = ("tokens_BT", "targets_BT", "weights_BT")

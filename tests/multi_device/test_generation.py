@@ -10,7 +10,7 @@ from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import StoppingCriteria, generate
 from MaxText.inference.sampling import SamplingParams
-from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.loader import open_eval_sources
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
@@ -90,11 +90,7 @@ def score(folder, devices, stride, per_device, **mesh):
         **keys, dataset_path=str(folder), eval_split="train", eval_stride=stride,
         per_device_batch_size=per_device,
     )  # fmt: skip
-    opened = sources.open_sources(
-        config.data, config.preparation, sources.eval_entries(config.data), "train",
-        length=16, vocab_size=256, num_samples=None, for_training=False, show=print,
-    )  # fmt: skip
-    (found,) = score_data_set(trained, opened, BytesOfIds(), config, print)
+    (found,) = score_data_set(trained, open_eval_sources(config), BytesOfIds(), config, print)
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from MaxText.config.training_sections import Guard
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import Diverged
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.model import Model
 from MaxText.metrics.event_stream import EventStream
 from MaxText.metrics.loss_trend import LossTrend
@@ -79,7 +79,7 @@ def metrics(clock):
 @pytest.fixture(scope="module")
 def stats():
     config = tiny_config()
-    plan = BatchPlan.constant(4, config.model.shape.max_target_length)
+    plan = BatchSchedule.constant(4, config.model.shape.max_target_length)
     return TrainingStats(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
 
 

@@ -5,7 +5,7 @@ import pytest
 from MaxText.cost import peak_flops as peaks
 from MaxText.cost.flops import count_flops
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
@@ -14,7 +14,7 @@ from tests.small_models import tiny_config
 
 WINDOW = 16
 # Short sequences first, then whole windows, then more of them.
-STAGES = BatchPlan((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
+STAGES = BatchSchedule((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
 
 
 def stats(plan, num_devices=2, num_steps=8, **keys):
@@ -42,7 +42,7 @@ def test_sums_over_steps():
 
 @pytest.mark.parametrize("mlm_training", [False, True])
 def test_the_printed_formula_gives_the_printed_number(mlm_training):
-    ours = stats(BatchPlan.constant(4, WINDOW), mlm_training=mlm_training)
+    ours = stats(BatchSchedule.constant(4, WINDOW), mlm_training=mlm_training)
     count = ours.flops(0)
     # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
     assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
@@ -93,7 +93,7 @@ TOKENS = 4 * 16  # of an update
 
 @pytest.fixture(scope="module")
 def spending():
-    return stats(BatchPlan.constant(4, WINDOW), num_devices=1, num_steps=100)
+    return stats(BatchSchedule.constant(4, WINDOW), num_devices=1, num_steps=100)
 
 
 def begun(how, first_step, metadata, stored_step=9):

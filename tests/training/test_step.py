@@ -10,7 +10,7 @@ import pytest
 from MaxText.cost import device_memory
 from MaxText.errors import UserError
 from MaxText.evaluation.validation import make_eval_step
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
@@ -232,7 +232,7 @@ def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
 
     def check(memory, microbatches=1):
         monkeypatch.setattr(device_memory, "device_memory_bytes", lambda device: memory)
-        device_memory.check_memory_lower_bound(built, BatchPlan.constant(8, 16), 1, microbatches)
+        device_memory.check_memory_lower_bound(built, BatchSchedule.constant(8, 16), 1, microbatches)
 
     parameters = 4 * built.model.num_parameters
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built.state))

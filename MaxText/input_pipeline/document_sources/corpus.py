@@ -1,18 +1,44 @@
 """The corpus that `prepare_source` names, divided into independent shards."""
 
-import dataclasses
 import os
 import platform
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from MaxText.input_pipeline.document_sources.shards import SHARD_BYTES, Shard, cut_into_shards
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources import text_streams
+from MaxText.input_pipeline.document_sources.archives import stream_texts
+from MaxText.input_pipeline.document_sources.byte_streams import (
+    decompressed,
+    read_errors_as_user_error,
+)
+from MaxText.input_pipeline.document_sources.document_formats import (
+    JSON_LAYOUTS,
+    RECORD_LAYOUTS,
+    TABLE_LAYOUTS,
+    Layout,
+)
+from MaxText.input_pipeline.document_sources.records import record_texts
 from MaxText.input_pipeline.document_sources.source_files import (
     STDLIB,
+    FileRange,
     SourceFile,
     resolve_files,
     split_entries,
 )
-from MaxText.storage import file_access
+from MaxText.input_pipeline.document_sources.tables import table_texts
+from MaxText.input_pipeline.document_sources.text_streams import NoValidRow, Skipped
+from MaxText.storage.file_access import is_url
+
+SHARD_BYTES = 2**26
+
+# Split a small corpus into at least this many shards for parallelism, but not below this size.
+_FEWEST_SHARDS = 64
+_SMALLEST_SHARD_BYTES = 2**22
+
+_SPLITTABLE = {*TABLE_LAYOUTS, *JSON_LAYOUTS, Layout.ARRAY_RECORD, Layout.TEXT}
 
 # Prefixes of file and folder names.
 _SPLIT_NAMES = {
@@ -22,7 +48,55 @@ _SPLIT_NAMES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+class Document(NamedTuple):
+    """A text document that is not blank."""
+
+    text: str
+    file: str  # name without machine-specific folders
+    row: int  # number in the file from 0, counting skipped documents
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a corpus that is read independently.
+
+    Shards depend only on file names and sizes, never on the number of processes.
+    """
+
+    ranges: tuple[FileRange, ...]
+    text_field: str
+    max_bad_records: int = 0  # malformed rows and unreadable files to skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk to read, for progress reports."""
+        return sum(each.num_bytes for each in self.ranges)
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yields the documents, counting skipped ones.
+
+        Skips up to `max_bad_records` malformed rows and files that cannot be read from the start.
+        Raises UserError beyond that, for files without a valid row, and for files damaged midway.
+        """
+        skipped.limit = self.max_bad_records
+        for each in self.ranges:
+            name, has_begun = each.name, False
+            try:
+                for row, text in range_texts(each, self.text_field, skipped):
+                    has_begun = True
+                    if text and not text.isspace():
+                        yield Document(text, name, row)
+                    else:
+                        skipped["empty"] += 1
+            except NoValidRow:
+                raise  # probably a wrong text_field
+            except UserError as error:
+                if has_begun or not skipped.limit:
+                    raise  # an unknown part of the file would be lost
+                skipped.count_bad("unreadable", error)
+
+
+@dataclass(frozen=True)
 class Corpus:
     """All text of `prepare_source`."""
 
@@ -47,13 +121,13 @@ def open_corpus(
     entries = split_entries(prepare_source)
     found: dict[str, SourceFile] = {}  # without duplicates
     for file in (file for entry in entries for file in resolve_files(entry)):
-        is_local = not file_access.is_url(file.path)
+        is_local = not is_url(file.path)
         found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
     files = [*found.values()]
     splits = _splits(files)
-    of_files = splits or [""] * len(files)
-    shards = cut_into_shards(files, of_files, text_field, shard_bytes, max_bad_records)
-    split_of = dict(zip(files, of_files, strict=True))
+    file_splits = splits or [""] * len(files)
+    shards = split_into_shards(files, file_splits, text_field, shard_bytes, max_bad_records)
+    split_of = dict(zip(files, file_splits, strict=True))
     names = [
         f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
         for entry in entries
@@ -81,3 +155,79 @@ def _split_of(name: str) -> str | None:
         if split:
             return split
     return None
+
+
+def split_into_shards(
+    files: Sequence[SourceFile],
+    splits: Sequence[str],
+    text_field: str,
+    shard_bytes: int = SHARD_BYTES,
+    max_bad_records: int = 0,
+) -> tuple[Shard, ...]:
+    """Groups small files and splits large ones, by names and sizes only.
+
+    No shard mixes `splits`, and only an unsplittable file exceeds `shard_bytes`.
+    """
+    assert shard_bytes > 0, shard_bytes
+    total = sum(file.size for file in files)
+    shard_bytes = min(shard_bytes, max(total // _FEWEST_SHARDS, _SMALLEST_SHARD_BYTES))
+    shards: list[list[FileRange]] = []
+    size, last_split = 0, None
+    for file, split in zip(files, splits, strict=True):
+        for each in _split_file(file, shard_bytes):
+            if size + each.num_bytes > shard_bytes or split != last_split or not shards:
+                shards.append([])
+                size, last_split = 0, split
+            shards[-1].append(each)
+            size += each.num_bytes
+    return tuple(Shard(tuple(ranges), text_field, max_bad_records) for ranges in shards)
+
+
+def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
+    layout, compression = file.format
+    is_splittable = layout in _SPLITTABLE and not compression and not file.skip_undecodable
+    if not is_splittable or is_url(file.path) or file.size <= shard_bytes:
+        return [FileRange(file)]
+    count = -(-file.size // shard_bytes)
+    bounds = [index * file.size // count for index in range(count)]
+    if layout is Layout.TEXT:
+        longest = text_streams.LONGEST_TEXT
+        bounds = sorted({bound // longest * longest for bound in bounds})
+    return [
+        FileRange(file, start, stop)
+        for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
+    ]
+
+
+def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
+    """Yields (number, text) of each document of a file range, including empty ones."""
+    file, start, stop = part.file, part.start, part.stop
+    layout = file.format.layout
+    if layout in TABLE_LAYOUTS:
+        yield from table_texts(part, text_field)
+        return
+    if layout in RECORD_LAYOUTS:
+        yield from record_texts(part, text_field)
+        return
+    with read_errors_as_user_error(file.path), part.open() as content:
+        if file.skip_undecodable:
+            try:
+                yield 0, content.read().decode("utf-8-sig")
+            except UnicodeDecodeError:
+                skipped["not UTF-8"] += 1
+        elif start == 0 and stop is None:
+            yield from stream_texts(content, file.format, file.path, text_field, skipped)
+        elif layout is Layout.TEXT:
+            first = start // text_streams.LONGEST_TEXT
+            last = None if stop is None else stop // text_streams.LONGEST_TEXT
+            yield from text_streams.text_chunks(content, file.path, first, last)
+        else:
+            yield from text_streams.json_texts(
+                decompressed(content, ""),
+                file.path,
+                text_field,
+                may_be_list=layout is Layout.JSON,
+                start=start,
+                stop=stop,
+                skipped=skipped,
+            )

@@ -52,6 +52,9 @@ _OPENWEBTEXT_PART = re.compile(r"urlsf_subset.*_data\.xz")
 # Numbers may follow the extension: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
 _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$")
 
+JSON_LAYOUTS = frozenset({Layout.JSON_LINES, Layout.JSON})
+TABLE_LAYOUTS = frozenset({Layout.PARQUET, Layout.ARROW})
+RECORD_LAYOUTS = frozenset({Layout.ARRAY_RECORD, Layout.TFRECORD})
 SEEKING = frozenset({Layout.ZIP, Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
 """Layouts that are read in several places at once, so never as a stream."""
 

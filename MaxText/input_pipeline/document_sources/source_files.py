@@ -14,19 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.byte_streams import open_bytes
 from MaxText.input_pipeline.document_sources.document_formats import (
+    JSON_LAYOUTS,
     NOT_TEXT,
     PLAIN_TEXT,
     READ_ENDINGS,
+    RECORD_LAYOUTS,
+    TABLE_LAYOUTS,
     FileFormat,
-    Layout,
     check_not_compressed,
     format_of,
     known_format,
 )
-from MaxText.input_pipeline.document_sources.json_rows import token_ids_error
+from MaxText.input_pipeline.document_sources.text_streams import token_ids_error
 from MaxText.storage import file_access
 
 STDLIB = "python_stdlib"
@@ -41,7 +45,6 @@ _STATE = "state.json"
 _KEPT_RESULT = "cache-"
 
 # Next to tables and records, these files are metadata.
-_TABLES = {Layout.ARROW, Layout.PARQUET, Layout.ARRAY_RECORD, Layout.TFRECORD}
 _ABOUT_TABLES = {
     _STATE,
     "dataset_dict.json",
@@ -68,22 +71,62 @@ class SourceFile:
 
     path: str
     name: str  # relative to the folder or pattern that it was found by
-    size: int  # bytes on disk; 0 if unknown
+    size: int  # bytes on disk; -1 if unknown
     format: FileFormat
     skip_undecodable: bool = False  # skip non-UTF-8 files instead of raising
 
 
+@dataclass(frozen=True)
+class FileRange:
+    """Documents that start in bytes [start, stop) of a file.
+
+    JSON rows are numbered from the first line in the range (as `name` says), because counting
+    earlier ones would mean reading them. All other numbers are relative to the file.
+    """
+
+    file: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+    @classmethod
+    def whole(cls, path: str) -> "FileRange":
+        return cls(SourceFile(path, path, -1, format_of(path)))
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.file.size if self.stop is None else self.stop) - self.start
+
+    @property
+    def name(self) -> str:
+        """Name of the file, for `Document.file`."""
+        counts_rows = self.file.format.layout in JSON_LAYOUTS and self.start > 0
+        return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
+
+    def open(self) -> BinaryIO:
+        """Opens the file. Raises UserError if its size changed."""
+        return open_bytes(self.file.path, None if self.file.size < 0 else self.file.size)
+
+    def partition(self, count: int) -> range:
+        """Returns which of `count` equal parts of the file start in the range.
+
+        Ranges that partition the file give each part exactly once.
+        """
+        size = self.file.size
+        first = -(-self.start * count // size) if self.start else 0
+        return range(first, count if self.stop is None else -(-self.stop * count // size))
+
+
 def split_entries(prepare_source: str) -> list[str]:
     """Splits a comma separated list, keeping commas inside {braces}."""
-    entries, begun = [], ""
+    entries, partial = [], ""
     for part in prepare_source.split(","):
-        begun += part
-        if begun.count("{") > begun.count("}"):
-            begun += ","
+        partial += part
+        if partial.count("{") > partial.count("}"):
+            partial += ","
         else:
-            entries.append(begun.strip())
-            begun = ""
-    entries = [entry for entry in [*entries, begun.strip()] if entry]
+            entries.append(partial.strip())
+            partial = ""
+    entries = [entry for entry in [*entries, partial.strip()] if entry]
     if not entries:
         raise UserError(
             f"{_KEY} is not set: give files, folders, patterns or URLs of text ({READ_ENDINGS}), "
@@ -108,9 +151,9 @@ def resolve_files(entry: str) -> list[SourceFile]:
             raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
         return [_source_file(path, name) for name, path in _listed(entry).items()]
     except OSError as error:
-        place = error.filename or entry
+        where = error.filename or entry
         raise UserError(
-            f"{_KEY}={entry}: {place} cannot be read: {error.strerror or error}."
+            f"{_KEY}={entry}: {where} cannot be read: {error.strerror or error}."
         ) from error
 
 
@@ -143,8 +186,8 @@ def _source_file(path: str, name: str) -> SourceFile:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise UserError(
-            f"{path} is no plain file, and what it gives cannot be read twice. Copy what it holds "
-            "to a file and name that, or leave it out of prepare_source."
+            f"{path} is not a regular file, so it cannot be read twice. Copy its contents to a "
+            "file and name that, or remove it from prepare_source."
         )
     # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
     name = os.fsencode(name).decode(errors="replace")
@@ -154,7 +197,7 @@ def _source_file(path: str, name: str) -> SourceFile:
 def _readable(names: list[str]) -> list[str]:
     """Returns names with a known extension, without metadata of tables next to them."""
     formats = {name: known for name in names if (known := known_format(name))}
-    has_tables = any(known.layout in _TABLES for known in formats.values())
+    has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
     return [name for name in formats if os.path.basename(name).lower() not in hidden]
 
@@ -197,7 +240,7 @@ def _folder_files(entry: str) -> list[SourceFile]:
     else:
         folder = Path(file_access.local_path(entry))
         if _is_made(folder, _MADE_OF_IDS):
-            found_ids = "what prepare_data.py made of text"
+            found_ids = "the output of prepare_data.py"
             raise token_ids_error(f"{_KEY}={entry}", str(folder), found_ids)
         names = _walk(folder, lambda below: _is_made(below, _MADE))
         found = {name: str(folder / name) for name in names}
@@ -236,15 +279,15 @@ def _saved_files(state: Path) -> list[str] | None:
         return None
     if content.get("_indices_data_files"):
         raise UserError(
-            f"{state} chooses rows out of its arrow files. Save the data set again after "
+            f"{state} selects rows of its arrow files. Save the data set again after "
             "flatten_indices()."
         )
     for name in names:
         # Reject path traversal.
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise UserError(f"{state} lists {name!r}, which is no plain file name. Save it again.")
+            raise UserError(f"{state} lists {name!r}, which is not a file name. Save it again.")
         if not (state.parent / name).is_file():
-            raise UserError(f"{state} lists {name}, which is missing beside it. Copy it again.")
+            raise UserError(f"{state} lists {name}, which is missing next to it. Copy it again.")
     return names
 
 

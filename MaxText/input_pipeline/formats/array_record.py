@@ -1,7 +1,8 @@
-"""Sequential reader of ArrayRecord files."""
+"""Sequential reader and writer of ArrayRecord files."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from array_record.python import (
@@ -16,7 +17,9 @@ _DAMAGE = (RuntimeError, IndexError, ValueError)
 
 _AT_ONCE = 256  # records per read call
 
-_OPTIONS = "readahead_buffer_size:0"  # records are read by number
+_READ_OPTIONS = "readahead_buffer_size:0"  # records are read by number
+# Groups of 1 keep each record separately readable, for Grain's random access.
+_WRITE_OPTIONS = "group_size:1"
 _BUFFER_BYTES = 32768
 
 
@@ -29,11 +32,11 @@ def scan_records(
     the library cannot read. Raises BadRecord if the file is no ArrayRecord file or truncated.
     """
     reader: Any = array_record_module.ArrayRecordReader(
-        copy or local_path(path), options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+        copy or local_path(path), options=_READ_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
     )
     # A truncated or foreign file opens as an empty one.
     if not reader.ok():
-        raise BadRecord(path, 0, "no ArrayRecord file, damaged or cut short", _UNIT)
+        raise BadRecord(path, 0, "not an ArrayRecord file, damaged or truncated", _UNIT)
     numbers = choose(reader.num_records())
     try:
         for first in range(0, len(numbers), _AT_ONCE):
@@ -55,3 +58,28 @@ def _record(reader: Any, path: str, number: int) -> bytes | BadRecord:
         return reader.read([number])[0]
     except _DAMAGE as error:
         return BadRecord(path, number, f"the record is damaged ({error})", _UNIT)
+
+
+class ArrayRecordWriter:
+    """Writes an ArrayRecord file; disk failures raise OSError."""
+
+    def __init__(self, path: Path):
+        with _write_errors_as_os_error():
+            self._writer: Any = array_record_module.ArrayRecordWriter(str(path), _WRITE_OPTIONS)
+
+    def write(self, record: bytes) -> None:
+        with _write_errors_as_os_error():
+            self._writer.write(record)
+
+    def close(self) -> None:
+        """Writes the index, without which the file cannot be read."""
+        with _write_errors_as_os_error():
+            self._writer.close()
+
+
+@contextlib.contextmanager
+def _write_errors_as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise OSError(str(error)) from error

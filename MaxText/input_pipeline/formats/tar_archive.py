@@ -62,9 +62,9 @@ def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, B
             contents = archive.extractfile(member) if member.isreg() else None
             yield member, cast(BinaryIO | None, contents)
         rest = cast(BinaryIO, archive.fileobj)
-        while piece := rest.read(_BUFFER_BYTES):
-            if any(piece):
+        while chunk := rest.read(_BUFFER_BYTES):
+            if any(chunk):
                 raise UserError(
-                    f"{path} goes on behind its end, as archives do that were put together with "
-                    "cat. Unpack it (tar -x --ignore-zeros) and name the files to read."
+                    f"{path} continues after its end, as archives joined by cat do. Unpack it (tar "
+                    "-x --ignore-zeros) and name the files to read."
                 )

@@ -92,10 +92,10 @@ def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
                 return np.array(features[name].int64_list.value, np.int64)
             raise ExampleError(
                 f"feature {name} holds {_CONTENTS[kind]}, not integers "
-                f"(features there: {describe(record)})"
+                f"(features: {describe(record)})"
             )
     wanted = " or ".join(names)
-    raise ExampleError(f"there is no feature {wanted} (features there: {describe(record)})")
+    raise ExampleError(f"there is no feature {wanted} (features: {describe(record)})")
 
 
 def describe(record: bytes) -> str:
@@ -111,7 +111,7 @@ def _features(record: bytes) -> dict[str, Any]:
     try:
         entries = _Example.FromString(record).features.feature
     except DecodeError as error:
-        raise ExampleError(f"the record is no tf.train.Example: {error}") from error
+        raise ExampleError(f"the record is not a tf.train.Example: {error}") from error
     return {entry.key: entry.value for entry in entries}  # the last of duplicate names wins
 
 

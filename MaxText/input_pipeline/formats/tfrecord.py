@@ -24,7 +24,7 @@ _LENGTH_CRC = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 
-_PIECE_BYTES = 1 << 24  # read in chunks, so that a corrupt length does not allocate memory
+_CHUNK_BYTES = 1 << 24  # read in chunks, so that a corrupt length does not allocate memory
 _LONGEST_RECORD = 1 << 28  # a fixed limit, because the size of compressed contents is unknown
 
 
@@ -96,7 +96,7 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
                 path,
                 at,
                 f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends "
-                f"after {len(body)} of them: it was cut short",
+                f"after {len(body)} of them: it is truncated",
             )
         if length > _LONGEST_RECORD:
             reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
@@ -111,8 +111,8 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
 
 
 def _read(file: Readable, size: int) -> bytes:
-    pieces = []
-    while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
+    chunks = []
+    while size > 0 and (chunk := file.read(min(size, _CHUNK_BYTES))):
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)

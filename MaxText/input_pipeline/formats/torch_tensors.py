@@ -65,12 +65,12 @@ def _tensor(storage: Any, start: Any, shape: Any, steps: Any, code: Any) -> _Ten
         raise TorchFileError("the file holds no tensor of integers")
     # A pickle can build nested lists too large to print.
     if not all(isinstance(number, int) for number in (*shape, *steps)):
-        raise TorchFileError("the tensor's shape holds what is no number")
+        raise TorchFileError("the tensor's shape is not integers")
     if len(shape) != 1 or len(steps) != 1:
         raise TorchFileError(f"the tensor has shape {tuple(shape)}; one dimension is expected")
     numbers = (start, shape[0], steps[0])
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise TorchFileError("the tensor's place in its storage is no number")
+        raise TorchFileError("the tensor's offset in its storage is not an integer")
     return _Tensor(storage, code, *numbers)
 
 
@@ -107,15 +107,14 @@ class _Reader(pickle.Unpickler):
         known = _KNOWN.get((module, name))
         if known is None:
             raise TorchFileError(
-                f"the file asks for {module}.{name}, which no plain tensor of integers needs: it "
-                "is not read"
+                f"the file refers to {module}.{name}, which a tensor of integers does not need"
             )
         return known
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage, key, _, count = pid[:5]
         if kind != "storage" or not isinstance(storage, _Type) or not isinstance(key, str):
-            raise TorchFileError("the file refers to something that is no storage")
+            raise TorchFileError("the file refers to something that is not a storage")
         return _Storage(storage, key, count)
 
 
@@ -130,7 +129,7 @@ def _loaded(file: io.BytesIO) -> Any:
     # genops() itself rejects strings longer than the file.
     for operation, argument, _ in pickletools.genops(file):
         if operation.name in _MEMO_PLACES and int(argument or 0) > size:
-            raise TorchFileError("the file is damaged, or was made to fill the memory")
+            raise TorchFileError("the file is damaged, or was made to exhaust the memory")
     file.seek(start)
     return _Reader(file).load()
 
@@ -149,7 +148,7 @@ def read_tensor(content: bytes) -> np.ndarray:
     # A damaged pickle can raise anything.
     except Exception as error:
         raise TorchFileError(
-            f"no file of torch.save, or damaged ({type(error).__name__}: {error})"
+            f"not a torch.save file, or damaged ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -157,19 +156,21 @@ def _read_zip(content: bytes) -> np.ndarray:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         names = archive.namelist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise TorchFileError("the file is compressed, which torch.save never does")
+            raise TorchFileError("the file is compressed, which torch.save does not do")
         (pickled,) = (name for name in names if name.endswith("/data.pkl"))
         folder = pickled.removesuffix("data.pkl")
         order = "<"
         if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") == b"big":
             order = ">"
         tensor = _loaded(io.BytesIO(archive.read(pickled)))
-        return _take(tensor, order, lambda storage: archive.read(f"{folder}data/{storage.key}"))
+        return _next_batch(
+            tensor, order, lambda storage: archive.read(f"{folder}data/{storage.key}")
+        )
 
 
 def _read_legacy(file: io.BytesIO) -> np.ndarray:
     if _loaded(file) != _LEGACY_MAGIC or _loaded(file) != _LEGACY_VERSION:
-        raise TorchFileError("no file of torch.save")
+        raise TorchFileError("not a torch.save file")
     system = _loaded(file)
     order = "<" if system["little_endian"] else ">"
     tensor = _loaded(file)
@@ -181,10 +182,10 @@ def _read_legacy(file: io.BytesIO) -> np.ndarray:
         (count,) = struct.unpack(f"{order}q", file.read(8))
         return file.read(count * np.dtype(storage.type.code or "u1").itemsize)
 
-    return _take(tensor, order, bytes_of)
+    return _next_batch(tensor, order, bytes_of)
 
 
-def _take(tensor: Any, order: str, bytes_of: Callable[[_Storage], bytes]) -> np.ndarray:
+def _next_batch(tensor: Any, order: str, bytes_of: Callable[[_Storage], bytes]) -> np.ndarray:
     if not isinstance(tensor, _Tensor):
         raise TorchFileError(f"the file holds a {type(tensor).__name__}, not a tensor")
     values = np.frombuffer(bytes_of(tensor.storage), np.dtype(f"{order}{tensor.code}"))

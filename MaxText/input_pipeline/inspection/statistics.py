@@ -75,9 +75,9 @@ def document_lengths(offsets: np.ndarray) -> Lengths:
     for first in range(0, len(offsets) - 1, _BLOCK_DOCUMENTS):
         sizes = np.diff(offsets[first : first + _BLOCK_DOCUMENTS + 1])
         found, counts = np.unique(sizes, return_counts=True)
-        tokens_L, place = np.unique(np.concatenate([tokens_L, found]), return_inverse=True)
+        tokens_L, index = np.unique(np.concatenate([tokens_L, found]), return_inverse=True)
         merged = np.zeros(tokens_L.size, np.int64)
-        np.add.at(merged, place, np.concatenate([documents_L, counts]))
+        np.add.at(merged, index, np.concatenate([documents_L, counts]))
         documents_L = merged
     return Lengths(tokens_L, documents_L)
 
@@ -109,10 +109,12 @@ def measure_tokens(
     """Reads evenly spaced blocks of 2**20 tokens, about `max_tokens` in all and at least one."""
     offsets, num_tokens = data.store.document_offsets, len(data.store)
     num_read = num_uncounted = 0
-    smallest, largest, largest_place = -1, -1, 0
+    smallest, largest, largest_position = -1, -1, 0
     counts_V = np.zeros(0, np.int64)
     hashes, documents = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-    for block in spread(-(-num_tokens // BLOCK_TOKENS), max_tokens // BLOCK_TOKENS).tolist():
+    for block in evenly_spaced_indices(
+        -(-num_tokens // BLOCK_TOKENS), max_tokens // BLOCK_TOKENS
+    ).tolist():
         start = block * BLOCK_TOKENS
         stop = min(start + BLOCK_TOKENS, num_tokens)
         first, last = np.searchsorted(offsets, (start, stop)).tolist()
@@ -126,7 +128,7 @@ def measure_tokens(
         low, high = int(inside.min()), int(inside.max())
         smallest = low if smallest < 0 else min(smallest, low)
         if high > largest:
-            largest, largest_place = high, start + int(inside.argmax())
+            largest, largest_position = high, start + int(inside.argmax())
         countable = inside[inside < _COUNTED_IDS]
         num_uncounted += inside.size - countable.size
         found = np.bincount(countable, minlength=counts_V.size)
@@ -139,20 +141,20 @@ def measure_tokens(
             hashes.append(_document_hashes(ids_N, begins[filled] - start, sizes[filled]))
             documents.append(first + filled)
         progress(stop - start)
-    document = int(np.searchsorted(offsets, largest_place, side="right")) - 1
+    document = int(np.searchsorted(offsets, largest_position, side="right")) - 1
     return TokenStatistics(
         num_tokens=num_tokens,
         num_read=num_read,
         smallest_id=smallest,
         largest_id=largest,
-        largest_document=(document, largest_place - int(offsets[document])),
+        largest_document=(document, largest_position - int(offsets[document])),
         counts_V=counts_V,
         num_uncounted=num_uncounted,
         documents=find_duplicates(np.concatenate(hashes), np.concatenate(documents)),
     )
 
 
-def spread(count: int, limit: int) -> np.ndarray:
+def evenly_spaced_indices(count: int, limit: int) -> np.ndarray:
     """Returns 0..count - 1 as int64, or `limit` evenly spaced ones of them."""
     limit = max(limit, 1)
     return np.arange(count) if count <= limit else np.arange(limit) * count // limit
@@ -192,7 +194,9 @@ def measure_sequences(
     group = max(1, BLOCK_TOKENS // length)
     num_read = num_counted = 0
     largest_target = -1
-    for block in spread(-(-len(windows) // group), max_tokens // (group * length)).tolist():
+    for block in evenly_spaced_indices(
+        -(-len(windows) // group), max_tokens // (group * length)
+    ).tolist():
         numbers = np.arange(block * group, min((block + 1) * group, len(windows)))
         arrays = in_order.read(numbers)
         counted_BT = arrays["weights"] > 0

@@ -7,6 +7,8 @@
 The folder outlives the process; the next process tokenizes the remaining shards.
 """
 
+import functools
+import shlex
 import shutil
 import time
 from collections import Counter
@@ -17,11 +19,9 @@ from typing import Any
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
-from MaxText.input_pipeline.document_sources.documents import too_many_error
-from MaxText.input_pipeline.preparation import work_processes
-from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, shard_of
-from MaxText.input_pipeline.preparation.progress import show_progress
-from MaxText.input_pipeline.preparation.text_sample import corpus_digest
+from MaxText.input_pipeline.document_sources.text_streams import too_many_error
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.preparation.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
 from MaxText.input_pipeline.preparation.token_shards import (
     ShardJob,
     Tokenization,
@@ -47,6 +47,7 @@ READ_BYTES_PER_PROCESS = 256_000_000
 """Least text that is worth a process of its own where text is only read."""
 
 _MAX_NAMED_ERRORS = 10
+_ERROR_SUFFIX = ".refused"  # file with the error of a shard on Beam
 
 
 @dataclass(frozen=True)
@@ -161,17 +162,15 @@ def _tokenize_all(
     before = {number: finished_shard(tokenization, number) for number in range(len(jobs))}
     num_finished = sum(shard is not None for shard in before.values())
     if num_finished:
-        show(f"Going on: {num_finished:,} of {len(jobs):,} parts were finished before")
+        show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
     if workers.beam_options is not None:
-        from MaxText.input_pipeline.preparation.beam_runner import tokenize_with_beam
-
-        tokenize_with_beam(tokenization.with_threads(1), jobs, workers.beam_options)
+        _tokenize_with_beam(tokenization.with_threads(1), jobs, workers.beam_options)
     else:
         num_processes, num_threads = workers.for_corpus(corpus)
         shared = tokenization.with_threads(num_threads)
         num_bytes = sum(shard.num_bytes for shard in corpus.shards)
         with show_progress("Encoding", num_bytes, show) as advance:
-            for _ in work_processes.run(tokenize_shard, shared, jobs, num_processes, advance):
+            for _ in map_in_processes(tokenize_shard, shared, jobs, num_processes, advance):
                 pass
     shards = []
     for number in range(len(jobs)):
@@ -180,6 +179,50 @@ def _tokenize_all(
         shards.append(shard)
     # A shard whose text changed was tokenized again.
     return shards, {number for number, shard in before.items() if shards[number] == shard}
+
+
+def _tokenize_with_beam(
+    tokenization: Tokenization, jobs: Sequence[ShardJob], beam_options: str
+) -> None:
+    """Tokenizes all shards on Apache Beam, given its command-line options.
+
+    Workers need the corpus and the staging folder under the same paths as here.
+    """
+    try:
+        import apache_beam  # pyright: ignore[reportMissingImports]
+        from apache_beam.options.pipeline_options import (  # pyright: ignore[reportMissingImports]
+            PipelineOptions,
+        )
+    except ImportError as error:
+        raise UserError(
+            "prepare_runner=beam needs the package apache-beam, which is not installed. Run: pip "
+            "install 'MaxText[beam]', or set prepare_runner=local."
+        ) from error
+    folder = tokenization.staging / "shards"
+    for leftover in folder.glob(f"*{_ERROR_SUFFIX}"):
+        leftover.unlink()
+    options = PipelineOptions(shlex.split(beam_options))
+    with apache_beam.Pipeline(options=options) as pipeline:
+        # Without a reshuffle, Beam would fuse everything into one bundle.
+        _ = (
+            pipeline
+            | "Shards" >> apache_beam.Create(list(jobs))
+            | apache_beam.Reshuffle()
+            | "Tokenize" >> apache_beam.Map(functools.partial(_tokenize_on_beam, tokenization))
+        )
+    refused = sorted(folder.glob(f"*{_ERROR_SUFFIX}"))
+    if refused:
+        raise UserError(refused[0].read_text(encoding="utf-8"))
+
+
+def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
+    """Tokenizes a shard. UserErrors go to a file, because Beam would wrap and retry them."""
+    try:
+        tokenize_shard(tokenization, job, lambda done: None)
+    except UserError as error:
+        path = tokenization.staging / "shards" / f"{job.number:06d}{_ERROR_SUFFIX}"
+        write_whole(path, str(error))
+    return job.number
 
 
 def _fill_empty_split(
@@ -194,7 +237,7 @@ def _fill_empty_split(
         sum(shard.splits[split].num_documents for shard in shards) for split in (TRAIN, VALIDATION)
     )
     if train + validation == 1:
-        show("There is 1 document, so none is held out: evaluation needs two or more")
+        show("warning: only 1 document, so no validation split (needs at least 2)")
     if train == 0 and validation > 0:
         moved = (max(shard.highest for shard in shards if shard.highest)[1], False)
     elif validation == 0 and train > 1:
@@ -238,9 +281,9 @@ def _report_bad(corpus: Corpus, shards: Sequence[TokenizedShard], show: Show) ->
     if len(bad) > limit:
         raise too_many_error(limit, bad[0])
     for message in bad[:_MAX_NAMED_ERRORS]:
-        show(f"warning: left out: {message}")
+        show(f"warning: skipped: {message}")
     if len(bad) > _MAX_NAMED_ERRORS:
-        show(f"warning: left out: {len(bad) - _MAX_NAMED_ERRORS} more rows and files like these")
+        show(f"warning: skipped: {len(bad) - _MAX_NAMED_ERRORS} more rows and files like these")
     return bad
 
 
@@ -260,14 +303,14 @@ def _report(
         f"from {counted(source.num_files, 'file')}"
     )
     if source.skipped:
-        line += "; left out: "
+        line += "; skipped: "
         line += ", ".join(f"{count:,} {reason}" for reason, count in source.skipped.items())
     show(line)
     unit = "bytes" if tokenization.is_text else "tokens"
     if kept:
         num_tokens = sum(shards[number].num_tokens for number in kept)
-        parts = f"{len(kept):,} of {len(shards):,} parts"
-        show(f"Kept {num_tokens:,} {unit} in {parts}, encoded before")
+        parts = f"{len(kept):,} of {len(shards):,} shards"
+        show(f"Kept {num_tokens:,} {unit} in {parts}, tokenized before")
     new = [shard for number, shard in enumerate(shards) if number not in kept]
     if new:
         num_tokens = sum(shard.num_tokens for shard in new)

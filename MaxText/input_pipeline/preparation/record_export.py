@@ -24,7 +24,7 @@ import numpy as np
 from MaxText.config.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes
 from MaxText.input_pipeline.preparation.record_shards import (
     FinishedFile,
     RecordFileJob,
@@ -86,16 +86,16 @@ def export_records(
     }
     finished_folder = output.with_name(f"{output.name}.finished")
     _open_output(output, finished_folder, ledger)
-    jobs = _plan(prepared, manifest, preparation, shape, output)
+    jobs = _plan(prepared, manifest, shape, output)
     finished = {job: file for job in jobs if (file := _finished(finished_folder, job))}
     if shape.kind != "text":
         _copy_tokenizer(prepared, output)
     if finished:
-        show(f"Kept {len(finished):,} of {len(jobs):,} record files, finished earlier")
+        show(f"Resuming: {len(finished):,} of {len(jobs):,} record files are already written")
     left = [job for job in jobs if job not in finished]
     quarters = 0
     num_processes = preparation.prepare_num_workers or num_cores()
-    written = work_processes.run(_write, finished_folder, left, num_processes, lambda _: None)
+    written = map_in_processes(_write, finished_folder, left, num_processes, lambda _: None)
     for done, (job, file) in enumerate(written, 1):
         finished[job] = file
         if done * 4 // len(left) > quarters and done < len(left):
@@ -163,8 +163,8 @@ def record_shape(preparation: Preparation) -> RecordShape:
     name = preparation.prepare_name
     if name and Path(name).name != name:
         raise UserError(
-            f"prepare_name={name} is no plain name: it begins the names of files in dataset_path. "
-            "Leave out its folders."
+            f"prepare_name={name} contains a folder, and it is a prefix of file names. Leave out "
+            "the folder."
         )
     is_text = preparation.prepare_output_format in TEXT_FORMATS
     file_format = preparation.prepare_output_format.removeprefix("text_")
@@ -181,7 +181,7 @@ def record_shape(preparation: Preparation) -> RecordShape:
             if value > preparation.prep_max_length:
                 raise UserError(
                     f"{key}={value} is above prep_max_length={preparation.prep_max_length}: "
-                    "windows could not be that long, or would leave out tokens between them. "
+                    "windows cannot be that long, or would skip tokens between them. "
                     f"Lower {key} or raise prep_max_length."
                 )
     if file_format == "parquet":
@@ -190,27 +190,23 @@ def record_shape(preparation: Preparation) -> RecordShape:
         file_format=file_format,
         kind=kind,
         field=_TEXT_FIELD if is_text else preparation.prepare_field or _DEFAULT_FIELDS[file_format],
-        chunk_length=preparation.prepare_chunk_length,
-        min_length=preparation.prep_min_length,
-        max_length=preparation.prep_max_length,
-        stride=preparation.prep_stride,
-        ignore_label=preparation.prep_ignore_label,
+        keys=preparation,
     )
 
 
 def _plan(
-    prepared: Path, manifest: Manifest, preparation: Preparation, shape: RecordShape, output: Path
+    prepared: Path, manifest: Manifest, shape: RecordShape, output: Path
 ) -> list[RecordFileJob]:
     jobs = []
-    files_of = _num_files(manifest, preparation.prepare_num_shards, shape)
+    files_of = _num_files(manifest, shape.keys.prepare_num_shards, shape)
     for split, entry in sorted(manifest.splits.items()):
-        prefix = preparation.prepare_name
+        prefix = shape.keys.prepare_name
         if shape.kind != "text" and prefix and len(manifest.splits) == 1:
             name = prefix
         else:
             name = ("_" if shape.kind == "text" else ".").join(filter(None, (prefix, split)))
         if shape.kind == "chunks":
-            total = num_chunks(entry.num_tokens, shape.chunk_length)
+            total = num_chunks(entry.num_tokens, shape.keys.prepare_chunk_length)
             num_files = max(min(files_of[split], total), 1)
             bounds = [total * number // num_files for number in range(num_files + 1)]
         else:
@@ -284,7 +280,7 @@ def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
         dropped_tokens = sum(file.dropped_tokens for file in of_split)
         if dropped_tokens:
             yield (
-                f"  {split}: left out {counted(dropped_documents, 'document')}, and "
+                f"  {split}: skipped {counted(dropped_documents, 'document')}, and "
                 f"{counted(dropped_tokens, 'token')} in all, because windows of fewer than "
-                f"prep_min_length={shape.min_length} tokens are not written"
+                f"prep_min_length={shape.keys.prep_min_length} tokens are not written"
             )

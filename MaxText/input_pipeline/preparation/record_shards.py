@@ -1,28 +1,32 @@
 """Writes record files from a tokenized dataset.
 
 A file is a pure function of its job, and is published only when complete and synced.
+
+Strided windows are overlapping windows with labels, as in jax-lm-training's preprocessing. A window
+is S + 1 tokens of a document, control tokens included: S inputs, and S labels shifted by one.
+Differences from the original: bos and eos only where the document has them; padding is marked by
+the mask, so id 0 is a regular id; windows inside the previous one are omitted; dropped tokens are
+counted.
+
+Legend: D documents, W windows or records, S inputs of a window.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
 
+from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.strided_windows import (
-    StridedWindows,
-    rows_of_windows,
-    strided_windows,
-)
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.storage.atomic import publish, sync_file, writing_name
@@ -38,11 +42,7 @@ class RecordShape:
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]
     field: str
-    chunk_length: int  # the next chunk starts with the last of these tokens
-    min_length: int
-    max_length: int
-    stride: int
-    ignore_label: int  # label of strided windows without a token to predict
+    keys: Preparation  # prepare_chunk_length, and prep_ keys of strided windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +88,92 @@ class FinishedFile(pydantic.BaseModel):
     sha256: str
 
 
+class RecordRanges(NamedTuple):
+    """Token ranges of records, and counts of what is in none."""
+
+    starts_W: np.ndarray
+    stops_W: np.ndarray
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+
+
+def strided_windows(
+    document_offsets: np.ndarray, min_length: int, max_length: int, stride: int
+) -> RecordRanges:
+    """Returns the windows of contiguous documents (int64 [D + 1] offsets), every `stride` tokens.
+
+    Windows have `min_length` to `max_length` labels; shorter ones are dropped. `stride` is at most
+    `max_length`, so that each token of a document but its first is a label.
+    """
+    assert 1 <= min_length <= max_length, (min_length, max_length)
+    assert 1 <= stride <= max_length, (stride, max_length)
+    begins_D, ends_D = document_offsets[:-1], document_offsets[1:]
+    sizes_D = ends_D - begins_D
+    # The first window that reaches the end is the last: later ones would be inside it.
+    counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
+    document_W = np.repeat(np.arange(sizes_D.size), counts_D)
+    first_W = np.cumsum(counts_D) - counts_D
+    number_W = np.arange(document_W.size) - first_W[document_W]
+    starts_W = begins_D[document_W] + number_W * stride
+    stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
+    kept_W = stops_W - starts_W > min_length
+    starts_W, stops_W, document_W = starts_W[kept_W], stops_W[kept_W], document_W[kept_W]
+    # Only the last window of a document can be too short, so the others cover a prefix.
+    covered_D = begins_D.astype(np.int64)
+    np.maximum.at(covered_D, document_W, stops_W)
+    return RecordRanges(
+        starts_W,
+        stops_W,
+        dropped_documents=int(sizes_D.size - np.unique(document_W).size),
+        dropped_tokens=int((ends_D - covered_D).sum()),
+    )
+
+
+def rows_of_windows(
+    records: Sequence[np.ndarray], max_length: int, pad_id: int, ignore_label: int
+) -> dict[str, np.ndarray]:
+    """Returns arrays [W, S] of windows with 2 to S + 1 tokens each.
+
+    They are int32 `input_ids`, int8 `attention_mask` (1 for tokens), and int32 `labels`, the token
+    after each input; `pad_id` and `ignore_label` are padding.
+    """
+    shape = (len(records), max_length)
+    rows = {
+        "input_ids": np.full(shape, pad_id, np.int32),
+        "attention_mask": np.zeros(shape, np.int8),
+        "labels": np.full(shape, ignore_label, np.int32),
+    }
+    for row, record in enumerate(records):
+        num_inputs = min(record.size, max_length)
+        rows["input_ids"][row, :num_inputs] = record[:num_inputs]
+        rows["attention_mask"][row, :num_inputs] = 1
+        rows["labels"][row, : record.size - 1] = record[1:]
+    return rows
+
+
 def num_chunks(num_tokens: int, chunk_length: int) -> int:
     """Returns the number of chunks, each of which starts with the last token of the previous."""
     return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
 
 
-def _ranges(job: RecordFileJob, store: TokenStore) -> StridedWindows:
+def _ranges(job: RecordFileJob, store: TokenStore) -> RecordRanges:
     shape = job.shape
     if shape.kind == "chunks":
-        starts = np.arange(job.first, job.stop, dtype=np.int64) * (shape.chunk_length - 1)
-        return StridedWindows(starts, np.minimum(starts + shape.chunk_length, len(store)))
+        starts = np.arange(job.first, job.stop, dtype=np.int64) * (
+            shape.keys.prepare_chunk_length - 1
+        )
+        return RecordRanges(
+            starts, np.minimum(starts + shape.keys.prepare_chunk_length, len(store))
+        )
     offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
     if shape.kind in ("documents", "text"):
-        return StridedWindows(offsets[:-1], offsets[1:])
-    return strided_windows(offsets, shape.min_length, shape.max_length, shape.stride)
+        return RecordRanges(offsets[:-1], offsets[1:])
+    return strided_windows(
+        offsets, shape.keys.prep_min_length, shape.keys.prep_max_length, shape.keys.prep_stride
+    )
 
 
-def _batches(ranges: StridedWindows, store: TokenStore) -> Iterator[list[np.ndarray]]:
+def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarray]]:
     """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
     first, num_records = 0, ranges.starts_W.size
     ends = np.cumsum(ranges.stops_W - ranges.starts_W)
@@ -127,7 +196,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
     batches = _batches(ranges, store)
     try:
         if job.shape.file_format == "parquet":
-            _write_parquet(writing, job.shape, manifest.filler_id, batches)
+            _write_parquet(writing, job.shape, manifest.pad_id, batches)
         else:
             _write_examples(writing, job.shape, batches)
         with writing.open("rb") as file:
@@ -137,8 +206,8 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
         sync_file(job.folder)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written ({error}). Make room or give the right to write there, "
-            "and run the same command again: finished files are kept."
+            f"{path} could not be written ({error}). Free some space or get write permission, and "
+            "run the same command to resume: finished files are kept."
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -146,7 +215,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
     sizes = ranges.stops_W - ranges.starts_W
     if job.shape.kind == "strided":
         # The last token of a full window is only a label.
-        sizes = np.minimum(sizes, job.shape.max_length)
+        sizes = np.minimum(sizes, job.shape.keys.prep_max_length)
     return FinishedFile(
         split=job.split,
         shard=job.number,
@@ -163,13 +232,13 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
 def _write_examples(path: Path, shape: RecordShape, batches: Iterable[list[np.ndarray]]) -> None:
     open_writer = TFRecordWriter if shape.file_format == "tfrecord" else ArrayRecordWriter
     with contextlib.closing(open_writer(path)) as writer:
-        for piece in itertools.chain.from_iterable(batches):
-            value = piece.astype(np.uint8).tobytes() if shape.kind == "text" else piece
+        for record in itertools.chain.from_iterable(batches):
+            value = record.astype(np.uint8).tobytes() if shape.kind == "text" else record
             writer.write(tf_example.encode({shape.field: value}))
 
 
 def _write_parquet(
-    path: Path, shape: RecordShape, filler_id: int, batches: Iterable[list[np.ndarray]]
+    path: Path, shape: RecordShape, pad_id: int, batches: Iterable[list[np.ndarray]]
 ) -> None:
     pyarrow, parquet = require_pyarrow()
     lists = {"int32": pyarrow.list_(pyarrow.int32()), "int8": pyarrow.list_(pyarrow.int8())}
@@ -179,14 +248,16 @@ def _write_parquet(
         columns["labels"] = lists["int32"]
     schema = pyarrow.schema(list(columns.items()))
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for pieces in batches:
+        for records in batches:
             if shape.kind == "strided":
-                rows = rows_of_windows(pieces, shape.max_length, filler_id, shape.ignore_label)
-                ends = np.arange(len(pieces) + 1) * shape.max_length
+                rows = rows_of_windows(
+                    records, shape.keys.prep_max_length, pad_id, shape.keys.prep_ignore_label
+                )
+                ends = np.arange(len(records) + 1) * shape.keys.prep_max_length
                 values = [rows[name].reshape(-1) for name in columns]
             else:
-                ends = np.cumsum([0, *(piece.size for piece in pieces)])
-                values = [np.concatenate(pieces)]
+                ends = np.cumsum([0, *(record.size for record in records)])
+                values = [np.concatenate(records)]
             # Arrow list offsets are int32.
             assert ends[-1] < 2**31, ends[-1]
             ends = pyarrow.array(ends.astype(np.int32))

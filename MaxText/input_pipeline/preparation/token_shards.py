@@ -18,29 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.documents import Document, Skipped
-from MaxText.input_pipeline.document_sources.shards import Shard
-from MaxText.input_pipeline.preparation.held_out import (
-    HELD_OUT,
-    TRAIN,
-    VALIDATION,
-    document_number,
-    hashes,
-    held_out_below,
-)
-from MaxText.input_pipeline.preparation.text_sample import (
-    ReadJob,
-    ReadSettings,
-    TextDigest,
-    read_shard,
-    text_cleaner,
-)
+from MaxText.input_pipeline.document_sources.corpus import Document, Shard
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
+from MaxText.input_pipeline.local_cache import write_array_header
+from MaxText.input_pipeline.preparation import sampling
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
@@ -50,7 +37,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.storage.atomic import atomic_write_text, publish, sync_file, writing_name
 
 # Text tokenized at a time: enough for several threads, but the tokenizers library takes some
@@ -113,7 +100,9 @@ class ShardJob:
     def splits(self, validation_fraction: float) -> list[str]:
         if self.split:
             return [self.split]
-        return [TRAIN, VALIDATION] if validation_fraction > 0 else [TRAIN]
+        return (
+            [sampling.TRAIN, sampling.VALIDATION] if validation_fraction > 0 else [sampling.TRAIN]
+        )
 
 
 class ShardSplit(pydantic.BaseModel):
@@ -132,7 +121,7 @@ class TokenizedShard(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    sha256: str  # TextDigest of the text as read
+    sha256: str  # sampling.TextDigest of the text as read
     num_bytes: int
     skipped: dict[str, int]  # reason -> number of documents
     bad: tuple[str, ...] = ()  # errors of malformed rows and unreadable files
@@ -209,27 +198,27 @@ def tokenize_shard(
 
 
 def _is_of(
-    found: TokenizedShard,
-    tokenization: Tokenization,
-    job: ShardJob,
-    advance: Callable[[int], None],
+    found: TokenizedShard, tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
 ) -> bool:
     """Returns whether a finished shard fits the job; reads the text, which is fast."""
     splits = job.splits(tokenization.validation_fraction)
     if found.moved != job.moved or list(found.splits) != splits:
         return False
-    settings = ReadSettings(tokenization.seed)
-    return read_shard(settings, ReadJob(job.number, job.shard), advance).sha256 == found.sha256
+    settings = sampling.ReadSettings(tokenization.seed)
+    return (
+        sampling.read_shard(settings, sampling.ReadJob(job.number, job.shard), advance).sha256
+        == found.sha256
+    )
 
 
 def _tokenize(
     tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
 ) -> TokenizedShard:
     start = time.process_time()
-    clean = text_cleaner(tokenization.fix_text)
-    threshold = held_out_below(tokenization.validation_fraction)
+    clean = sampling.text_cleaner(tokenization.fix_text)
+    threshold = sampling.held_out_threshold(tokenization.validation_fraction)
     minimum = max(tokenization.minimum_tokens, 1)
-    digest, skipped = TextDigest(), Skipped()
+    digest, skipped = sampling.TextDigest(), Skipped()
     num_bytes = index = 0
     ranked: list[tuple[int, int]] = []
     with contextlib.ExitStack() as stack:
@@ -238,11 +227,11 @@ def _tokenize(
             for split in job.splits(tokenization.validation_fraction)
         }
         for documents in _batches(job.shard.documents(skipped)):
-            numbers = document_number(job.number, index) + np.arange(len(documents))
+            numbers = sampling.document_number(job.number, index) + np.arange(len(documents))
             index += len(documents)
             texts = [clean(document.text) for document in documents]
             ids = tokenization.tokenizer.encode(texts)
-            ranks = hashes(tokenization.seed, HELD_OUT, numbers).tolist()
+            ranks = sampling.hashes(tokenization.seed, sampling.HELD_OUT, numbers).tolist()
             read = 0
             for document, text, ids_N, number, rank in zip(
                 documents, texts, ids, numbers.tolist(), ranks, strict=True
@@ -257,7 +246,7 @@ def _tokenize(
                 held_out = rank < threshold
                 if job.moved and job.moved[0] == number:
                     held_out = job.moved[1]
-                split = job.split or (VALIDATION if held_out else TRAIN)
+                split = job.split or (sampling.VALIDATION if held_out else sampling.TRAIN)
                 if tokenization.fix_text:
                     encoded = text.encode()
                 writers[split].add(ids_N, len(encoded), document)
@@ -384,8 +373,8 @@ def write_documents(
     offset_type = np.dtype("<i8")
     # Written sequentially: a full disk is then an error; with a memory map it kills the process.
     with (folder / OFFSETS_NAME).open("wb") as offsets, (folder / ROWS_NAME).open("wb") as rows:
-        _begin_array(offsets, offset_type, num_documents + 1)
-        _begin_array(rows, row_type, num_documents)
+        write_array_header(offsets, offset_type, num_documents + 1)
+        write_array_header(rows, row_type, num_documents)
         first = np.zeros(1, offset_type).tobytes()
         offsets.write(first)
         offsets_digest.update(first)
@@ -426,8 +415,3 @@ def write_documents(
         tokens_sha256=tokens_digest.hexdigest(),
         offsets_sha256=offsets_digest.hexdigest(),
     )
-
-
-def _begin_array(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)

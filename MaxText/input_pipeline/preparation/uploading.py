@@ -8,11 +8,11 @@ from pathlib import Path
 
 from MaxText.config.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.local_copies import copied_folder
-from MaxText.input_pipeline.preparation.preparing import (
+from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
+from MaxText.input_pipeline.preparation.prepare import (
+    PrepareRequest,
+    check_existing,
     digest_path_of,
-    keep,
     manifest_name_of,
     prepare,
 )
@@ -21,7 +21,7 @@ from MaxText.storage.atomic import lock
 from MaxText.storage.file_access import file_system, path_type
 
 
-def prepare_in_bucket(
+def prepare_and_upload(
     preparation: Preparation,
     url: str,
     cache_dir: Path,
@@ -36,35 +36,31 @@ def prepare_in_bucket(
     """
     url = url.rstrip("/")
     name = manifest_name_of(preparation)
-    place = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
-    with _held(place, cache_dir, show):
+    staging = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
+    with _held(staging, cache_dir, show):
         if path_type(f"{url}/{name}"):
-            kept = copied_folder(url, cache_dir)
+            kept = copy_folder(url, cache_dir)
             assert kept is not None, url
-            source, field = preparation.prepare_source, preparation.text_field
-            corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-            digest_path = digest_path_of(corpus, cache_dir)
-            return keep(preparation, corpus, kept, digest_path, show, place=url)
-        folder = place / "data_set"
+            request = PrepareRequest.of(preparation, max_bad_records, show)
+            digest_path = digest_path_of(request.corpus, cache_dir)
+            return check_existing(request, kept, digest_path, location=url)
+        folder = staging / "data_set"
         manifest = prepare(preparation, str(folder), show, max_bad_records=max_bad_records)
         _upload(folder, url, name)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         show(f"Uploaded it to {url}")
         return manifest
 
 
 @contextlib.contextmanager
-def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
+def _held(staging: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        staging.parent.mkdir(parents=True, exist_ok=True)
         # Only errors of taking the lock are about the folder.
         held = contextlib.ExitStack()
-        held.enter_context(lock(place.with_suffix(".lock"), show))
+        held.enter_context(lock(staging.with_suffix(".lock"), show))
     except OSError as error:
-        raise UserError(
-            f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
-            "data_cache_dir to a folder on a disk with room."
-        ) from error
+        raise cache_write_error(cache_dir, error) from error
     with held:
         yield
 
@@ -80,13 +76,13 @@ def _upload(folder: Path, url: str, last: str) -> None:
         others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
         if system.exists(f"{path}/{last}"):
             raise UserError(
-                f"dataset_path={url}: another machine has made a data set there meanwhile. The "
-                "same command compares it with what is asked for."
+                f"dataset_path={url}: another machine wrote a data set there meanwhile. Run the "
+                "same command to compare it with the request."
             )
         if others:
             raise UserError(
-                f"dataset_path={url} has other files ({min(others)}) and is no data set of the "
-                "kind that is asked for. Choose another folder, or delete them."
+                f"dataset_path={url} has other files ({min(others)}) and is not a data set of the "
+                "requested kind. Choose another folder, or delete them."
             )
         for file in files:
             system.put_file(str(folder / file), f"{path}/{file}")
@@ -100,6 +96,6 @@ def _upload(folder: Path, url: str, last: str) -> None:
 
 def _unwritable(folder: Path, url: str, error: Exception) -> UserError:
     return UserError(
-        f"dataset_path={url} cannot be written ({error}). What is finished is kept in {folder}: "
-        "the same command uploads it."
+        f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: run "
+        "the same command to upload it."
     )

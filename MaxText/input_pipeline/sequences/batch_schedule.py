@@ -23,14 +23,14 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchPlan:
+class BatchSchedule:
     """The stages of a run; the first begins at step 0, the last is unbounded."""
 
     stages: tuple[Stage, ...]
     window: int  # max_target_length
 
     @classmethod
-    def constant(cls, samples: int, window: int) -> "BatchPlan":
+    def constant(cls, samples: int, window: int) -> "BatchSchedule":
         return cls((Stage(0, samples, window),), window)
 
     def at(self, step: int) -> Stage:
@@ -70,7 +70,7 @@ class BatchPlan:
         return len(self.stages) > 1
 
 
-def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]) -> BatchPlan:
+def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]) -> BatchSchedule:
     """Returns the stages that the batch keys ask for.
 
     The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal increments;
@@ -86,7 +86,7 @@ def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]
     lengths = list(section.sequence_length_stages) or [(0, window)]
     starts = sorted({first for first, _ in ramp} | {first for first, _ in lengths})
     stages = tuple(Stage(step, _value_at(ramp, step), _value_at(lengths, step)) for step in starts)
-    return BatchPlan(stages, window)
+    return BatchSchedule(stages, window)
 
 
 def _rampup_sizes(section: Batch) -> list[float]:

@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.input_pipeline.sequences.windows import Spans, Windows
+from MaxText.input_pipeline.sequences.windows import TokenRanges, Windows
 
 
-class Piecewise(NamedTuple):
+class BatchPart(NamedTuple):
     """Token ranges of some sequences of a batch, from one dataset."""
 
     windows: Windows
     rows: np.ndarray  # int64, batch indices of the sequences
-    spans: Spans  # `row_P` counts within `rows`
+    spans: TokenRanges  # `row_P` counts within `rows`
     without_weight: np.ndarray | None = None
 
 
-def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
+def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
     """Returns the sequences of a batch, of which `parts` together have each one once.
 
     Arrays [B, T] are named as in Batch: int32 `tokens` and `targets`, float32 `weights`, and with
@@ -30,7 +30,7 @@ def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.n
     `segments`. A weight is 0 without a target, and with `has_documents` also if the target begins
     another document. Raises UnreadableFile.
     """
-    alike: dict[tuple[bool, bool], list[Piecewise]] = {}
+    alike: dict[tuple[bool, bool], list[BatchPart]] = {}
     for part in parts:
         key = (part.windows.joined, part.windows.data.labels is not None)
         alike.setdefault(key, []).append(part)
@@ -42,12 +42,12 @@ def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.n
     return {name: _concatenated([one[name] for one in filled])[order] for name in filled[0]}
 
 
-def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
+def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
     first = parts[0].windows
     length, num_rows = first.length, sum(len(part.rows) for part in parts)
     before = np.cumsum([0, *(len(part.rows) for part in parts)])
     row_P = np.concatenate([p.spans.row_P + n for p, n in zip(parts, before, strict=False)])
-    place_P = np.concatenate([part.spans.place_P for part in parts])
+    position_P = np.concatenate([part.spans.position_P for part in parts])
     sizes_P = np.concatenate([part.spans.stop_P - part.spans.start_P for part in parts])
     ids = _concatenated(
         [part.windows.data.store.read(part.spans.start_P, part.spans.stop_P) for part in parts]
@@ -59,7 +59,7 @@ def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarr
         arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         arrays["weights"] = np.ones((num_rows, length), np.float32)
         return _finished(arrays, parts, before, None, has_documents)
-    filler_B = np.repeat([p.windows.data.filler_id for p in parts], [len(p.rows) for p in parts])
+    pad_B = np.repeat([p.windows.data.pad_id for p in parts], [len(p.rows) for p in parts])
     used_B = np.zeros(num_rows, np.int64)
     if first.data.labels is not None:
         labels = _concatenated(
@@ -70,33 +70,33 @@ def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarr
             ]
         )
         used_B[row_P] = sizes_P
-        arrays["tokens"] = _spread(ids, used_B, filler_B, length)
-        arrays["targets"] = _spread(np.maximum(labels, 0), used_B, filler_B, length)
+        arrays["tokens"] = _spread(ids, used_B, pad_B, length)
+        arrays["targets"] = _spread(np.maximum(labels, 0), used_B, pad_B, length)
         arrays["weights"] = _spread(
             (labels >= 0).astype(np.float32), used_B, np.zeros(num_rows), length
         )
     elif first.joined:
         # The first token of a joined range is the target of the token before it.
-        np.maximum.at(used_B, row_P, place_P + sizes_P)
-        rows = _spread(ids, used_B, filler_B, length + 1)
+        np.maximum.at(used_B, row_P, position_P + sizes_P)
+        rows = _spread(ids, used_B, pad_B, length + 1)
         arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         arrays["weights"] = _ones(used_B - 1, length)
     else:
         # A range of n tokens fills n - 1 positions.
-        np.maximum.at(used_B, row_P, place_P + sizes_P - 1)
+        np.maximum.at(used_B, row_P, position_P + sizes_P - 1)
         ends_P = np.cumsum(sizes_P)
         is_input, is_target = np.ones(len(ids), bool), np.ones(len(ids), bool)
         is_input[ends_P - 1] = False
         is_target[ends_P - sizes_P] = False
-        arrays["tokens"] = _spread(ids[is_input], used_B, filler_B, length)
-        arrays["targets"] = _spread(ids[is_target], used_B, filler_B, length)
+        arrays["tokens"] = _spread(ids[is_input], used_B, pad_B, length)
+        arrays["targets"] = _spread(ids[is_target], used_B, pad_B, length)
         arrays["weights"] = _ones(used_B, length)
     return _finished(arrays, parts, before, np.minimum(used_B, length), has_documents)
 
 
 def _finished(
     arrays: dict[str, np.ndarray],
-    parts: Sequence[Piecewise],
+    parts: Sequence[BatchPart],
     before: np.ndarray,
     used_B: np.ndarray | None,
     has_documents: bool,
@@ -105,11 +105,11 @@ def _finished(
         if part.without_weight is not None:
             counts = part.without_weight.tolist()
             spans = part.spans
-            for row, place, count in zip(spans.row_P, spans.place_P, counts, strict=True):
-                arrays["weights"][first_row + row, place : place + count] = 0
+            for row, position, count in zip(spans.row_P, spans.position_P, counts, strict=True):
+                arrays["weights"][first_row + row, position : position + count] = 0
     if has_documents:
         _add_documents(arrays, parts, before, used_B)
-    if not parts[0].windows.cutting.zero_loss:
+    if not parts[0].windows.options.zero_loss:
         arrays["weights"] *= arrays["targets"] != 0
     return arrays
 
@@ -122,9 +122,9 @@ def _ones(used_B: np.ndarray, width: int) -> np.ndarray:
     return (np.arange(width) < used_B[:, None]).astype(np.float32)
 
 
-def _spread(values: np.ndarray, used_B: np.ndarray, filler_B: np.ndarray, width: int) -> np.ndarray:
+def _spread(values: np.ndarray, used_B: np.ndarray, pad_B: np.ndarray, width: int) -> np.ndarray:
     spread = np.empty((len(used_B), width), values.dtype)
-    spread[:] = filler_B[:, None]
+    spread[:] = pad_B[:, None]
     at = 0
     for row, used in zip(spread, used_B.tolist(), strict=True):
         row[:used] = values[at : at + used]
@@ -134,7 +134,7 @@ def _spread(values: np.ndarray, used_B: np.ndarray, filler_B: np.ndarray, width:
 
 def _add_documents(
     arrays: dict[str, np.ndarray],
-    parts: Sequence[Piecewise],
+    parts: Sequence[BatchPart],
     before: np.ndarray,
     used_B: np.ndarray | None,
 ) -> None:
@@ -145,21 +145,21 @@ def _add_documents(
     num_rows, length = arrays["tokens"].shape
     begins = [part.windows.beginnings(part.spans) for part in parts]
     row_Q = np.concatenate([rows + n for (rows, _), n in zip(begins, before, strict=False)])
-    place_Q = np.concatenate([places for _, places in begins])
+    position_Q = np.concatenate([positions for _, positions in begins])
     if parts[0].windows.joined:
         # The target before a document start belongs to another document.
-        later = place_Q > 0
-        arrays["weights"][row_Q[later], place_Q[later] - 1] = 0
-    here = place_Q < length
-    row_Q, place_Q = row_Q[here], place_Q[here]
+        later = position_Q > 0
+        arrays["weights"][row_Q[later], position_Q[later] - 1] = 0
+    here = position_Q < length
+    row_Q, position_Q = row_Q[here], position_Q[here]
     segments = np.zeros((num_rows, length), np.int32)
-    segments[row_Q, place_Q] = 1
+    segments[row_Q, position_Q] = 1
     np.cumsum(segments, axis=1, out=segments)
     # A cumulative sum of ones, reset to 0 at each document start.
     positions = np.ones((num_rows, length), np.int32)
-    before_Q = np.zeros_like(place_Q)
-    before_Q[1:] = np.where(row_Q[1:] == row_Q[:-1], place_Q[:-1], 0)
-    positions[row_Q, place_Q] = 1 - (place_Q - before_Q)
+    before_Q = np.zeros_like(position_Q)
+    before_Q[1:] = np.where(row_Q[1:] == row_Q[:-1], position_Q[:-1], 0)
+    positions[row_Q, position_Q] = 1 - (position_Q - before_Q)
     positions[:, 0] = 0
     np.cumsum(positions, axis=1, out=positions)
     if used_B is not None:

@@ -1,41 +1,107 @@
-"""Global batches of NumPy arrays, by step.
+"""Global batches of NumPy arrays by step, without excluded samples.
+
+A run numbers only the samples it reads (N), while the data number all.
 
 Legend: B sequences (rows), T tokens of a window.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.input_pipeline.sequences.exclusions import NO_HOLES, Holes
-from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.sequences.order import Rows
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
+from MaxText.input_pipeline.sequences.order import SequenceDataset
+
+_LARGEST = 2**61  # far below 2**63, so that sums of sample numbers do not overflow
+
+
+class ExcludedRanges:
+    """Disjoint ranges (first, end) of excluded samples, in order."""
+
+    def __init__(self, pairs: Iterable[Sequence[int]] = ()):
+        """Merges ranges (first, end), in any order. Raises UserError unless 0 <= first < end."""
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted((int(first), int(end)) for first, end in pairs):
+            if not 0 <= first < end <= _LARGEST:
+                raise UserError(
+                    f"excluded_samples: [{first}, {end}] is not a range of samples. Give the "
+                    "first excluded sample and the one after the last, 0 <= first < end."
+                )
+            if merged and first <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((first, end))
+        self.pairs = tuple(merged)
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExcludedRanges) and self.pairs == other.pairs
+
+    def __hash__(self) -> int:
+        return hash(self.pairs)
+
+    def __or__(self, other: "ExcludedRanges") -> "ExcludedRanges":
+        return ExcludedRanges((*self.pairs, *other.pairs))
+
+    def within(self, first: int, end: int = _LARGEST) -> "ExcludedRanges":
+        clipped = ((max(first, start), min(end, stop)) for start, stop in self.pairs)
+        return ExcludedRanges(pair for pair in clipped if pair[0] < pair[1])
+
+    def count(self) -> int:
+        return sum(end - first for first, end in self.pairs)
+
+    def ahead(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
+        """Returns the data numbers (int64 [N]) of included samples from `start` on, by index."""
+        ahead = self.within(start)
+        if not ahead:
+            return start + numbers_N
+        bounds = np.array(ahead.pairs, np.int64)
+        skipped = np.concatenate([[0], np.cumsum(bounds[:, 1] - bounds[:, 0])])
+        # Samples read before each excluded range.
+        before = bounds[:, 0] - start - skipped[:-1]
+        return start + numbers_N + skipped[np.searchsorted(before, numbers_N, side="right")]
+
+    def behind(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
+        """Counts included samples backwards: 1 is the last one before `start`."""
+        mirrored = ExcludedRanges(
+            (start - end, start - first) for first, end in self.within(0, start).pairs
+        )
+        return start - 1 - mirrored.ahead(0, numbers_N - 1)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{first} to {end - 1}" for first, end in self.pairs) or "none"
+
+
+NO_EXCLUSIONS = ExcludedRanges()
 
 
 class GlobalBatch:
     """This host's share of each global batch; padded with weight-0 sequences past the data.
 
-    `holes` are the excluded samples from `first_sample` on.
+    `exclusions` are the excluded samples from `first_sample` on.
     """
 
     def __init__(
         self,
-        rows: Rows,
-        plan: BatchPlan,
+        rows: SequenceDataset,
+        schedule: BatchSchedule,
         process_index: int = 0,
         process_count: int = 1,
         num_steps: int = sys.maxsize,
-        masked: MaskedLanguageModel | None = None,
+        masked: MLMMasking | None = None,
         seed: int = 0,
         largest_id: int | None = None,
-        holes: Holes = NO_HOLES,
+        exclusions: ExcludedRanges = NO_EXCLUSIONS,
     ):
         """Refuses ids above `largest_id`, unless it is None."""
-        self.plan = plan
-        self.holes = holes
+        self.schedule = schedule
+        self.has_documents = rows.has_documents
+        self.exclusions = exclusions
         self.begin_at(0, 0)
         self._rows = rows
         self._process = process_index, process_count
@@ -44,7 +110,7 @@ class GlobalBatch:
         self._seed = seed
         self._largest_id = largest_id
 
-    def begin_at(self, step: int, sample: int, passed: Holes = NO_HOLES) -> None:
+    def begin_at(self, step: int, sample: int, passed: ExcludedRanges = NO_EXCLUSIONS) -> None:
         """Makes `sample` of the data the first one that `step` may read; later steps continue.
 
         Exclusions before `sample` no longer apply; `passed` are those that earlier steps skipped.
@@ -52,14 +118,14 @@ class GlobalBatch:
         self.first_step, self.first_sample = step, sample
         self._passed = passed.within(0, max(0, sample))
 
-    def leave_out(self, holes: Holes, step: int) -> None:
+    def exclude(self, exclusions: ExcludedRanges, step: int) -> None:
         """Excludes samples from `step` on; samples of earlier steps do not change."""
-        self.begin_at(step, self.samples_before(step), self.left_out)
-        self.holes |= holes
+        self.begin_at(step, self.samples_before(step), self.excluded)
+        self.exclusions |= exclusions
 
     @property
-    def left_out(self) -> Holes:
-        return self._passed | self.holes.within(max(0, self.first_sample))
+    def excluded(self) -> ExcludedRanges:
+        return self._passed | self.exclusions.within(max(0, self.first_sample))
 
     def samples_before(self, step: int) -> int:
         """Returns the number in the data of the first sample that `step` reads."""
@@ -67,17 +133,17 @@ class GlobalBatch:
 
     def sample_range(self, step: int) -> tuple[int, int]:
         """Returns the range [first, end) of samples that a step reads over all hosts."""
-        ends = np.array([0, self.plan.at(step).samples - 1], np.int64)
+        ends = np.array([0, self.schedule.at(step).samples - 1], np.int64)
         first, last = self._numbers(step, ends).tolist()
         return max(0, first), max(0, last + 1)
 
-    def _numbers(self, step: int, places_N: np.ndarray) -> np.ndarray:
+    def _numbers(self, step: int, indices_N: np.ndarray) -> np.ndarray:
         """Converts indices in a batch to sample numbers in the data (int64 [N])."""
-        ahead = self.plan.samples_before(step) - self.plan.samples_before(self.first_step)
-        numbers_N = ahead + places_N
+        ahead = self.schedule.samples_before(step) - self.schedule.samples_before(self.first_step)
+        numbers_N = ahead + indices_N
         return np.where(
             numbers_N >= 0,
-            self.holes.ahead(self.first_sample, numbers_N),
+            self.exclusions.ahead(self.first_sample, numbers_N),
             self._passed.behind(self.first_sample, -numbers_N),
         )
 
@@ -87,14 +153,14 @@ class GlobalBatch:
             return self._limit
         left = total - self.first_sample
         if left > 0:
-            left -= self.holes.within(self.first_sample, total).count()
-        # With smaller batches from here on, the data may end before step 0 of this plan.
-        samples = self.plan.samples_before(self.first_step) + left
-        return max(0, min(self._limit, self.plan.steps_for(samples)))
+            left -= self.exclusions.within(self.first_sample, total).count()
+        # With smaller batches from here on, the data may end before step 0 of this schedule.
+        samples = self.schedule.samples_before(self.first_step) + left
+        return max(0, min(self._limit, self.schedule.steps_for(samples)))
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Returns the named arrays of a batch. Raises UserError if an id is too large."""
-        stage = self.plan.at(step)
+        stage = self.schedule.at(step)
         rows_B = self._rows_of(step)
         arrays = self._rows.read(rows_B)
         if self._largest_id is not None:
@@ -103,8 +169,8 @@ class GlobalBatch:
             if ids_BT.max(initial=0) > self._largest_id:
                 self._refuse(ids_BT, rows_B)
         if self._masked is not None:
-            arrays = self._masked.apply(arrays, rows_B, self._seed, self.plan.window)
-        if stage.length != self.plan.window:
+            arrays = self._masked.apply(arrays, rows_B, self._seed, self.schedule.window)
+        if stage.length != self.schedule.window:
             arrays = fold(arrays, stage.length)
         return arrays
 
@@ -113,7 +179,7 @@ class GlobalBatch:
 
     def _rows_of(self, step: int) -> np.ndarray:
         index, count = self._process
-        share = self.plan.at(step).samples // count
+        share = self.schedule.at(step).samples // count
         return self._numbers(step, index * share + np.arange(share, dtype=np.int64))
 
     def _refuse(self, ids_BT: np.ndarray, rows_B: np.ndarray) -> None:
@@ -132,6 +198,6 @@ def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]
     folded = {name: array.reshape(-1, length) for name, array in arrays.items()}
     if "positions" in folded:
         segments, positions = folded["segments"], folded["positions"]
-        begun = np.where(segments == segments[:, :1], positions[:, :1], 0)
-        folded["positions"] = np.where(segments > 0, positions - begun, 0)
+        first = np.where(segments == segments[:, :1], positions[:, :1], 0)
+        folded["positions"] = np.where(segments > 0, positions - first, 0)
     return folded

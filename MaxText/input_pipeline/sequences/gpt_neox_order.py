@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import cached_arrays
-from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.local_cache import cached_arrays
+from MaxText.input_pipeline.sequences.windows import EMPTY, SequenceOptions, TokenRanges, Windows
 from MaxText.input_pipeline.token_store.store import TokenData
 
 
@@ -29,7 +29,7 @@ def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]
             raise ValueError
     except ValueError:
         raise UserError(
-            f"{split!r} is no division of a data set. Give up to three shares such as 969,30,1."
+            f"{split!r} is not a division of a data set. Give up to three shares such as 969,30,1."
         ) from None
     ends = np.cumsum([0, *(round(share / total * float(num_documents)) for share in shares)])
     # The rounding error is subtracted from all ends, as GPT-NeoX does.
@@ -37,7 +37,7 @@ def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]
     return int(ends[part]), int(ends[part + 1])
 
 
-class SampleWindows(Windows):
+class GptNeoxSamples(Windows):
     """GPT-NeoX samples in its order. Maps 12 bytes per document and epoch, and 4 per sample."""
 
     has_own_order = True
@@ -45,7 +45,7 @@ class SampleWindows(Windows):
     def __init__(
         self,
         data: TokenData,
-        cutting: Cutting,
+        options: SequenceOptions,
         seed: int,
         cache_dir: Path,
         num_samples: int | None = None,
@@ -57,7 +57,7 @@ class SampleWindows(Windows):
         None is one epoch. `documents` is the range [first, end) to visit. Pythia's seed is 1234.
         Raises UserError if the documents are too few for one sample.
         """
-        super().__init__(data, cutting)
+        super().__init__(data, options)
         offsets = data.store.document_offsets
         first, stop = documents or (0, len(offsets) - 1)
         tokens = int(offsets[stop] - offsets[first])
@@ -92,33 +92,33 @@ class SampleWindows(Windows):
     def __len__(self) -> int:
         return self._num_samples
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         parts = []
         for row in np.flatnonzero(windows != EMPTY).tolist():
-            place = 0
-            for start, stop in self.pieces(int(windows[row])):
-                parts.append((row, place, start, stop))
-                place += stop - start
-        return Spans(*np.array(parts, np.int64).reshape(-1, 4).T)
+            position = 0
+            for start, stop in self.token_ranges(int(windows[row])):
+                parts.append((row, position, start, stop))
+                position += stop - start
+        return TokenRanges(*np.array(parts, np.int64).reshape(-1, 4).T)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         # The order crosses files, so all windows form one group.
         return np.where(documents == 0, 0, len(self))
 
-    def pieces(self, sample: int) -> list[tuple[int, int]]:
+    def token_ranges(self, sample: int) -> list[tuple[int, int]]:
         """Returns the token ranges (start, stop) of a sample, one per document it touches."""
         offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
         start = int(self._arrays["samples"][sample]) * self.length
         stop = start + self.length + 1
         first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
-        pieces = []
-        for place in range(first, last + 1):
-            end = int(ends[place])
-            document = int(self._arrays["order"][place])
+        token_ranges = []
+        for position in range(first, last + 1):
+            end = int(ends[position])
+            document = int(self._arrays["order"][position])
             document_start, document_stop = int(offsets[document]), int(offsets[document + 1])
             # Tokens before this document in the shuffled order, and the part of it in the sample.
             before = end - (document_stop - document_start)
             low, high = max(start, before), min(stop, end)
             if low < high:
-                pieces.append((document_start + low - before, document_start + high - before))
-        return pieces
+                token_ranges.append((document_start + low - before, document_start + high - before))
+        return token_ranges

@@ -21,11 +21,11 @@ def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
     """Returns random uint64 [B, T]; row b depends only on `seed` and `run_rows_B[b]`."""
     start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
     rows_B = mix(start + run_rows_B.astype(np.uint64))
-    places_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
-    return mix(rows_B[:, None] + places_T)
+    positions_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
+    return mix(rows_B[:, None] + positions_T)
 
 
-class MaskedLanguageModel:
+class MLMMasking:
     """Converts next-token-prediction sequences to masked language modeling.
 
     Each eligible token is selected independently with probability `mlm_mask_prob`. Of the selected
@@ -167,6 +167,6 @@ class MaskedLanguageModel:
         kind_S = words_S & 0xFFFFFFFF
         hidden_S = np.where(kind_S < self._end_of_kept, tokens_S, np.int32(self._mask_id))
         drawn = np.flatnonzero((kind_S >= self._end_of_kept) & (kind_S < self._end_of_drawn))
-        place = ((words_S[drawn] >> 32) * self._drawable.size) >> 32
-        hidden_S[drawn] = self._drawable[place]
+        index = ((words_S[drawn] >> 32) * self._drawable.size) >> 32
+        hidden_S[drawn] = self._drawable[index]
         return hidden_S

@@ -17,8 +17,8 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.fill import Piecewise, fill_rows
-from MaxText.input_pipeline.sequences.splitmix import INCREMENT, scatter
+from MaxText.input_pipeline.sequences.fill import BatchPart, fill_batch
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, hash_uint64
 from MaxText.input_pipeline.sequences.windows import EMPTY, Windows
 
 # Grain's permutation is a cipher over 32-bit indices. With Grain's own 4 rounds, consecutive rows
@@ -28,7 +28,11 @@ _ROUNDS = 8
 _SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 10^12 rows
 
 
-class Rows(Protocol):
+# Streams of random tokens, independent for the same seed.
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+
+class SequenceDataset(Protocol):
     """Random access to the sequences of a run."""
 
     @property
@@ -40,7 +44,7 @@ class Rows(Protocol):
     def has_documents(self) -> bool: ...
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads sequences (int64 [B]) as fill_rows does; those past the end have no weight."""
+        """Reads sequences (int64 [B]) as fill_batch does; those past the end have no weight."""
         ...
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
@@ -48,7 +52,7 @@ class Rows(Protocol):
         ...
 
 
-class WindowOrder:
+class EpochPermutation:
     """Maps a sequence number of a dataset (over all steps and hosts) to a window.
 
     Each window occurs once per epoch. Lookups are O(1), so seeking is free.
@@ -94,10 +98,10 @@ class WindowOrder:
             seeds = np.array([_epoch_seed(self._seed, epoch) for epoch in epochs.tolist()])
             # Groups of equal size get different orders.
             seeds = (seeds + first) % 2**32
-            places = zip(
+            positions = zip(
                 (windows - first).tolist(), (sizes - 1).tolist(), seeds.tolist(), strict=True
             )
-            windows = first + [index_shuffle(*place, _ROUNDS) for place in places]
+            windows = first + [index_shuffle(*position, _ROUNDS) for position in positions]
         return np.where(rows < self.num_rows, windows, EMPTY)
 
 
@@ -112,15 +116,15 @@ def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
     """Returns SplitMix64 hashes (uint64 [B]) of the seed and each number."""
     start = ((seed + 1) * INCREMENT) & (2**64 - 1)
     words = rows.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(start)
-    return scatter(words)
+    return hash_uint64(words)
 
 
 @dataclasses.dataclass(frozen=True)
 class OrderedWindows:
-    """Sequences of one dataset. Implements Rows; `seed` is for the random draws of windows."""
+    """Sequences of one dataset. Implements SequenceDataset; `seed` is for random windows."""
 
     windows: Windows
-    order: WindowOrder
+    order: EpochPermutation
     seed: int
 
     @property
@@ -131,17 +135,17 @@ class OrderedWindows:
     def has_documents(self) -> bool:
         return self.windows.has_documents
 
-    def pieces(self, places: np.ndarray, rows: np.ndarray) -> Piecewise:
-        windows = self.order[places]
-        draws = random_words(self.seed, places) if self.windows.random else places
+    def batch_part(self, numbers: np.ndarray, rows: np.ndarray) -> BatchPart:
+        windows = self.order[numbers]
+        draws = random_words(self.seed, numbers) if self.windows.random else numbers
         spans = self.windows.spans(windows, draws)
-        return Piecewise(self.windows, rows, spans, self.windows.without_weight(spans, windows))
+        return BatchPart(self.windows, rows, spans, self.windows.without_weight(spans, windows))
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return fill_rows([self.pieces(rows, np.arange(len(rows)))], self.has_documents)
+        return fill_batch([self.batch_part(rows, np.arange(len(rows)))], self.has_documents)
 
     def in_order(self) -> "OrderedWindows":
-        order = WindowOrder(len(self.windows), self.seed, False, 1)
+        order = EpochPermutation(len(self.windows), self.seed, False, 1)
         return OrderedWindows(self.windows, order, self.seed)
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
@@ -150,29 +154,29 @@ class OrderedWindows:
         return self.windows.origin(window, draw)
 
 
-class _Several:
+class _SeveralDatasets:
     def __init__(self, sources: Sequence[OrderedWindows]):
         self._sources = list(sources)
         self.has_documents = any(source.has_documents for source in sources)
 
-    def place(self, row: int) -> tuple[int, int]:
+    def locate(self, row: int) -> tuple[int, int]:
         """Returns the dataset of a sequence, and its number there."""
         raise NotImplementedError
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        places = np.array([self.place(row) for row in rows.tolist()], np.int64).reshape(-1, 2)
+        positions = np.array([self.locate(row) for row in rows.tolist()], np.int64).reshape(-1, 2)
         parts = []
-        for index in np.unique(places[:, 0]).tolist():
-            chosen = np.flatnonzero(places[:, 0] == index)
-            parts.append(self._sources[index].pieces(places[chosen, 1], chosen))
-        return fill_rows(parts, self.has_documents)
+        for index in np.unique(positions[:, 0]).tolist():
+            chosen = np.flatnonzero(positions[:, 0] == index)
+            parts.append(self._sources[index].batch_part(positions[chosen, 1], chosen))
+        return fill_batch(parts, self.has_documents)
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
-        index, place = self.place(row)
-        return self._sources[index].origin(place)
+        index, number = self.locate(row)
+        return self._sources[index].origin(number)
 
 
-class Mixture(_Several):
+class Mixture(_SeveralDatasets):
     """Sequences of several datasets in fixed shares, interleaved as evenly as possible.
 
     Sequence n belongs to the first dataset if its share p passes an integer there: floor((n + 1) p)
@@ -192,7 +196,7 @@ class Mixture(_Several):
             for index, weight in enumerate(weights)
         ]
 
-    def place(self, row: int) -> tuple[int, int]:
+    def locate(self, row: int) -> tuple[int, int]:
         for index, share in enumerate(self._shares):
             before = row * share >> _SHARE_BITS
             if (row + 1) * share >> _SHARE_BITS > before:
@@ -201,7 +205,7 @@ class Mixture(_Several):
         raise AssertionError("the last data set takes every row")
 
 
-class Concatenation(_Several):
+class Concatenation(_SeveralDatasets):
     """Sequences of several datasets, concatenated for evaluation."""
 
     def __init__(self, sources: Sequence[OrderedWindows]):
@@ -212,7 +216,37 @@ class Concatenation(_Several):
     def num_rows(self) -> int:
         return self._first_row[-1]
 
-    def place(self, row: int) -> tuple[int, int]:
-        # Rows past the end belong to the last dataset.
+    def locate(self, row: int) -> tuple[int, int]:
+        # Sequences past the end belong to the last dataset.
         index = bisect.bisect_right(self._first_row, row, hi=len(self._sources)) - 1
         return index, row - self._first_row[index]
+
+
+class SyntheticSequences:
+    """Uniformly random tokens, a pure function of (seed, number). Implements SequenceDataset."""
+
+    num_rows = sys.maxsize
+    has_documents = False
+
+    def __init__(self, length: int, vocab_size: int, seed: int, stream: int = TRAIN_STREAM):
+        self._length = length
+        self._vocab_size = vocab_size
+        self._seed = seed % 2**64
+        self._stream = stream
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        ids = np.empty((len(rows), self._length + 1), np.int32)
+        for index, row in enumerate(rows.tolist()):
+            # One generator per row, so that rows do not depend on the number of hosts.
+            bits = np.random.Philox(key=[self._seed, self._stream], counter=[0, 0, 0, row])
+            ids[index] = np.random.Generator(bits).integers(
+                self._vocab_size, size=self._length + 1, dtype=np.int32
+            )
+        return {
+            "tokens": ids[:, :-1],
+            "targets": ids[:, 1:],
+            "weights": np.ones((len(rows), self._length), np.float32),
+        }
+
+    def origin(self, row: int) -> list[tuple[str, int, int]]:
+        return [(f"random tokens {row}", 0, self._length)]

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.array_cache import cached_arrays
-from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.local_cache import cached_arrays
+from MaxText.input_pipeline.sequences.windows import (
+    EMPTY,
+    SequenceOptions,
+    TokenRanges,
+    Windows,
+    expand,
+    ranges_in_rows,
+)
 from MaxText.input_pipeline.token_store.store import TokenData
 
 # Packing consecutive documents in groups keeps a row's documents close in the files and vectorizes
@@ -51,8 +58,8 @@ class PackedDocuments(Windows):
 
     joined = False
 
-    def __init__(self, data: TokenData, cutting: Cutting, best_fit: bool, cache_dir: Path):
-        super().__init__(data, cutting)
+    def __init__(self, data: TokenData, options: SequenceOptions, best_fit: bool, cache_dir: Path):
+        super().__init__(data, options)
         self._best_fit = best_fit
         offsets = data.store.document_offsets
         self._plan = cached_arrays(
@@ -77,21 +84,15 @@ class PackedDocuments(Windows):
     def __len__(self) -> int:
         return len(self._first_item_R) - 1
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         rows = np.flatnonzero(windows != EMPTY)
         first, last = self._first_item_R[windows[rows]], self._first_item_R[windows[rows] + 1]
         counts = last - first
-        row_P = np.repeat(rows, counts)
-        begin_P = np.cumsum(counts) - counts
-        items_P = np.arange(len(row_P)) + np.repeat(first - begin_P, counts)
-        starts_P = np.asarray(self._starts_I[items_P])
+        starts_P = np.asarray(self._starts_I[expand(first, counts)])
         offsets = self.data.store.document_offsets
         documents_P = np.searchsorted(offsets, starts_P, side="right")
         stops_P = np.minimum(starts_P + self.length + 1, offsets[documents_P])
-        filled_P = np.cumsum(stops_P - starts_P - 1)
-        before = np.concatenate([[0], filled_P])[begin_P]
-        places_P = filled_P - (stops_P - starts_P - 1) - np.repeat(before, counts)
-        return Spans(row_P, places_P, starts_P, stops_P)
+        return ranges_in_rows(np.repeat(rows, counts), starts_P, stops_P)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         # Groups cross files; a row belongs to the file of its first item.
@@ -131,7 +132,7 @@ def _plan_groups(
     short = np.flatnonzero(rest_D)
     # Order: by group, first packed rows, then full windows.
     full = np.repeat(np.arange(len(sizes_D)), full_D)
-    number = np.arange(len(full)) - np.repeat(np.cumsum(full_D) - full_D, full_D)
+    number = expand(np.zeros_like(full_D), full_D)
     starts = np.concatenate(
         [begins_D[short] + full_D[short] * length, begins_D[full] + number * length]
     )

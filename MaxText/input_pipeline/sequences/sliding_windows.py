@@ -5,7 +5,14 @@ Legend: T tokens of a window, S stride, I windows, P ranges of some sequences, R
 
 import numpy as np
 
-from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.sequences.windows import (
+    EMPTY,
+    SequenceOptions,
+    TokenRanges,
+    Windows,
+    expand,
+    ranges_in_rows,
+)
 from MaxText.input_pipeline.token_store.store import TokenData
 
 
@@ -20,16 +27,16 @@ class SlidingWindows(Windows):
 
     joined = False
 
-    def __init__(self, data: TokenData, cutting: Cutting, stride: int):
-        assert 1 <= stride <= cutting.length
+    def __init__(self, data: TokenData, options: SequenceOptions, stride: int):
+        assert 1 <= stride <= options.length
         assert data.labels is None
-        super().__init__(data, cutting)
+        super().__init__(data, options)
         self._stride = stride
         offsets = np.asarray(data.store.document_offsets)
-        if cutting.attend_across_documents:
+        if options.attend_across_documents:
             offsets = offsets[[0, -1]]
-        self._start_I, self._stop_I, self._context_I = _windows(offsets, cutting.length, stride)
-        self._first_R = _rows(self._stop_I - self._start_I - 1, cutting.length)
+        self._start_I, self._stop_I, self._context_I = _windows(offsets, options.length, stride)
+        self._first_R = _rows(self._stop_I - self._start_I - 1, options.length)
 
     @property
     def description(self) -> str:
@@ -42,25 +49,19 @@ class SlidingWindows(Windows):
     def __len__(self) -> int:
         return len(self._first_R) - 1
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         rows_P, pieces_P = self._pieces(windows)
         starts_P, stops_P = self._start_I[pieces_P], self._stop_I[pieces_P]
-        filled_P = np.cumsum(stops_P - starts_P - 1) - (stops_P - starts_P - 1)
-        # Offset of each row's first range, repeated for all ranges of the row.
-        before_P = filled_P[np.searchsorted(rows_P, rows_P)]
-        return Spans(rows_P, filled_P - before_P, starts_P, stops_P)
+        return ranges_in_rows(rows_P, starts_P, stops_P)
 
-    def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
+    def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
         return self._context_I[self._pieces(windows)[1]]
 
     def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns int64 [P] each: the row in the batch of a range, and its window."""
         rows = np.flatnonzero(windows != EMPTY)
         first, end = self._first_R[windows[rows]], self._first_R[windows[rows] + 1]
-        counts = end - first
-        before = np.cumsum(counts) - counts
-        pieces_P = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
-        return np.repeat(rows, counts), pieces_P
+        return np.repeat(rows, end - first), expand(first, end - first)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         offsets = np.asarray(self.data.store.document_offsets[documents])
@@ -77,7 +78,7 @@ def _windows(
     further_D = np.maximum(-(-(targets_D - length) // stride), 0)
     counts_D = (targets_D > 0) + further_D
     document_I = np.repeat(np.arange(len(targets_D)), counts_D)
-    number_I = np.arange(len(document_I)) - np.repeat(np.cumsum(counts_D) - counts_D, counts_D)
+    number_I = expand(np.zeros_like(counts_D), counts_D)
     end_I = np.minimum(length + number_I * stride, targets_D[document_I])
     counted_before_I = np.where(number_I > 0, length + (number_I - 1) * stride, 0)
     begin_I = np.maximum(end_I - length, 0)

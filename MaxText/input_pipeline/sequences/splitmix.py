@@ -19,7 +19,7 @@ def mix(words: np.ndarray) -> np.ndarray:
     return words
 
 
-def scatter(words: np.ndarray) -> np.ndarray:
+def hash_uint64(words: np.ndarray) -> np.ndarray:
     """Applies two mixed steps of the counter, in place; neighboring words end up far apart."""
     for _ in range(2):
         words += np.uint64(INCREMENT)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import TokenData
 
 _BLOCK = 2**20  # documents processed at a time
@@ -21,17 +21,17 @@ _BLOCK = 2**20  # documents processed at a time
 EMPTY = -1  # index for "no window": a row of padding, with weights and segments 0
 
 
-class Spans(NamedTuple):
+class TokenRanges(NamedTuple):
     """Token ranges that make up sequences, int64 [P], ordered by row and position."""
 
     row_P: np.ndarray  # row of each range
-    place_P: np.ndarray  # position of its first token in the row
+    position_P: np.ndarray  # position of its first token in the row
     start_P: np.ndarray  # range in the store, targets included
     stop_P: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Cutting:
+class SequenceOptions:
     """Options for slicing."""
 
     length: int  # T, tokens of a window
@@ -48,11 +48,11 @@ class Windows(abc.ABC):
     random = False  # whether `spans` uses its random numbers
     padding_share = 0.0  # share of positions without a target; 0 with packing
 
-    def __init__(self, data: TokenData, cutting: Cutting):
+    def __init__(self, data: TokenData, options: SequenceOptions):
         self.data = data
-        self.cutting = cutting
-        self.length = cutting.length
-        self.has_documents = not (cutting.attend_across_documents or self._single_documents())
+        self.options = options
+        self.length = options.length
+        self.has_documents = not (options.attend_across_documents or self._single_documents())
 
     def _single_documents(self) -> bool:
         return False
@@ -67,7 +67,7 @@ class Windows(abc.ABC):
         pass
 
     @abc.abstractmethod
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         """Returns the ranges of sequences; none for one that is EMPTY.
 
         `windows` are int64 [B], in [0, len) or EMPTY; `draws` are uint64 [B] random numbers, used
@@ -78,28 +78,28 @@ class Windows(abc.ABC):
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         """Returns the first window of each document (int64); len(self) for the document count."""
 
-    def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
+    def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
         """Returns how many leading targets of each range have weight 0 (int64 [P]), or None."""
         return None
 
-    def beginnings(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    def beginnings(self, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
         """Returns (row, position) of each document start in order, int64 [Q] each.
 
         With attend_across_documents a whole sequence is one document.
         """
-        if self.cutting.attend_across_documents:
-            first_P = spans.place_P == 0
-            return spans.row_P[first_P], spans.place_P[first_P]
+        if self.options.attend_across_documents:
+            first_P = spans.position_P == 0
+            return spans.row_P[first_P], spans.position_P[first_P]
         # Documents start at ranges, and inside them.
         span_Q, inside_Q = _boundaries(self.data.store.document_offsets, spans)
         row_Q = np.concatenate([spans.row_P, spans.row_P[span_Q]])
-        place_Q = np.concatenate([spans.place_P, spans.place_P[span_Q] + inside_Q])
-        order = np.lexsort((place_Q, row_Q))
-        row_Q, place_Q = row_Q[order], place_Q[order]
+        position_Q = np.concatenate([spans.position_P, spans.position_P[span_Q] + inside_Q])
+        order = np.lexsort((position_Q, row_Q))
+        row_Q, position_Q = row_Q[order], position_Q[order]
         # An empty document starts where the next one does.
         new_Q = np.ones(row_Q.size, bool)
-        new_Q[1:] = (np.diff(row_Q) != 0) | (np.diff(place_Q) != 0)
-        return row_Q[new_Q], place_Q[new_Q]
+        new_Q[1:] = (np.diff(row_Q) != 0) | (np.diff(position_Q) != 0)
+        return row_Q[new_Q], position_Q[new_Q]
 
     def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
         """Returns (document, first token in it, number of tokens) for each document."""
@@ -118,22 +118,34 @@ class Windows(abc.ABC):
         return found
 
 
-def _boundaries(offsets: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+def _boundaries(offsets: np.ndarray, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
     """Returns document boundaries strictly inside ranges: (index of the range, position in it)."""
     first = np.searchsorted(offsets, spans.start_P, side="right")
     last = np.searchsorted(offsets, spans.stop_P, side="left")
-    counts = last - first
-    span_P = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(span_P)) - np.repeat(np.cumsum(counts) - counts, counts)
-    inside = np.asarray(offsets[first[span_P] + number]) - spans.start_P[span_P]
-    return span_P, inside
+    span_P = np.repeat(np.arange(len(first)), last - first)
+    return span_P, np.asarray(offsets[expand(first, last - first)]) - spans.start_P[span_P]
 
 
-def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Spans:
-    return Spans(rows, np.zeros(len(rows), np.int64), starts, stops)
+def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
+    """Returns the concatenated ranges [first, first + count) of G groups, int64."""
+    before_G = np.cumsum(counts_G) - counts_G
+    return np.arange(int(counts_G.sum())) + np.repeat(first_G - before_G, counts_G)
 
 
-class PackedWindows(Windows):
+def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> TokenRanges:
+    return TokenRanges(rows, np.zeros(len(rows), np.int64), starts, stops)
+
+
+def ranges_in_rows(row_P: np.ndarray, starts_P: np.ndarray, stops_P: np.ndarray) -> TokenRanges:
+    """Returns ranges that follow each other in their rows; n tokens fill n - 1 positions."""
+    sizes_P = stops_P - starts_P - 1
+    before_P = np.cumsum(sizes_P) - sizes_P
+    # Tokens before the first range of the row.
+    first_P = before_P[np.searchsorted(row_P, row_P)]
+    return TokenRanges(row_P, before_P - first_P, starts_P, stops_P)
+
+
+class ConcatThenSplit(Windows):
     """Documents concatenated, then split every T tokens.
 
     Window i reads tokens [i T, i T + T) and predicts the tokens one later, so each token but the
@@ -147,7 +159,7 @@ class PackedWindows(Windows):
     def __len__(self) -> int:
         return max(0, -(-(len(self.data.store) - 1) // self.length))
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         rows = np.flatnonzero(windows != EMPTY)
         starts = windows[rows] * self.length
         stops = np.minimum(starts + self.length + 1, len(self.data.store))
@@ -165,25 +177,25 @@ class DocumentWindows(Windows):
     token, which predicts nothing, makes none. Maps 8 bytes per document.
     """
 
-    def __init__(self, data: TokenData, cutting: Cutting, cache_dir: Path):
-        super().__init__(data, cutting)
+    def __init__(self, data: TokenData, options: SequenceOptions, cache_dir: Path):
+        super().__init__(data, options)
         # With labels every token has a target.
         self._ahead = 0 if data.labels is not None else 1
         self._arrays = cached_arrays(
             cache_dir,
             "windows1",
-            f"{data.fingerprint} {self.length} {cutting.truncate} {self._ahead}",
+            f"{data.fingerprint} {self.length} {options.truncate} {self._ahead}",
             self._plan,
         )
-        num_places = max(len(self) * self.length, 1)
-        self.padding_share = 1 - float(self._arrays["num_targets"][0]) / num_places
+        num_positions = max(len(self) * self.length, 1)
+        self.padding_share = 1 - float(self._arrays["num_targets"][0]) / num_positions
 
     def _plan(self) -> Iterator[dict[str, np.ndarray]]:
         offsets, total, num_targets = self.data.store.document_offsets, 0, 0
         for first in range(0, len(offsets) - 1, _BLOCK):
             sizes = np.diff(offsets[first : first + _BLOCK + 1]) - self._ahead
             counts = np.maximum(-(-sizes // self.length), 0)
-            if self.cutting.truncate:
+            if self.options.truncate:
                 counts = np.minimum(counts, 1)
             num_targets += int(np.minimum(np.maximum(sizes, 0), counts * self.length).sum())
             ends = np.cumsum(counts)
@@ -201,12 +213,12 @@ class DocumentWindows(Windows):
     @property
     def description(self) -> str:
         kind = "one document per row"
-        return f"{kind}, cut off" if self.cutting.truncate else f"{kind}, continued"
+        return f"{kind}, cut off" if self.options.truncate else f"{kind}, continued"
 
     def __len__(self) -> int:
         return int(self._first_window[-1])
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         rows = np.flatnonzero(windows != EMPTY)
         windows = windows[rows]
         documents = np.searchsorted(self._first_window, windows, side="right") - 1
@@ -219,15 +231,15 @@ class DocumentWindows(Windows):
         return self._first_window[documents]
 
 
-class StitchedWindows(Windows):
+class JoinedDocuments(Windows):
     """One window from `stitch` concatenated documents (GPT-Neo's documents_* modes).
 
     With s tokens in these documents, the window starts at 0, or with `random` uniformly in
     0..s - (T + 1). If s < T + 1 it is padded. Tokens outside it are not seen in that epoch.
     """
 
-    def __init__(self, data: TokenData, cutting: Cutting, stitch: int, random: bool):
-        super().__init__(data, cutting)
+    def __init__(self, data: TokenData, options: SequenceOptions, stitch: int, random: bool):
+        super().__init__(data, options)
         self._stitch = stitch
         self.random = random
 
@@ -239,7 +251,7 @@ class StitchedWindows(Windows):
     def __len__(self) -> int:
         return -(-(len(self.data.store.document_offsets) - 1) // self._stitch)
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         rows = np.flatnonzero(windows != EMPTY)
         offsets = self.data.store.document_offsets
         first = windows[rows] * self._stitch

@@ -23,13 +23,9 @@ _BY_NAME = {
 }
 _TEXT = re.compile(r"\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$")
 # Auxiliary files in record folders.
-_BESIDE = re.compile(r"\.(json|md|lock|crc|npy|model|log|py|yml|yaml)$|^[^.]+$")
+_AUXILIARY = re.compile(r"\.(json|md|lock|crc|npy|model|log|py|yml|yaml)$|^[^.]+$")
 
-_MAGIC = {
-    "parquet": b"PAR1",
-    "arrow": b"ARROW1",
-    "arrayrecord": bytes.fromhex("83af70d10d884a3f"),
-}
+_MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1", "arrayrecord": bytes.fromhex("83af70d10d884a3f")}
 
 
 def choose_format(
@@ -42,18 +38,18 @@ def choose_format(
     """
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file.path) == kind]
-        _check_said(kind, (named or files)[0].path, key, location)
+        _check_format(kind, (named or files)[0].path, key, location)
         return kind, named or files
     by_kind: dict[str, list[FileInfo]] = {}
     for file in files:
         by_kind.setdefault(_kind_by_name(file.path), []).append(file)
-    beside, nameless = by_kind.pop("beside", []), by_kind.pop("", [])
+    auxiliary, nameless = by_kind.pop("auxiliary", []), by_kind.pop("", [])
     # Some programs write records without a file extension.
-    for file in nameless or ([] if by_kind else beside):
+    for file in nameless or ([] if by_kind else auxiliary):
         by_kind.setdefault(_kind_by_content(file.path), []).append(file)
     by_kind.pop("", None)
     if len(by_kind) > 1:
-        by_kind.pop("text", None)  # a README.txt beside records
+        by_kind.pop("text", None)  # a README.txt next to records
     if len(by_kind) == 1:
         return by_kind.popitem()
     found = ", ".join(
@@ -65,12 +61,12 @@ def choose_format(
             "grain_file_type to the one to read, or give a pattern that matches only these."
         )
     raise UserError(
-        f"{key}={location}: {files[0].path} is of no known format. Accepted: "
-        f"{ACCEPTED}. If its name hides what it is, set grain_file_type."
+        f"{key}={location}: {files[0].path} has an unknown format. Accepted: "
+        f"{ACCEPTED}. If its name is misleading, set grain_file_type."
     )
 
 
-def _check_said(kind: str, file: str, key: str, location: str) -> None:
+def _check_format(kind: str, file: str, key: str, location: str) -> None:
     """Checks that a file has the format that grain_file_type says."""
     # Text and Megatron ids have no magic bytes, and compressed files have gzip's.
     if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
@@ -81,7 +77,7 @@ def _check_said(kind: str, file: str, key: str, location: str) -> None:
     is_table = {found, kind} <= {"parquet", "arrow"}
     if found == kind or is_table or (not found and kind != "parquet"):
         return
-    what = f"is {found} by its first bytes" if found else "does not begin as one"
+    what = f"is {found} by its first bytes" if found else "is not"
     raise UserError(
         f"{key}={location}: grain_file_type={kind} is set, and {file} {what}. Set "
         f"grain_file_type={found or 'auto'}, or name other files."
@@ -95,7 +91,7 @@ def _kind_by_name(file: str) -> str:
             return kind
     if _TEXT.search(name) and not name.lower().startswith("readme"):
         return "text"
-    return "beside" if _BESIDE.search(name) and not re.search(r"\d+-of-\d+$", name) else ""
+    return "auxiliary" if _AUXILIARY.search(name) and not re.search(r"\d+-of-\d+$", name) else ""
 
 
 def _kind_by_content(file: str) -> str:

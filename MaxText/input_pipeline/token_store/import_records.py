@@ -27,9 +27,9 @@ import numpy as np
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import Arrays, delete_unused, unwritable
-from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
-from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.document_sources.tables import TokenDocument
+from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
@@ -45,7 +45,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Imported:
+class ImportedRecords:
     """An import on disk."""
 
     folder: Path
@@ -63,34 +63,33 @@ Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
 """Reads a file in order, as read_ids; sent to other processes."""
 
 
+class ImportOptions(NamedTuple):
+    """Where and how to import."""
+
+    cache_dir: Path
+    eos_id: int = -1  # appended to every record unless negative
+    skip: bool = False  # skip bad records, up to `max_bad_records`
+    max_bad_records: int = 0
+
+
 class _Job(NamedTuple):
     folder: Path
     files: tuple[FileInfo, ...]
     read: Read
-    eos_id: int
-    skip: bool
-    max_bad_records: int
+    options: ImportOptions
 
 
 def import_records(
     files: Sequence[FileInfo],
     read: Read,
-    *,
     identity: str,
-    eos_id: int,
-    cache_dir: Path,
-    skip: bool,
-    max_bad_records: int,
+    options: ImportOptions,
     show: Callable[[str], None],
-) -> Imported:
+) -> ImportedRecords:
     """Imports files on the first call and whenever one of them has changed.
 
-    If several processes import the same files, one works and the others wait.
-
-    Args:
-      identity: Everything besides the file that determines what `read` returns.
-      eos_id: Appended to every record unless negative.
-      skip: Skip bad records, up to `max_bad_records`.
+    If several processes import the same files, one works and the others wait. `identity` is
+    everything besides the file that determines what `read` returns.
 
     Raises:
       BadRecord: A record is damaged, or the rest of a file cannot be found, and `skip` is false.
@@ -98,9 +97,9 @@ def import_records(
       UserError: Too many bad records, or `cache_dir` cannot be written.
     """
     found = [(file_access.absolute(file.path), file.size, file.tag) for file in files]
-    name = json.dumps([_LAYOUT, identity, eos_id, skip, found])
-    folder = cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
-    job = _Job(folder, tuple(files), read, eos_id, skip, max_bad_records)
+    name = json.dumps([_LAYOUT, identity, options.eos_id, options.skip, found])
+    folder = options.cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
+    job = _Job(folder, tuple(files), read, options)
     imported = _load(folder)
     if imported is None:
         try:
@@ -117,7 +116,7 @@ def import_records(
         except OSError as error:
             if is_transient(error, remote=any(file_access.is_url(file.path) for file in files)):
                 raise
-            raise unwritable(cache_dir, error) from error
+            raise cache_write_error(options.cache_dir, error) from error
     with contextlib.suppress(OSError):  # the cache may be read-only
         os.utime(folder)  # see delete_unused
     for message in imported.skipped:
@@ -125,13 +124,13 @@ def import_records(
     return imported
 
 
-def _load(folder: Path) -> Imported | None:
+def _load(folder: Path) -> ImportedRecords | None:
     """Returns the import in a folder, or None; deletes a damaged one. Storage errors propagate."""
     if not (folder / _HEADER_NAME).exists():
         return None
     try:
         header = json.loads((folder / _HEADER_NAME).read_text(encoding="utf-8"))
-        imported = Imported(
+        imported = ImportedRecords(
             folder,
             np.dtype(header["dtype"]),
             tuple(header["num_tokens"]),
@@ -165,7 +164,7 @@ def _import(job: _Job, show: Callable[[str], None]) -> None:
     todo = [number for number in numbers if not _path(job.folder, "file", number).exists()]
     processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
     done = len(job.files) - len(todo)
-    for _ in work_processes.run(_import_file, job, todo, processes, lambda _: None):
+    for _ in map_in_processes(_import_file, job, todo, processes, lambda _: None):
         done += 1
         if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
@@ -176,7 +175,7 @@ def _import(job: _Job, show: Callable[[str], None]) -> None:
     ]
     num_records, num_tokens = _finish(job, entries)
     seconds = time.monotonic() - began
-    show(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
+    show(f"ImportedRecords {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
 
 
 def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
@@ -216,7 +215,7 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
     bad: list[str] = []
 
     def note(problem: BadRecord, rest: str = "") -> None:
-        if not job.skip:
+        if not job.options.skip:
             raise problem
         bad.append(f"Skipped a record: {problem}{rest}")
         _check_bad(job, bad)
@@ -230,12 +229,12 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
             if record.labels is not None:
                 labels = labels or _Writer(_path(job.folder, "labels", number), "<i4")
                 labels.add(record.labels)
-            elif job.eos_id >= 0:
-                size += ids.add(np.array([job.eos_id], np.int32))
+            elif job.options.eos_id >= 0:
+                size += ids.add(np.array([job.options.eos_id], np.int32))
             sizes.append(size)
     except BadRecord as problem:
         _raise_if_unreadable(problem)
-        note(problem, "; what follows in the file is left out")
+        note(problem, "; the rest of the file is skipped")
     ids.close()
     if labels is not None:
         labels.close()
@@ -261,10 +260,11 @@ def _raise_if_unreadable(problem: BadRecord) -> None:
 
 
 def _check_bad(job: _Job, bad: list[str]) -> None:
-    if job.skip and bad and len(bad) >= job.max_bad_records:
+    limit = job.options.max_bad_records
+    if job.options.skip and bad and len(bad) >= limit:
         raise UserError(
-            f"{len(bad)} records could not be read, and max_bad_records={job.max_bad_records}. The "
-            f"last one: {bad[-1]}. Mend the files, or raise the limit."
+            f"{len(bad)} records could not be read, and max_bad_records={limit}. The last "
+            f"one: {bad[-1]}. Fix the files, or raise the limit."
         )
 
 
@@ -310,8 +310,8 @@ class _Writer:
 def _rewrite(path: Path, stored: str, dtype: str) -> None:
     wide = path.with_suffix(".wide")
     with open(path, "rb") as narrow, open(wide, "wb") as file:
-        while piece := narrow.read(_BUFFER_TOKENS * np.dtype(stored).itemsize):
-            file.write(np.frombuffer(piece, stored).astype(dtype).tobytes())
+        while chunk := narrow.read(_BUFFER_TOKENS * np.dtype(stored).itemsize):
+            file.write(np.frombuffer(chunk, stored).astype(dtype).tobytes())
         file.flush()
         os.fsync(file.fileno())
     wide.replace(path)

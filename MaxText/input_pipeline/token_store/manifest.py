@@ -104,7 +104,7 @@ class Manifest(_Entry):
     def _plain_split_names(cls, splits: dict[str, Split]) -> dict[str, Split]:
         for name in splits:
             if not name.replace("-", "_").isidentifier():
-                raise ValueError(f"{name!r} is no name of a split")
+                raise ValueError(f"{name!r} is not a valid split name")
         return splits
 
     @property
@@ -118,7 +118,7 @@ class Manifest(_Entry):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def filler_id(self) -> int:
+    def pad_id(self) -> int:
         """Padding id: pad, else eos, else 0."""
         for candidate in (self.tokenizer.pad_id, self.tokenizer.eos_id):
             if candidate is not None:
@@ -139,7 +139,7 @@ def unigram_entropy(counts_V: np.ndarray) -> float:
 
 
 def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
-    """Reads and validates a manifest in a local folder (for buckets, of local_copies.py).
+    """Reads and validates a manifest in a local folder (for buckets, a copy).
 
     Raises UserError if it is missing, unreadable, damaged or newer than this program.
     """
@@ -205,8 +205,7 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
         remedy += ", or, where train.py is to evaluate, switch that off (eval_interval=-1)"
     problem = "is empty" if entry is not None else "does not exist"
     raise UserError(
-        f"{key}={split}: this split {problem} in {dataset_path} (splits there: {present}). "
-        f"{remedy}."
+        f"{key}={split}: this split {problem} in {dataset_path} (splits: {present}). {remedy}."
     )
 
 
@@ -236,7 +235,7 @@ def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
         if file.size != known.num_bytes:
             raise UserError(
                 f"{file.path} has {file.size} bytes, and {MANIFEST_NAME} says {known.num_bytes}: "
-                f"it was cut short or changed. {again}"
+                f"it is truncated or changed. {again}"
             )
     return infos
 

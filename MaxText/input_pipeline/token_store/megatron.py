@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import (
     TokenData,
     TokenStore,
@@ -73,7 +73,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
             lambda: read_offsets(file, index),
         )
     if dtype == np.int8:
-        raise UserError(f"{index.path} has ids of one signed byte, which are no token ids.")
+        raise UserError(f"{index.path} has ids of one signed byte, which are not token ids.")
     offsets = documents["document_offsets"]
     num_tokens = [shard.size // dtype.itemsize for shard in shards]
     if int(offsets[-1]) != sum(num_tokens):
@@ -116,19 +116,21 @@ def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
     path = index.path
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise UserError(
-            f"{path} does not begin as an index of Megatron data (MMIDIDX). Name the .bin and .idx "
+            f"{path} is not an index of Megatron data (MMIDIDX). Name the .bin and .idx "
             "that Megatron's or GPT-NeoX's preprocess_data wrote with data-impl mmap."
         )
     _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
     if version != 1:
         raise UserError(f"{path} has version {version}; version 1 is known. {_AGAIN}")
     if DTYPES.get(code, "float") == "float":
-        raise UserError(f"{path}: type code {code} is none of integers. Name a data set of tokens.")
+        raise UserError(
+            f"{path}: type code {code} is not an integer type. Name a data set of tokens."
+        )
     expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
     if index.size != expected:
         raise UserError(
-            f"{path} has {index.size} bytes, where its header asks for {expected}: it was cut "
-            f"short or changed. {_AGAIN}"
+            f"{path} has {index.size} bytes, where its header asks for {expected}: it is "
+            f"truncated or changed. {_AGAIN}"
         )
     return np.dtype(DTYPES[code]), num_sequences, num_documents
 

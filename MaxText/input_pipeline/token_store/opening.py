@@ -6,7 +6,7 @@ and text is tokenized then. The first record tells whether records hold ids or t
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,22 +14,22 @@ import numpy as np
 
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import Arrays
-from MaxText.input_pipeline.document_sources.arrow_tables import (
-    is_list,
-    is_list_of_integers,
-    open_table,
-)
-from MaxText.input_pipeline.document_sources.token_records import (
+from MaxText.input_pipeline.document_sources.records import (
     USUAL_FIELDS,
     holds_text,
     read_chunks,
     read_ids,
 )
-from MaxText.input_pipeline.document_sources.token_tables import id_column, labels_are_ids
-from MaxText.input_pipeline.local_copies import copies_folder, copy_files
+from MaxText.input_pipeline.document_sources.source_files import FileRange
+from MaxText.input_pipeline.document_sources.tables import (
+    has_mask_and_labels,
+    id_column,
+    labels_are_ids,
+    open_table,
+)
+from MaxText.input_pipeline.local_cache import Arrays, copies_folder, copy_files
 from MaxText.input_pipeline.token_store.file_formats import choose_format, choose_split
-from MaxText.input_pipeline.token_store.import_records import Imported, Read, import_records
+from MaxText.input_pipeline.token_store.import_records import ImportOptions, Read, import_records
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -48,16 +48,20 @@ from MaxText.input_pipeline.token_store.store import (
     open_flat,
     record_length,
 )
-from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
+from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near, is_tokenizer_in
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo, is_url, local_path
 
 
-class _Request(NamedTuple):
+class OpenRequest(NamedTuple):
+    """The data to open: a location, named by the configuration key `key`, and a split of it."""
+
     location: str
     key: str
     data: Data
     preparation: Preparation
+    split: str
+    for_training: bool
     show: Callable[[str], None]
 
     @property
@@ -65,16 +69,7 @@ class _Request(NamedTuple):
         return Path(self.data.data_cache_dir).expanduser()
 
 
-def open_token_data(
-    location: str,
-    *,
-    key: str,
-    data: Data,
-    preparation: Preparation,
-    split: str,
-    for_training: bool,
-    show: Callable[[str], None],
-) -> TokenData:
+def open_token_data(request: OpenRequest) -> TokenData:
     """Opens the data at a location.
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
@@ -82,10 +77,10 @@ def open_token_data(
     grain_eval_files are all read for evaluation. Raises BadRecord for a damaged file, and UserError
     if nothing is there, the format is unknown, or the split is missing.
     """
-    request = _Request(location, key, data, preparation, show)
+    location, key, data, preparation, split, for_training, _ = request
     kind = data.grain_file_type
     if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
-        tokens = _open_prepared(request, split, "train_split" if for_training else "eval_split")
+        tokens = _open_prepared(request, "train_split" if for_training else "eval_split")
         if for_training:
             _check_unused(request, tokens)
         return tokens
@@ -98,11 +93,11 @@ def open_token_data(
         return tokens
     paths = [file.path for file in files]
     return dataclasses.replace(
-        tokens, tokenizer_folder=tokenizer_beside(paths, location, preparation.tokenizer_path)
+        tokens, tokenizer_folder=find_tokenizer_near(paths, location, preparation.tokenizer_path)
     )
 
 
-def _open_files(request: _Request, files: list[FileInfo], kind: str) -> TokenData:
+def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenData:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
     fields = (request.data.tokens_field,) if request.data.tokens_field else ()
@@ -132,12 +127,12 @@ def _is_prepared(location: str, key: str) -> bool:
         return file_access.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
     except PermissionError as error:
         raise UserError(
-            f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
-            "and the folders above it."
+            f"{key}={location} cannot be read ({error.strerror}). Check the permissions of it and "
+            "the folders above it."
         ) from error
 
 
-def _check_unused(request: _Request, tokens: TokenData) -> None:
+def _check_unused(request: OpenRequest, tokens: TokenData) -> None:
     """Reports record and text keys that have no effect on a prepared dataset."""
     data, preparation = request.data, request.preparation
     # Other sources of a mixture may be records.
@@ -152,19 +147,19 @@ def _check_unused(request: _Request, tokens: TokenData) -> None:
     if not asked or preparation.prepare_source:
         return
     manifest = read_manifest(str(tokens.tokenizer_folder))
-    if asked != manifest.options.get("tokenizer_path") and not holds_tokenizer(
+    if asked != manifest.options.get("tokenizer_path") and not is_tokenizer_in(
         asked, manifest.tokenizer.sha256, tokens.tokenizer_folder
     ):
         request.show(
-            f"tokenizer_path={asked} is not used: {request.location} has a tokenizer of its own "
+            f"tokenizer_path={asked} is not used: {request.location} has its own tokenizer "
             f"({manifest.tokenizer.origin})."
         )
 
 
-def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
-    location = request.location
+def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
+    location, split = request.location, request.split
     if is_url(location):
-        folder, manifest, files = _copy_prepared(request, location.rstrip("/"), split)
+        folder, manifest, files = _copy_prepared(request, location.rstrip("/"))
     else:
         manifest, files = read_manifest(location), None
         folder = Path(local_path(location))
@@ -175,7 +170,8 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
         found = check_files(manifest, folder, split) if files is None else files
         read = functools.partial(read_chunks, dtype=manifest.dtype)
         identity = f"chunks of {manifest.dtype}"
-        imported = _import(request, found, read, identity, eos_id=-1, skip=False)
+        options = ImportOptions(request.cache_dir)
+        imported = import_records(found, read, identity, options, request.show)
         if sum(imported.num_tokens) != entry.num_tokens:
             raise UserError(
                 f"{location}: its ArrayRecord files hold {sum(imported.num_tokens)} tokens, and "
@@ -193,7 +189,7 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
         store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
-        filler_id=manifest.filler_id,
+        pad_id=manifest.pad_id,
         eos_id=manifest.tokenizer.eos_id,
         special_ids=tuple(sorted(manifest.tokenizer.special_ids)),
         mask_id=manifest.tokenizer.mask_id,
@@ -205,10 +201,9 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
     )
 
 
-def _copy_prepared(
-    request: _Request, url: str, split: str
-) -> tuple[Path, Manifest, list[FileInfo] | None]:
+def _copy_prepared(request: OpenRequest, url: str) -> tuple[Path, Manifest, list[FileInfo] | None]:
     """Copies a remote dataset except its token files; returns the copy and these files."""
+    split = request.split
     with file_access.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
         content = stream.read()
     folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
@@ -227,7 +222,7 @@ def _copy_prepared(
     return folder, manifest, [found[name] for name in names]
 
 
-def _find(request: _Request) -> list[FileInfo]:
+def _find(request: OpenRequest) -> list[FileInfo]:
     """Returns all files of the location; a Megatron prefix stands for its .bin and .idx."""
     location = request.location
     if not location.startswith("@") and not is_url(location):
@@ -241,53 +236,33 @@ def _find(request: _Request) -> list[FileInfo]:
 
 
 def _open_tables(
-    request: _Request, files: list[FileInfo], kind: str, fields: tuple[str, ...]
+    request: OpenRequest, files: list[FileInfo], kind: str, fields: tuple[str, ...]
 ) -> TokenData:
     path = files[0].path
-    with open_table(path) as table:
+    with open_table(FileRange.whole(path)) as table:
         column = id_column(table, path, fields or USUAL_FIELDS)
-        types = {field.name: field.type for field in table.schema}
-        has_mask = "attention_mask" in types and is_list(types["attention_mask"])
-        has_labels = "labels" in types and is_list_of_integers(types["labels"])
         assert column is not None
+        has_mask, has_labels = has_mask_and_labels(table)
         # Decided once for all files.
         shift_labels = labels_are_ids(table, column) if has_labels else None
     if has_labels and request.data.records_eos_id >= 0:
         raise UserError(
-            f"records_eos_id={request.data.records_eos_id}: {path} has labels, which a further "
-            "token would not fit. Leave records_eos_id=-1."
+            f"records_eos_id={request.data.records_eos_id}: {path} has labels, which have "
+            "no place for another token. Leave records_eos_id=-1."
         )
     read = functools.partial(read_ids, kind=kind, fields=fields, shift_labels=shift_labels)
     identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
     return _open_records(request, files, "table", read, identity)
 
 
-def _import(
-    request: _Request,
-    files: Sequence[FileInfo],
-    read: Read,
-    identity: str,
-    *,
-    eos_id: int,
-    skip: bool,
-) -> Imported:
-    return import_records(
-        files,
-        read,
-        identity=identity,
-        eos_id=eos_id,
-        cache_dir=request.cache_dir,
-        skip=skip,
-        max_bad_records=request.data.max_bad_records,
-        show=request.show,
-    )
-
-
 def _open_records(
-    request: _Request, files: list[FileInfo], kind: str, read: Read, identity: str
+    request: OpenRequest, files: list[FileInfo], kind: str, read: Read, identity: str
 ) -> TokenData:
-    eos_id, skip = request.data.records_eos_id, request.data.on_bad_record == "skip"
-    imported = _import(request, files, read, identity, eos_id=eos_id, skip=skip)
+    data, eos_id = request.data, request.data.records_eos_id
+    options = ImportOptions(
+        request.cache_dir, eos_id, data.on_bad_record == "skip", data.max_bad_records
+    )
+    imported = import_records(files, read, identity, options, request.show)
     documents = Arrays(imported.folder)
     offsets = documents["document_offsets"]
     if offsets.size < 2 or not offsets[-1]:
@@ -313,7 +288,7 @@ def _open_records(
             f"at {request.location}{labelled}"
         ),
         fingerprint=file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
-        filler_id=max(eos_id, 0),
+        pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,
         record_length=length,
@@ -322,24 +297,9 @@ def _open_records(
     )
 
 
-def _open_text(request: _Request, files: list[FileInfo]) -> TokenData:
-    from MaxText.input_pipeline.preparation.text_cache import open_text
+def _open_text(request: OpenRequest, files: list[FileInfo]) -> TokenData:
+    from MaxText.input_pipeline.preparation.text_cache import tokenize_to_cache
 
-    preparation = request.preparation
-    if not preparation.tokenizer_path:
-        raise UserError(
-            f"{request.key}={request.location}: {Path(files[0].path).name} holds text, and "
-            "tokenizer_path is not set. Set it to the tokenizer of the model, or name records of "
-            "token ids."
-        )
-    folder = open_text(
-        [file.path for file in files],
-        tokenizer_path=preparation.tokenizer_path,
-        tokenizer_type=preparation.tokenizer_type,
-        text_field=preparation.text_field,
-        add_bos=preparation.add_bos,
-        add_eos=preparation.add_eos,
-        cache_dir=request.cache_dir,
-        show=request.show,
-    )
-    return _open_prepared(request._replace(location=str(folder)), "train", "train_split")
+    paths = [file.path for file in files]
+    folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)
+    return _open_prepared(request._replace(location=str(folder), split="train"), "train_split")

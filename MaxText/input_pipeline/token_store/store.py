@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.array_cache import Arrays
+from MaxText.input_pipeline.local_cache import Arrays
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
@@ -94,8 +94,8 @@ class TokenStore:
             expected = self._num_bytes(known[path])
             if size > expected:
                 raise UserError(
-                    f"{path} has {size} bytes and had {expected} when it was opened: it holds "
-                    "other data. Put the file back."
+                    f"{path} has {size} bytes and had {expected} when it was opened: it has "
+                    "other data. Restore the file."
                 )
 
     def _num_bytes(self, file: int) -> int:
@@ -107,8 +107,8 @@ class TokenStore:
             if file.size != (num_bytes := self._num_bytes(number)):
                 raise UserError(
                     f"{file.path} has {file.size} bytes, where its "
-                    f"{num_bytes // self._dtype.itemsize} tokens take {num_bytes}: it was cut "
-                    "short or changed, or belongs to another index. Copy the data set again."
+                    f"{num_bytes // self._dtype.itemsize} tokens take {num_bytes}: it is "
+                    "truncated or changed, or belongs to another index. Copy the data set again."
                 )
 
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
@@ -217,13 +217,13 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
         offsets = documents["document_offsets"]
         found = (len(offsets) - 1, int(offsets[-1]))
         if offsets.dtype != np.int64 or offsets[0] or not _is_ascending(offsets):
-            raise ValueError("they are no ascending numbers from 0 on")
+            raise ValueError("they do not ascend from 0")
     # A damaged header can raise anything.
     except Exception as error:
         raise damaged(path, error) from error
     if found != (num_documents, num_tokens):
         raise UserError(
-            f"{path} is of other data: {found[0]} documents and {found[1]} tokens, where the "
+            f"{path} belongs to other data: {found[0]} documents and {found[1]} tokens, where the "
             f"manifest has {num_documents} and {num_tokens}. Copy the data set again."
         )
     return documents
@@ -272,7 +272,7 @@ class TokenData:
     store: TokenStore
     description: str
     fingerprint: str
-    filler_id: int = 0  # padding id
+    pad_id: int = 0  # padding id
     eos_id: int | None = None
     special_ids: tuple[int, ...] = ()  # known ids that are never text (bos, eos, pad)
     mask_id: int | None = None

@@ -1,6 +1,5 @@
-"""Hugging Face tokenizers: a tokenizer.json, or vocab.json with merges.txt."""
+"""Hugging Face tokenizers: a tokenizer.json, vocab.json with merges.txt, or a trained BPE."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,17 +8,20 @@ from typing import Any
 import fastokens
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME, TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
     control_token_candidates,
     control_token_settings,
+    read_json,
+    write_files,
 )
-from MaxText.input_pipeline.tokenization.tokenizer_files import read_json, write_files
+
+END_OF_TEXT = "<|endoftext|>"
 
 _CHECKED_TOKENS = 64  # added tokens to check; some files reserve thousands
 # Text on which engines may differ: contractions, white space, digits, normal forms, scripts,
@@ -47,17 +49,10 @@ class HuggingFaceTokenizer(TextTokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"{origin} has an empty vocabulary. Train or copy the tokenizer again.")
-        entry = TokenizerEntry(
-            origin=origin,
-            sha256=hashlib.sha256(file_text.encode()).hexdigest(),
-            vocab_size=max(vocabulary.values()) + 1,
-            bos_id=ids["bos"],
-            eos_id=ids["eos"],
-            pad_id=ids["pad"],
-        )
-        super().__init__(entry, "tokenizers", ids["mask"], num_threads)
+        vocab_size = max(vocabulary.values()) + 1
+        super().__init__(origin, file_text.encode(), vocab_size, ids, "tokenizers", num_threads)
         self._fast: fastokens.Tokenizer | None = None
-        self._refuse_forgery(
+        self._check_special_tokens_as_text(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
             f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
         )
@@ -66,8 +61,8 @@ class HuggingFaceTokenizer(TextTokenizer):
             self.engine = "fastokens"
             decoder = self._tokenizer.get_added_tokens_decoder()
             added = [str(token.content) for token in decoder.values()]
-            beside = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
-            self.check_engine([_CHECKED_TEXT, *beside])
+            contexts = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
+            self.check_engine([_CHECKED_TEXT, *contexts])
 
     def _control_id(self, name: str) -> int | None:
         for candidate in control_token_candidates(name, self._settings):
@@ -84,20 +79,20 @@ class HuggingFaceTokenizer(TextTokenizer):
         for name, value in state.items():
             setattr(self, name, value)
         self._tokenizer = _parse(self.file_text, self.entry.origin)
-        is_fast = self.engine != self._definition
+        is_fast = self.engine != self._reference_engine
         self._fast = _fast_engine(self.file_text) if is_fast else None
 
     def _ids(self, text: str) -> np.ndarray:
         if self._fast is None:
-            return self._ids_by_definition(text)
+            return self._reference_ids(text)
         try:
             # One text at a time runs in this thread; `encode` has its own threads.
             ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
         except ValueError:  # excessive backtracking of a regular expression
-            return self._ids_by_definition(text)
+            return self._reference_ids(text)
         return np.frombuffer(ids, np.uint32)
 
-    def _ids_by_definition(self, text: str) -> np.ndarray:
+    def _reference_ids(self, text: str) -> np.ndarray:
         # Only the batch call can skip computing character offsets.
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -113,8 +108,8 @@ class HuggingFaceTokenizer(TextTokenizer):
             ) from error
         return np.array(encoding.ids, np.uint32)
 
-    def use_definition(self) -> None:
-        super().use_definition()
+    def use_reference(self) -> None:
+        super().use_reference()
         self._fast = None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -184,3 +179,46 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
                 f"{TOKENIZER_NAME} with transformers and give that."
             )
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)
+
+
+def train_tokenizer(
+    sample: Sequence[str],
+    vocab_size: int,
+    origin: str,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+    num_threads: int = 0,
+) -> HuggingFaceTokenizer:
+    """Trains a byte-level BPE: special tokens from id 0, then the 256 bytes, then merges.
+
+    Deterministic. Has fewer than `vocab_size` ids if the sample has no more pairs to merge. The
+    first special token ends (and may begin) documents. Raises UserError for invalid special tokens,
+    or a too small `vocab_size`.
+    """
+    if not special_tokens or not all(special_tokens):
+        raise UserError(
+            f"tokenizer_special_tokens={list(special_tokens)} names no token, or an empty one. "
+            f"Give at least the one that ends documents, for example {END_OF_TEXT}."
+        )
+    if len(set(special_tokens)) != len(special_tokens):
+        raise UserError(
+            f"tokenizer_special_tokens={list(special_tokens)} names a token twice. Leave one out."
+        )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fewest = len(special_tokens) + len(alphabet)
+    if vocab_size < fewest:
+        raise UserError(
+            f"tokenizer_vocab_size={vocab_size} has no room for {len(special_tokens)} special "
+            f"tokens and 256 bytes. Set it to {fewest} or more."
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    settings = {"eos_token": special_tokens[0], "bos_token": special_tokens[0]}
+    return HuggingFaceTokenizer(tokenizer.to_str(), origin, settings, num_threads)

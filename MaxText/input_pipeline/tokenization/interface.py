@@ -1,7 +1,9 @@
-"""Interface of all tokenizers."""
+"""Interface of all tokenizers, and their files."""
 
 import abc
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,8 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.runtime.cores import num_cores
+
+CONFIG_NAME = "tokenizer_config.json"
 
 # Usual spellings of control tokens, tried in order without a tokenizer_config.json.
 KNOWN_CONTROL_TOKENS = {
@@ -31,15 +35,28 @@ class TextTokenizer(abc.ABC):
     """Picklable text tokenizer. `entry` is its manifest entry, `engine` the encoding library."""
 
     def __init__(
-        self, entry: TokenizerEntry, engine: str, mask_id: int | None = None, num_threads: int = 0
+        self,
+        origin: str,
+        identity: bytes,
+        vocab_size: int,
+        control_ids: Mapping[str, int | None],
+        engine: str,
+        num_threads: int = 0,
     ):
-        self.entry = entry.model_copy(update={"mask_id": mask_id})
-        self.engine = self._definition = engine  # _definition is the library that defines the ids
+        """`identity` is everything the ids depend on; `control_ids` are by name (eos, bos, ...)."""
+        self.entry = TokenizerEntry(
+            origin=origin,
+            sha256=hashlib.sha256(identity).hexdigest(),
+            vocab_size=vocab_size,
+            bos_id=control_ids.get("bos"),
+            eos_id=control_ids.get("eos"),
+            pad_id=control_ids.get("pad"),
+            mask_id=control_ids.get("mask"),
+        )
+        self.engine = self._reference_engine = (
+            engine  # _reference_engine is the library that defines the ids
+        )
         self.num_threads = num_threads or num_cores()
-
-    @property
-    def mask_id(self) -> int | None:
-        return self.entry.mask_id
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -56,7 +73,7 @@ class TextTokenizer(abc.ABC):
     def _ids(self, text: str) -> np.ndarray:
         """Returns ids (uint32 [N]) of a text without lone surrogates, by the current engine."""
 
-    def _ids_by_definition(self, text: str) -> np.ndarray:
+    def _reference_ids(self, text: str) -> np.ndarray:
         return self._ids(text)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -75,11 +92,11 @@ class TextTokenizer(abc.ABC):
     def _encode_group(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._ids(without_surrogates(text)) for text in texts]
 
-    def encode_by_definition(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._ids_by_definition(without_surrogates(text)) for text in texts]
+    def encode_reference(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._reference_ids(without_surrogates(text)) for text in texts]
 
-    def use_definition(self) -> None:
-        self.engine = self._definition
+    def use_reference(self) -> None:
+        self.engine = self._reference_engine
 
     def check_engine(self, texts: Sequence[str]) -> bool:
         """Returns whether the engine agrees with the definition on a sample; if not, drops it."""
@@ -91,17 +108,17 @@ class TextTokenizer(abc.ABC):
             sample.append(text[:left])
             left -= len(text)
         # In this thread: a regular expression is fastest in the thread that used it first.
-        pairs = zip(self._encode_group(sample), self.encode_by_definition(sample), strict=True)
+        pairs = zip(self._encode_group(sample), self.encode_reference(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)
         if not same:
-            self.use_definition()
+            self.use_reference()
         return same
 
-    def _refuse_forgery(self, spellings: Mapping[int, str], remedy: str) -> None:
+    def _check_special_tokens_as_text(self, spellings: Mapping[int, str], remedy: str) -> None:
         """Raises UserError if a text with the spelling of a control id would be encoded to it."""
         for control, token in spellings.items():
             contexts = [token, f"a {token} b", f"a{token}b", f"\n{token}\n", token * 2]
-            if any(control in ids for ids in self.encode_by_definition(contexts)):
+            if any(control in ids for ids in self.encode_reference(contexts)):
                 raise UserError(
                     f"{self.entry.origin}: a document that contains {token!r} would get the "
                     f"control id {control}. {remedy}"
@@ -150,3 +167,57 @@ def without_surrogates(text: str) -> str:
         # UTF-16 joins matching surrogate pairs into one character.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a file; raises UserError if that fails or it is empty."""
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}. Check its name and its permissions."
+        ) from error
+    if not contents:
+        raise UserError(f"{path} is empty. Copy the tokenizer again.")
+    return contents
+
+
+def read_text(path: Path) -> str:
+    """Reads a UTF-8 file, preserving line ends; raises UserError as `read_bytes` does."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} cannot be read: invalid UTF-8 at offset {error.start}. Copy it again."
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        contents = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not JSON: {error}. Copy it again.") from error
+    if not isinstance(contents, dict):
+        raise UserError(
+            f"{path} holds a {type(contents).__name__} where a JSON object is expected. "
+            "Copy it again."
+        )
+    return contents
+
+
+def write_files(
+    folder: Path, files: Mapping[str, bytes], settings: Mapping[str, Any]
+) -> list[Path]:
+    """Writes files, and nonempty settings as tokenizer_config.json; returns the paths."""
+    contents = dict(files)
+    if settings:
+        text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        contents[CONFIG_NAME] = text.encode()
+    for name, data in contents.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in contents]

@@ -1,30 +1,35 @@
-"""Loads tokenizers of any kind."""
+"""Finds and loads tokenizers of any kind."""
 
+import contextlib
+import hashlib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
-from MaxText.input_pipeline.tokenization.byte_tokenizer import BYTE_NAMES, ByteTokenizer
 from MaxText.input_pipeline.tokenization.hugging_face import (
     HuggingFaceTokenizer,
     convert_vocabulary,
 )
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
-from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer, is_tiktoken_file
-from MaxText.input_pipeline.tokenization.tokenizer_files import (
+from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
+    TextTokenizer,
     read_bytes,
     read_json,
     read_text,
+    write_files,
 )
-from MaxText.input_pipeline.tokenization.training import END_OF_TEXT, train_tokenizer
+from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
+from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer, is_tiktoken_file
+from MaxText.storage.file_access import is_url, local_path
+from MaxText.storage.transient import is_transient
 
-__all__ = ["END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"]
-
+BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
 TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
 
 # prepare_data.py trains a tokenizer if no path is given; train.py needs one for raw text.
@@ -46,6 +51,34 @@ TRANSFORMERS_FILES = (
 )
 # Files to download from a hub repository: never code or weights.
 _HUB_FILES = (*TRANSFORMERS_FILES, "spiece.model", "sentencepiece.bpe.model")
+
+_SINGLE_FILES = re.compile(
+    rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"
+)
+_PAIR = {"vocab.json", "merges.txt"}
+# Split folders of a dataset; the tokenizer is above them.
+_SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
+
+
+class ByteTokenizer(TextTokenizer):
+    """An id for each byte of UTF-8: ids 0 to 255 are bytes; 256 is eos, 257 bos, 258 padding."""
+
+    def __init__(self, num_threads: int = 0):
+        identity = b"bytes of UTF-8, then eos, bos and pad"
+        controls = {"eos": 256, "bos": 257, "pad": 258}
+        super().__init__("bytes of UTF-8", identity, 259, controls, "numpy", num_threads)
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes; control ids are written <eos>, <bos>, <pad>."""
+        controls = {256: b"<eos>", 257: b"<bos>", 258: b"<pad>"}
+        pieces = [controls.get(i) or bytes([i]) for i in map(int, ids) if 0 <= i <= 258]
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def save(self, folder: Path) -> list[Path]:
+        return write_files(folder, {}, {"tokenizer_type": "byte"})
 
 
 def load_tokenizer(
@@ -87,7 +120,7 @@ def load_tokenizer(
 
 def _fetch(hub_id: str) -> Path:
     """Downloads the tokenizer of a hub repository, from its cache if possible."""
-    # Imported lazily: it takes a third of a second.
+    # ImportedRecords lazily: it takes a third of a second.
     import huggingface_hub
 
     try:
@@ -190,3 +223,50 @@ def _kind(path: Path) -> str:
 def _settings(folder: Path) -> dict[str, Any]:
     """Returns tokenizer_config.json, completed by the older special_tokens_map.json."""
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
+
+
+def find_tokenizer_near(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
+    """Returns the tokenizer folder of some files, for showing ids as text, else tokenizer_path.
+
+    Searches from the first file up to `location`, and above folders named like a split.
+    """
+    top = Path(os.path.abspath(local_path(location)))
+    for file in [file for file in files if not is_url(file)][:1]:
+        folder = Path(os.path.abspath(local_path(file))).parent
+        while True:
+            if _has_tokenizer(folder):
+                return folder
+            if not (top in folder.parents or _SPLIT.fullmatch(folder.name)):
+                break
+            folder = folder.parent
+    named = Path(tokenizer_path).expanduser()
+    return named if tokenizer_path and os.path.exists(named) else None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    try:
+        names = set(os.listdir(folder))
+    except OSError as error:
+        if is_transient(error, remote=False):
+            raise
+        return False
+    if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):
+        return True
+    # The byte tokenizer has only a configuration file.
+    with contextlib.suppress(UserError):
+        return read_json(folder / CONFIG_NAME).get("tokenizer_type") in BYTE_NAMES
+    return False
+
+
+def is_tokenizer_in(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
+    """Returns whether a path is the tokenizer in `folder`, or has this digest."""
+    path = Path(tokenizer_path).expanduser()
+    if folder is not None and folder.resolve() in (path.resolve(), path.resolve().parent):
+        return True
+    for file in (path, path / TOKENIZER_NAME):
+        try:
+            if hashlib.sha256(file.read_bytes()).hexdigest() == sha256:
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,6 +1,5 @@
 """SentencePiece models (`tokenizer.model`)."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
     control_token_settings,
+    write_files,
 )
-from MaxText.input_pipeline.tokenization.tokenizer_files import write_files
 
 SENTENCE_PIECE_NAME = "tokenizer.model"
 
@@ -34,16 +32,9 @@ class SentencePieceTokenizer(TextTokenizer):
         self._settings = control_token_settings(settings)
         self._model = _parse(model, origin)
         ids = {name: self._control_id(name) for name in KNOWN_CONTROL_TOKENS}
-        entry = TokenizerEntry(
-            origin=origin,
-            sha256=hashlib.sha256(model).hexdigest(),
-            vocab_size=self._model.get_piece_size(),
-            bos_id=ids["bos"],
-            eos_id=ids["eos"],
-            pad_id=ids["pad"],
-        )
-        super().__init__(entry, "sentencepiece", ids["mask"], num_threads)
-        self._refuse_forgery(
+        vocab_size = self._model.get_piece_size()
+        super().__init__(origin, model, vocab_size, ids, "sentencepiece", num_threads)
+        self._check_special_tokens_as_text(
             {i: self._model.id_to_piece(i) for i in ids.values() if i is not None},
             "Train the model with that token among control_symbols, or name another one in "
             "tokenizer_config.json.",
@@ -52,11 +43,7 @@ class SentencePieceTokenizer(TextTokenizer):
     def _control_id(self, name: str) -> int | None:
         named = self._settings.get(f"{name}_token")
         candidates = KNOWN_CONTROL_TOKENS[name] if named is None else (named,)
-        own = {
-            "bos": self._model.bos_id,
-            "eos": self._model.eos_id,
-            "pad": self._model.pad_id,
-        }
+        own = {"bos": self._model.bos_id, "eos": self._model.eos_id, "pad": self._model.pad_id}
         if named is None and name in own and own[name]() >= 0:
             return own[name]()
         for candidate in candidates:
@@ -100,8 +87,8 @@ def _parse(model: bytes, origin: str) -> Any:
         size = processor.get_piece_size()
     except Exception as error:  # the type differs between versions of the library
         raise UserError(
-            f"{origin} is no SentencePiece model ({type(error).__name__}). Copy it again, or set "
-            "tokenizer_type."
+            f"{origin} is not a SentencePiece model ({type(error).__name__}). Copy it again, or "
+            "set tokenizer_type."
         ) from error
     if size == 0:
         raise UserError(f"{origin} is a SentencePiece model without pieces. Copy it again.")

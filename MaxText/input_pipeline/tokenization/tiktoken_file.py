@@ -11,7 +11,6 @@ import binascii
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,14 @@ import numpy as np
 import tiktoken
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
+    CONFIG_NAME,
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
     control_token_candidates,
     control_token_settings,
+    write_files,
 )
-from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, write_files
 
 TIKTOKEN_NAME = "tokenizer.tiktoken"
 
@@ -134,8 +133,9 @@ class TiktokenTokenizer(TextTokenizer):
         pattern = settings.get("word_pattern") or (published and published.word_pattern)
         if not isinstance(pattern, str):
             raise UserError(
-                f"{origin}: a tiktoken file does not say how text is cut into words, and its name "
-                f"is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} beside it "
+                f"{origin}: a tiktoken file does not say how to split text into words, and its "
+                f"name is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} next "
+                "to it "
                 'with "word_pattern" (one of these names, or a regular expression) and '
                 '"special_tokens" (token to id).'
             )
@@ -152,7 +152,8 @@ class TiktokenTokenizer(TextTokenizer):
             )
         except ValueError as error:
             raise UserError(
-                f'{origin}: "word_pattern" {pattern!r} is no regular expression: {error}. Correct '
+                f'{origin}: "word_pattern" {pattern!r} is not a regular expression: {error}. '
+                "Correct "
                 f"it in {CONFIG_NAME}."
             ) from error
         self._settings = {
@@ -169,18 +170,10 @@ class TiktokenTokenizer(TextTokenizer):
         }
         # The ids depend on more than the file, so the digest covers all of it.
         identity = json.dumps([pattern, special], sort_keys=True).encode()
-        entry = TokenizerEntry(
-            origin=origin,
-            sha256=hashlib.sha256(contents + identity).hexdigest(),
-            vocab_size=vocab_size,
-            bos_id=ids["bos"],
-            eos_id=ids["eos"],
-            pad_id=ids["pad"],
-        )
-        super().__init__(entry, "tiktoken", ids["mask"], num_threads)
+        super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken", num_threads)
         spelled = {special[token]: token for token in special}
         # tiktoken 0.10 and older encoded control tokens in a text as control ids.
-        self._refuse_forgery(
+        self._check_special_tokens_as_text(
             {i: spelled[i] for i in ids.values() if i is not None}, "Update the package tiktoken."
         )
 
@@ -233,7 +226,7 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
     if missing:
         raise UserError(
             f"{origin} has no token for byte {missing[0]} and {len(missing) - 1} others, so some "
-            "texts have no ids. The file is cut short: copy it again."
+            "texts have no ids. The file is truncated: copy it again."
         )
     return ranks
 
@@ -280,7 +273,7 @@ def _special_tokens(
         if not token or type(i) is not int or not 0 <= i < 1 << 32 or i in taken:
             raise UserError(
                 f"{origin}: the control token {token!r} in {CONFIG_NAME} has the id {i!r}, which "
-                "is no number or taken by another token, or it is empty. Give it a free id."
+                "is not a number or taken by another token, or it is empty. Give it a free id."
             )
         taken.add(i)
     return dict(stated)

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import fsspec
@@ -16,10 +15,10 @@ from pyarrow import parquet
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources import source_files
-from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.document_sources.documents import Document
+from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.preparation.prepare import prepare
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
@@ -81,7 +80,7 @@ def test_units_follow_names_and_sizes(tmp_path):
     assert all(0 < size <= 25 for size in sizes[5:])
     copies = pickle.loads(pickle.dumps(corpus)).shards
     assert copies == corpus.shards
-    texts = [document.text for unit in copies for document in unit.documents(Counter())]
+    texts = [document.text for unit in copies for document in unit.documents(Skipped())]
     assert texts == ["x" * 10] * 7 + ["yellow-red"] + ["z" * 20] * 10
 
 
@@ -182,11 +181,11 @@ def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
     path.write_text("text")
     (unit,) = open_corpus(str(path), "text").shards
     path.write_text("longer text")
-    refused(r"a\.txt .*11 .* 4 ", list, unit.documents(Counter()))
+    refused(r"a\.txt .*11 .* 4 ", list, unit.documents(Skipped()))
     path.unlink()
-    refused(r"a\.txt .*No such file", list, unit.documents(Counter()))
+    refused(r"a\.txt .*No such file", list, unit.documents(Skipped()))
     path.mkdir()
-    refused(r"a\.txt .*directory", list, unit.documents(Counter()))
+    refused(r"a\.txt .*directory", list, unit.documents(Skipped()))
     os.mkfifo(tmp_path / "b.txt")
     refused(r"b\.txt", open_corpus, str(tmp_path), "text")
 
@@ -196,7 +195,7 @@ def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
 
 def test_imports_no_jax():
     check = (
-        "import sys; from MaxText.input_pipeline.preparation import preparing, text_cache; "
+        "import sys; from MaxText.input_pipeline.preparation import prepare, text_cache; "
         "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, cwd=REPOSITORY)

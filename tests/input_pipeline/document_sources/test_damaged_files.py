@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 import zstandard
 
-from MaxText.input_pipeline.document_sources import json_rows
+from MaxText.input_pipeline.document_sources import text_streams
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from tests.input_pipeline.document_sources.written_corpora import (
     COMPRESS,
@@ -142,7 +142,7 @@ def test_nested_archives(tmp_path):
 
 
 def test_rows_without_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_rows, "LONGEST_ROW", 100)
+    monkeypatch.setattr(text_streams, "_LONGEST_ROW", 100)
     (tmp_path / "a.jsonl").write_bytes(rows(["x" * 50, "y" * 200]))
     refused(r"a\.jsonl:2 .* 100 bytes", read_texts, tmp_path / "a.jsonl")
     (tmp_path / "a.json").write_text(json.dumps(["x" * 2_000_000]))

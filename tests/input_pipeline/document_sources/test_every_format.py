@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from hypothesis import strategies
 
-from MaxText.input_pipeline.document_sources import plain_text
+from MaxText.input_pipeline.document_sources import text_streams
 from tests.input_pipeline.document_sources.written_corpora import (
     COMPRESS,
     ENDINGS,
@@ -64,7 +64,7 @@ def test_documents_of_a_format(ending, files, shard_bytes):
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
 def test_long_plain_text(text, shard_bytes, compression):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_text, "LONGEST_TEXT", 64)
+        patch.setattr(text_streams, "LONGEST_TEXT", 64)
         content, path = text.encode(), Path(name, f"a.txt.{compression}".rstrip("."))
         path.write_bytes(COMPRESS[compression](content) if compression else content)
         documents, skipped = read_documents(path, shard_bytes=shard_bytes)

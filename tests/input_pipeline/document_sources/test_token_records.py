@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies
 from pyarrow import parquet
 
-from MaxText.input_pipeline.document_sources.token_records import holds_text, read_ids
-from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
+from MaxText.input_pipeline.document_sources.records import holds_text, read_ids
+from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.storage.errors import BadRecord
 from tests.hostile.files import tar_archive, torch_file
@@ -135,10 +135,10 @@ def test_features_of_records(tmp_path, kind):
     else:
         write_records(path, records)
     bad, (ids, labels), *others = read_ids(str(path), kind)
-    assert "no tf.train.Example" in str(bad)
+    assert "not a tf.train.Example" in str(bad)
     assert (ids.tolist(), ids.dtype, labels) == ([1, 2], np.int32, None)
-    assert "2147483648 is no token id" in str(others[0])
-    assert "no feature input_ids or text or tokens (features there: body (bytes))" in str(others[1])
+    assert "2147483648 is not a token id" in str(others[0])
+    assert "no feature input_ids or text or tokens (features: body (bytes))" in str(others[1])
     assert "feature body holds bytes" in str([*read_ids(str(path), kind, ["body"])][1])
     path.write_bytes(b"") if kind == "tfrecord" else write_records(path, [])
     assert read(path, kind) == []
@@ -202,7 +202,7 @@ def test_fields_of_archives(tmp_path):
     documents = [*read_ids(str(path), "webdataset", ["ids"])]
     assert [each.ids.tolist() for each in documents[:2]] == [[1], [2]]
     assert "int64 of shape (1, 1), not a list of ids" in str(documents[2])
-    assert "no file of torch.save" in str(documents[3])
+    assert "not a torch.save file" in str(documents[3])
     assert "float64" in str(documents[4])
     # A usual name is taken of several, but not where the first samples had another one alone.
     path.write_bytes(tar_archive({"0.a.npy": npy([1]), "0.tokens.npy": npy([2])}))

@@ -17,8 +17,8 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
-from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.document_sources.documents import Document
+from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from tests.input_pipeline.token_store.token_files import write_records
 
@@ -33,7 +33,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 def read_documents(
     source: object, text_field: str = "text", shard_bytes: int = 2**26
 ) -> tuple[list[Document], Counter[str]]:
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     corpus = open_corpus(str(source), text_field, shard_bytes)
     return [document for unit in corpus.shards for document in unit.documents(skipped)], skipped
 

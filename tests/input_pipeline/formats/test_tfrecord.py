@@ -57,5 +57,5 @@ def test_flipped_bits():
 def test_a_length_beyond_the_file_allocates_nothing():
     length = (2**62).to_bytes(8, "little")
     header = length + tfrecord.masked_crc32c(length).to_bytes(4, "little")
-    with pytest.raises(BadRecord, match="cut short"):
+    with pytest.raises(BadRecord, match="truncated"):
         scan(header + b"abc")

@@ -9,8 +9,8 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.input_pipeline.inspection import statistics
-from MaxText.input_pipeline.inspection.inspecting import Inspection
-from MaxText.input_pipeline.inspection.inspection_report import (
+from MaxText.input_pipeline.inspection.inspect_dataset import (
+    Inspection,
     batch_lines,
     document_lines,
     show_sequence,
@@ -18,11 +18,11 @@ from MaxText.input_pipeline.inspection.inspection_report import (
 )
 from MaxText.input_pipeline.inspection.statistics import (
     document_lengths,
+    evenly_spaced_indices,
     find_duplicates,
     measure_tokens,
-    spread,
 )
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.input_pipeline.small_data import (
     EOS,
@@ -52,8 +52,10 @@ def documents() -> list[np.ndarray]:
 
 
 def rows_of(location: Path, length: int, **keys):
-    plan = BatchPlan.constant(1, length)
-    return open_train(data_keys(location, **keys), plan=plan, vocab_size=2**31 - 1).opened[0].rows
+    plan = BatchSchedule.constant(1, length)
+    return (
+        open_train(data_keys(location, **keys), schedule=plan, vocab_size=2**31 - 1).opened[0].rows
+    )
 
 
 def repeats_of(sequences: list[np.ndarray]) -> tuple[int, int, int]:
@@ -88,7 +90,7 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "BLOCK_TOKENS", 100)
     data = open_data(tmp_path / "set", tmp_path)
     found = measure_tokens(data, 350, quiet)
-    assert spread(10, 3).tolist() == [0, 3, 6]
+    assert evenly_spaced_indices(10, 3).tolist() == [0, 3, 6]
     assert (found.num_tokens, found.num_read) == (1000, 300)
     expected = np.concatenate([stream[0:100], stream[300:400], stream[600:700]])
     np.testing.assert_array_equal(np.flatnonzero(found.counts_V), expected)
@@ -124,7 +126,7 @@ def test_histogram_and_rows_of_a_batch(told):
     }
     origins = [[("a", 0, 4)], [("b", 10, 1), ("c", 0, 1)]]
     lines = document_lines(lengths, repeats, lambda document: f"file {document}")
-    lines += batch_lines(3, arrays, origins, lambda ids: [" ".join(map(str, ids))], filler_id=0)
+    lines += batch_lines(3, arrays, origins, lambda ids: [" ".join(map(str, ids))], pad_id=0)
     told("\n".join(lines))
 
 

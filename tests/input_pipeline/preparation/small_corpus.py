@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.preparation import preparing
+from MaxText.input_pipeline.preparation import prepare as prepare_module
 from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 
@@ -38,7 +38,7 @@ def byte_options(source: Path | str, **keys) -> Preparation:
 
 
 def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Manifest:
-    manifest = preparing.prepare(keys, str(folder), show, **more)
+    manifest = prepare_module.prepare(keys, str(folder), show, **more)
     assert manifest is not None
     return manifest
 
@@ -46,7 +46,7 @@ def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Man
 def split_small(monkeypatch: pytest.MonkeyPatch, shard_bytes: int) -> None:
     """Makes units of a few hundred bytes, so that small texts have many."""
     small = functools.partial(open_corpus, shard_bytes=shard_bytes)
-    monkeypatch.setattr(preparing, "open_corpus", small)
+    monkeypatch.setattr(prepare_module, "open_corpus", small)
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:

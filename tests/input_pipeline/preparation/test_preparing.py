@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import job, preparing
-from MaxText.input_pipeline.preparation.preparing import cannot_write, prepare
+from MaxText.input_pipeline.preparation import job
+from MaxText.input_pipeline.preparation import prepare as prepare_module
+from MaxText.input_pipeline.preparation.prepare import prepare, write_error
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.input_pipeline.small_data import contents
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
@@ -198,8 +199,8 @@ def test_held_out_documents_follow_the_seed(tmp_path, seed, monkeypatch):
         rows = [f"{unit} {row}" for row in range(100)]
         path = write_rows(tmp_path / "text" / f"{unit}.jsonl.gz", rows)
         path.write_bytes(gzip.compress(path.read_bytes()))
-    spy = mock.Mock(side_effect=preparing.train_tokenizer)
-    monkeypatch.setattr(preparing, "train_tokenizer", spy)
+    spy = mock.Mock(side_effect=prepare_module.train_tokenizer)
+    monkeypatch.setattr(prepare_module, "train_tokenizer", spy)
     made(options(tmp_path / "text", validation_fraction=0.2, prepare_seed=seed), tmp_path / "d")
     ranks = {f"{i} {row}": splitmix(seed, (i << 40) + row) for i in range(2) for row in range(100)}
     expected = [text for text, rank in ranks.items() if rank < 0.2 * 2**64]
@@ -293,7 +294,7 @@ def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
     ]:
         refused(message, made, options(corpus, **keys), target)
     (corpus / "new.txt").write_text("one more")
-    refused("text was other", made, options(corpus), target)
+    refused("different source text", made, options(corpus), target)
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     # One of schema version 1, which had fewer keys.
     (corpus / "new.txt").unlink()
@@ -318,9 +319,9 @@ def test_unusable_targets(corpus, tmp_path, told):
     assert (tmp_path / "f" / "thesis.doc").read_text() == "precious"
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT):
         error = OSError(number, os.strerror(number), "/proc/.x.lock")
-        messages.append(str(cannot_write("out", error)))
+        messages.append(str(write_error("out", error)))
     # A library gives words only.
-    messages.append(str(cannot_write("out", OSError(f"RESOURCE: {os.strerror(errno.ENOSPC)}"))))
+    messages.append(str(write_error("out", OSError(f"RESOURCE: {os.strerror(errno.ENOSPC)}"))))
     told("\n".join(messages))
 
 
@@ -333,16 +334,16 @@ def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
 
         return changed
 
-    changing = change_first(preparing.train_tokenizer)
-    monkeypatch.setattr(preparing, "train_tokenizer", changing)
+    changing = change_first(prepare_module.train_tokenizer)
+    monkeypatch.setattr(prepare_module, "train_tokenizer", changing)
     with pytest.raises(UserError, match="changed while"):
         prepare(options(corpus), str(tmp_path / "out"), lambda line: None)
     assert not (tmp_path / "out").exists()
 
 
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
-    read = mock.Mock(side_effect=preparing.read_shard)
-    monkeypatch.setattr(preparing, "read_shard", read)
+    read = mock.Mock(side_effect=prepare_module.sampling.read_shard)
+    monkeypatch.setattr(prepare_module.sampling, "read_shard", read)
     asked, out, cache = options(corpus, tokenizer_path="bytes"), str(tmp_path / "out"), "cache"
     for _ in range(2):
         prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))
@@ -351,5 +352,5 @@ def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypa
     assert read.called
     path = corpus / "003.txt"
     path.write_bytes(path.read_bytes().swapcase())
-    with pytest.raises(UserError, match="its text was other"):
+    with pytest.raises(UserError, match="different source text"):
         prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))

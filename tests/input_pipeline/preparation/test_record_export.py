@@ -18,7 +18,7 @@ from pyarrow import parquet
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.record_export import export_records
-from MaxText.input_pipeline.preparation.strided_windows import strided_windows
+from MaxText.input_pipeline.preparation.record_shards import strided_windows
 from tests.input_pipeline.document_sources.written_corpora import tfrecord_contents
 from tests.input_pipeline.small_data import (
     EOS,
@@ -194,11 +194,11 @@ def test_finished_files_are_kept_and_missing_ones_written(tmp_path):
     output = tmp_path / "out"
     export(prepared, output, prepare_num_shards=3)
     whole = contents(output)
-    assert export(prepared, output, prepare_num_shards=3)[0].startswith("Kept 3 of 3 ")
+    assert export(prepared, output, prepare_num_shards=3)[0].startswith("Resuming: 3 of 3 ")
     (output / "train_00001_3.tfrecords").unlink()
     with (output / "train_00002_3.tfrecords").open("ab") as file:
         file.write(b"more")
-    assert export(prepared, output, prepare_num_shards=3)[0].startswith("Kept 1 of 3 ")
+    assert export(prepared, output, prepare_num_shards=3)[0].startswith("Resuming: 1 of 3 ")
     assert contents(output) == whole
 
 
@@ -211,7 +211,7 @@ def test_another_request_starts_over(tmp_path, monkeypatch):
         (second, {"prepare_field": "ids"}, "train_00000_2.tfrecords"),
     ):
         lines = export(prepared, tmp_path / "out", **keys)
-        assert not lines[0].startswith("Kept")
+        assert not lines[0].startswith("Resuming")
         assert [path.name for path in (tmp_path / "out").glob("*.tfrecords")] == [name]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     refused(r"MaxText\[data\]", export, first, tmp_path / "new", prepare_output_format="parquet")

@@ -25,7 +25,7 @@ KILLED = """
 import functools, json, os, signal, sys
 from pathlib import Path
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation import preparing
+from MaxText.input_pipeline.preparation import prepare as preparing
 
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
@@ -91,13 +91,14 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
     assert len(folders) >= 3
     for moment, found in folders.items():
         assert found == expected, moment
-    assert done.stdout.count("Going on: ") >= len(folders) - 2
+    assert done.stdout.count("Resuming: ") >= len(folders) - 2
 
 
 WORKERS = """
 import functools, sys, time
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation import job, preparing
+from MaxText.input_pipeline.preparation import job
+from MaxText.input_pipeline.preparation import prepare as preparing
 encode = job.tokenize_shard
 def encode_then_wait(*arguments):
     encode(*arguments)
@@ -203,8 +204,8 @@ def changed_text(folder):
 @pytest.mark.parametrize(
     ("change", "keys", "first_line"),
     [
-        (lambda folder: None, {}, "Going on: 2 of 6 "),
-        (changed_text, {}, "Going on: 2 of 6 "),
+        (lambda folder: None, {}, "Resuming: 2 of 6 "),
+        (changed_text, {}, "Resuming: 2 of 6 "),
         (damaged_files, {}, ""),
         (lambda folder: None, {"add_bos": True}, "Deleting "),
     ],
@@ -218,7 +219,7 @@ def test_finished_units_are_kept_where_nothing_changed(interrupted, change, keys
     assert contents(interrupted / "d") == contents(interrupted / "fresh")
     assert not (interrupted / ".d.preparing").exists()
     assert lines[0].startswith(first_line)
-    assert ("Going on" in "".join(lines)) == ("Going on" in first_line)
+    assert ("Resuming" in "".join(lines)) == ("Resuming" in first_line)
 
 
 def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):

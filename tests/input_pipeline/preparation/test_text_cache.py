@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from MaxText.input_pipeline.preparation.text_cache import open_text
+from MaxText.config.data_sections import Preparation
+from MaxText.input_pipeline.preparation.text_cache import tokenize_to_cache
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.refusals import refused
 
@@ -15,10 +16,9 @@ from .small_corpus import documents
 
 
 def opened(files, tmp_path, lines=None, **keys):
-    keys = {"tokenizer_path": "bytes", "tokenizer_type": "auto", "text_field": "text",
-            "add_bos": False, "add_eos": True} | keys  # fmt: skip
+    preparation = Preparation(**{"tokenizer_path": "bytes"} | keys)
     show = [].append if lines is None else lines.append
-    return open_text([str(file) for file in files], cache_dir=tmp_path / "cache", show=show, **keys)
+    return tokenize_to_cache([str(file) for file in files], preparation, tmp_path / "cache", show)
 
 
 @pytest.fixture

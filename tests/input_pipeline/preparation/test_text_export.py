@@ -9,8 +9,8 @@ import pytest
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
+from MaxText.input_pipeline.preparation.prepare import prepare
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
     read_texts,
@@ -101,7 +101,7 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
     refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
     refused("prepare_num_shards was 0 and is 2", export, path, out, prepare_num_shards=2)
-    refused("no data set of the kind", export, path, tmp_path)
+    refused("not a data set of the requested kind", export, path, tmp_path)
     refused(r"prepare_name=\.\./x", export, path, tmp_path / "b", prepare_name="../x")
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
         path.write_bytes(rows(texts))
@@ -113,7 +113,7 @@ def test_damaged_exports_are_noticed(tmp_path):
     export(source, tmp_path / "out", prepare_num_shards=8)
     damaged = tmp_path / "out" / "train_data_00002.tfrecord"
     damaged.write_bytes(b"short")
-    refused("train_data_00002.tfrecord is missing or cut short", export, source, tmp_path / "out",
+    refused("train_data_00002.tfrecord is missing or truncated", export, source, tmp_path / "out",
             prepare_num_shards=8)  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.data_sections import Masking
-from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
 from tests.refusals import refused
 
 VOCAB_SIZE = 1000
@@ -14,7 +14,7 @@ ORDINARY = 4  # first id that is no special one
 
 def model(vocab_size=VOCAB_SIZE, special_ids=(EOS, CLS, PAD), mask_id=None, **keys):
     masking = Masking(mlm_training=True, **{"mlm_mask_id": MASK, **keys})
-    return MaskedLanguageModel(masking, vocab_size, mask_id, special_ids)
+    return MLMMasking(masking, vocab_size, mask_id, special_ids)
 
 
 def random_rows(num_rows: int, length: int) -> dict[str, np.ndarray]:

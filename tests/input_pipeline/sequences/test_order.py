@@ -7,15 +7,14 @@ from hypothesis import strategies as st
 
 from MaxText.config.training_sections import Batch
 from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
-from MaxText.input_pipeline.sequences.exclusions import Holes
-from MaxText.input_pipeline.sequences.global_batch import fold
-from MaxText.input_pipeline.sequences.order import Mixture, OrderedWindows, WindowOrder
+from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, fold
+from MaxText.input_pipeline.sequences.order import EpochPermutation, Mixture, OrderedWindows
 from tests.input_pipeline.sequences.test_windows import as_data, cut
 from tests.input_pipeline.small_data import numbered_documents
 
 
 def shuffled(num_windows, seed):
-    return WindowOrder(num_windows, seed, shuffle=True, num_epoch=-1)
+    return EpochPermutation(num_windows, seed, shuffle=True, num_epoch=-1)
 
 
 def test_the_order_of_a_seed_stays_what_it_is():
@@ -46,13 +45,13 @@ def test_rows_that_follow_each_other_are_spread_evenly(num_windows):
 
 def source(first_id, num_tokens, kind="packed"):
     windows = cut(kind, as_data([np.arange(first_id, first_id + num_tokens)]), 4)
-    return OrderedWindows(windows, WindowOrder(len(windows), 0, False, -1), seed=0)
+    return OrderedWindows(windows, EpochPermutation(len(windows), 0, False, -1), seed=0)
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [0.5, 0.2, 0.3], [1, 1, 1, 1], [1e-3, 1]])
 def test_shares_of_a_mixture_are_exact_after_any_number_of_rows(weights):
     mixture = Mixture([source(1, 50) for _ in weights], weights)
-    places = np.array([mixture.place(row) for row in range(10_000)])
+    places = np.array([mixture.locate(row) for row in range(10_000)])
     for index, weight in enumerate(weights):
         of_source = places[:, 0] == index
         counts = np.cumsum(of_source)
@@ -61,15 +60,15 @@ def test_shares_of_a_mixture_are_exact_after_any_number_of_rows(weights):
         # Each source's rows come in order, none twice and none left out.
         assert places[of_source, 1].tolist() == list(range(counts[-1]))
     # A far row is found without counting.
-    index, place = mixture.place(10**12)
+    index, place = mixture.locate(10**12)
     assert place == pytest.approx(10**12 * weights[index] / sum(weights), abs=2)
 
 
 def test_weights_may_differ_by_any_factor():
     mixture = Mixture([source(1, 50) for _ in range(3)], [1.0, 1e-17, 3e-17])
-    assert {mixture.place(row)[0] for row in range(1000)} == {0}
+    assert {mixture.locate(row)[0] for row in range(1000)} == {0}
     mixture = Mixture([source(1, 50) for _ in range(3)], [1e17, 1.0, 1e17])
-    assert [mixture.place(row)[0] for row in range(4)] == [2, 0, 2, 0]
+    assert [mixture.locate(row)[0] for row in range(4)] == [2, 0, 2, 0]
 
 
 def test_sources_with_and_without_documents_give_one_kind_of_batch():
@@ -79,7 +78,7 @@ def test_sources_with_and_without_documents_give_one_kind_of_batch():
     assert batch["segments"].tolist() == [[1] * 4] * 30
     assert batch["positions"].tolist() == [[0, 1, 2, 3]] * 30
     for row in range(30):
-        index, place = mixture.place(row)
+        index, place = mixture.locate(row)
         for name, values in sources[index].read(np.array([place])).items():
             np.testing.assert_array_equal(batch[name][row], values[0])
 
@@ -142,12 +141,14 @@ def test_rows_of_a_shorter_stage_hold_the_same_tokens_with_positions_from_zero()
 )
 @settings(deadline=None)
 def test_numbers_of_samples_are_those_of_counting(pairs, start):
-    holes = Holes(pairs)
+    exclusions = ExcludedRanges(pairs)
     excluded = {number for first, end in pairs for number in range(first, end)}
     ahead = [number for number in range(start, start + 200) if number not in excluded]
-    assert holes.ahead(start, np.arange(50)).tolist() == ahead[:50]
+    assert exclusions.ahead(start, np.arange(50)).tolist() == ahead[:50]
     behind = [number for number in range(start - 1, -1, -1) if number not in excluded]
-    assert holes.behind(start, np.arange(1, len(behind) + 1)).tolist() == behind
-    assert holes.count() == len(excluded)
-    inside = {number for first, end in holes.within(10, 40).pairs for number in range(first, end)}
+    assert exclusions.behind(start, np.arange(1, len(behind) + 1)).tolist() == behind
+    assert exclusions.count() == len(excluded)
+    inside = {
+        number for first, end in exclusions.within(10, 40).pairs for number in range(first, end)
+    }
     assert inside == excluded & set(range(10, 40))

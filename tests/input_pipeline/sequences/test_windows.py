@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.input_pipeline import array_cache
+from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.sequences import packing
-from MaxText.input_pipeline.sequences.fill import Piecewise, fill_rows
-from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
-from MaxText.input_pipeline.sequences.order import OrderedWindows, WindowOrder, random_words
+from MaxText.input_pipeline.sequences.fill import BatchPart, fill_batch
+from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples
+from MaxText.input_pipeline.sequences.order import EpochPermutation, OrderedWindows, random_words
 from MaxText.input_pipeline.sequences.packing import PackedDocuments, pack_group_rows
 from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
 from MaxText.input_pipeline.sequences.windows import (
     EMPTY,
-    Cutting,
+    ConcatThenSplit,
     DocumentWindows,
-    PackedWindows,
-    StitchedWindows,
+    JoinedDocuments,
+    SequenceOptions,
 )
 from MaxText.input_pipeline.token_store.store import TokenData
 from tests.input_pipeline.small_data import numbered_documents, random_documents
@@ -53,29 +53,29 @@ class InMemory:
 def as_data(documents, **facts) -> TokenData:
     # The fingerprint is what plans are kept under.
     digest = hashlib.sha256(repr([document.tolist() for document in documents]).encode())
-    return TokenData(InMemory(documents), "", digest.hexdigest(), filler_id=PAD, **facts)
+    return TokenData(InMemory(documents), "", digest.hexdigest(), pad_id=PAD, **facts)
 
 
 def read(windows, order=None, has_documents=None):
     """Arrays of the windows, in stream order by default."""
     order = np.arange(len(windows)) if order is None else np.array(order)
     spans = windows.spans(order, random_words(0, order))
-    part = Piecewise(windows, np.arange(len(order)), spans, windows.without_weight(spans, order))
+    part = BatchPart(windows, np.arange(len(order)), spans, windows.without_weight(spans, order))
     documents = windows.has_documents if has_documents is None else has_documents
-    return fill_rows([part], documents)
+    return fill_batch([part], documents)
 
 
 def cut(kind, data, length, cache_dir=Path("unused"), stride=1):
-    cutting = Cutting(length, truncate=kind == "truncated")
+    options = SequenceOptions(length, truncate=kind == "truncated")
     if kind in ("first_fit", "best_fit"):
-        return PackedDocuments(data, cutting, kind == "best_fit", cache_dir)
+        return PackedDocuments(data, options, kind == "best_fit", cache_dir)
     if kind == "sliding":
-        return SlidingWindows(data, cutting, stride)
+        return SlidingWindows(data, options, stride)
     if kind == "stitched":
-        return StitchedWindows(data, cutting, stitch=2, random=True)
+        return JoinedDocuments(data, options, stitch=2, random=True)
     if kind == "packed":
-        return PackedWindows(data, cutting)
-    return DocumentWindows(data, cutting, cache_dir)
+        return ConcatThenSplit(data, options)
+    return DocumentWindows(data, options, cache_dir)
 
 
 # Documents of one token have no target, those of two have one.
@@ -123,7 +123,7 @@ def test_each_segment_is_a_part_of_one_document(sizes, kind, data):
 @given(SIZES, st.integers(1, 16), st.booleans(), st.data())
 def test_sliding_windows_count_each_target_once_with_its_context(sizes, length, joined, data):
     documents, stride = numbered_documents(sizes), data.draw(st.integers(1, length))
-    windows = SlidingWindows(as_data(documents), Cutting(length, joined), stride)
+    windows = SlidingWindows(as_data(documents), SequenceOptions(length, joined), stride)
     if joined:
         documents = [np.concatenate(documents)]
     expected = [int(i) for document in documents for i in document[1:]]
@@ -170,7 +170,7 @@ def test_fit_equals_the_plain_algorithm(best):
 
 
 def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(array_cache, "_MIN_ITEMS", 1)
+    monkeypatch.setattr(local_cache, "_MIN_ITEMS", 1)
     first, second = random_documents(3, 40, 30), random_documents(4, 40, 30)
 
     def tokens(documents, cache="cache"):
@@ -215,7 +215,7 @@ def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
 
 def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
     windows = PackedDocuments(
-        as_data(numbered_documents([5, 6, 4])), Cutting(10, True), best_fit=False,
+        as_data(numbered_documents([5, 6, 4])), SequenceOptions(10, True), best_fit=False,
         cache_dir=tmp_path,
     )  # fmt: skip
     windows.has_documents = True
@@ -227,9 +227,9 @@ def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
 
 def test_stitched_windows_begin_evenly_in_joined_documents():
     documents = numbered_documents([10, 12, 9, 7, 3])
-    windows = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=True)
+    windows = JoinedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=True)
     assert len(windows) == 3
-    order = OrderedWindows(windows, WindowOrder(3, 0, False, -1), seed=0)
+    order = OrderedWindows(windows, EpochPermutation(3, 0, False, -1), seed=0)
     rows = order.read(3 * np.arange(14_000))
     # 22 tokens, rows of 8 + 1: begin at 0..13.
     counts = np.bincount(rows["tokens"][:, 0] - 1, minlength=14)
@@ -237,20 +237,22 @@ def test_stitched_windows_begin_evenly_in_joined_documents():
     assert ((counts - 1000) ** 2 / 1000).sum() < 34.5  # 13 degrees of freedom, p = 0.001
     # Too little text for a whole window: all of it, padded.
     assert read(windows, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
-    fixed = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=False)
+    fixed = JoinedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=False)
     assert read(fixed)["tokens"][:, 0].tolist() == [1, 23, 39]
 
 
 @pytest.mark.parametrize("attend_across", [True, False])
 def test_samples_in_gpt_neox_order_are_documents_laid_end_to_end(attend_across):
     documents = numbered_documents([5, 9, 1, 7, 12])
-    windows = SampleWindows(as_data(documents), Cutting(4, attend_across), 1234, Path("unused"))
+    windows = GptNeoxSamples(
+        as_data(documents), SequenceOptions(4, attend_across), 1234, Path("unused")
+    )
     assert len(windows) == 33 // 4
     rows = read(windows)
     ids = np.concatenate(documents)
     first = [document[0] for document in documents]
     for sample in range(len(windows)):
-        row = np.concatenate([ids[start:stop] for start, stop in windows.pieces(sample)])
+        row = np.concatenate([ids[start:stop] for start, stop in windows.token_ranges(sample)])
         assert rows["tokens"][sample].tolist() == row[:-1].tolist()
         assert rows["targets"][sample].tolist() == row[1:].tolist()
         begins = np.isin(row[1:], first) & (not attend_across)
@@ -272,6 +274,6 @@ def test_labels_are_the_targets():
 def test_targets_with_id_0_can_be_left_out():
     data = as_data([np.array([3, 0, 4, 0, 0, 5])])
     for zero_loss, weights in ((True, [1] * 5), (False, [0, 1, 0, 0, 1])):
-        cutting = Cutting(5, zero_loss=zero_loss)
-        for windows in (PackedWindows(data, cutting), SlidingWindows(data, cutting, 1)):
+        options = SequenceOptions(5, zero_loss=zero_loss)
+        for windows in (ConcatThenSplit(data, options), SlidingWindows(data, options, 1)):
             assert read(windows)["weights"].tolist() == [weights]

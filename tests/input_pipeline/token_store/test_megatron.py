@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows, document_range
-from MaxText.input_pipeline.sequences.windows import Cutting
+from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
+from MaxText.input_pipeline.sequences.windows import SequenceOptions
 from MaxText.input_pipeline.token_store.megatron import read_header, read_offsets, write_index
 from MaxText.storage.file_access import file_info
 from tests.input_pipeline.sequences.test_windows import as_data
@@ -34,7 +34,7 @@ def defined_samples(documents, length, seed, num_samples):
 
 def in_order(offsets, length, seed, num_samples=None, part=None):
     data = as_data(np.split(np.arange(offsets[-1]), offsets[1:-1]))
-    return SampleWindows(data, Cutting(length), seed, Path("unused"), num_samples, part)
+    return GptNeoxSamples(data, SequenceOptions(length), seed, Path("unused"), num_samples, part)
 
 
 @pytest.mark.parametrize("seed", [0, 1234])
@@ -50,7 +50,7 @@ def test_samples_are_those_of_the_definition(seed, num_samples, length, part):
     expected = defined_samples(documents[first:end], length, seed, num_samples)
     assert len(order) == len(expected)
     for sample, ids in enumerate(expected):
-        pieces = order.pieces(sample)
+        pieces = order.token_ranges(sample)
         assert all(start < stop for start, stop in pieces)
         assert [int(t) for start, stop in pieces for t in tokens[start:stop]] == ids
 
@@ -150,7 +150,7 @@ def test_sequences_are_documents_where_nothing_joins_them(tmp_path, sizes, docum
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, b"TNTIDX\0\0\0", "begin"), (9, b"\2", "version 2"), (17, b"\6", "code 6"),
+        (0, b"TNTIDX\0\0\0", "not an index"), (9, b"\2", "version 2"), (17, b"\6", "code 6"),
         (17, b"\x20", "code 32"), (18, b"\4", "94"), (34, b"\xff\xff\xff\xff", "-1"),
         (54, b"\x09", "sequence 1 .*byte 9.* 6"), (78, b"\x05", "order"),
     ],

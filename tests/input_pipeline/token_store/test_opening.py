@@ -133,8 +133,8 @@ def test_an_id_at_the_end_of_each_record(tmp_path, opened):
     plain = opened(tmp_path / "x.tfrecord")
     data = opened(tmp_path / "x.tfrecord", records_eos_id=9)
     assert tokens_of(data) == [5, 6, 9, 7, 8, 9]
-    assert (data.eos_id, data.filler_id) == (9, 9)
-    assert (plain.eos_id, plain.filler_id) == (None, 0)
+    assert (data.eos_id, data.pad_id) == (9, 9)
+    assert (plain.eos_id, plain.pad_id) == (None, 0)
     assert plain.fingerprint != data.fingerprint
 
 

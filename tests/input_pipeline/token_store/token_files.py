@@ -14,7 +14,7 @@ from MaxText.config.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.token_store.megatron import write_index
-from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
 from tests.hostile.files import tar_archive
 from tests.input_pipeline.small_data import write_data_set
@@ -111,7 +111,8 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
     preparation = {name: keys.pop(name) for name in [*keys] if name in Preparation.model_fields}
     data = Data(data_cache_dir=str(cache_dir), **keys)
     preparation = Preparation(**preparation)
-    return open_token_data(str(location), data=data, preparation=preparation, **options)
+    request = OpenRequest(str(location), data=data, preparation=preparation, **options)
+    return open_token_data(request)
 
 
 def tokens_of(data: TokenData) -> list[int]:

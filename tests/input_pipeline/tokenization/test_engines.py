@@ -58,7 +58,7 @@ def test_lone_surrogates_become_the_replacement_character(by_structure):
         broken, whole = tokenizer.encode(["a\ud800b\udc00", "\ud83d\ude42"])
         expected = tokenizer.encode(["a\ufffdb\ufffd", "\U0001f642"])
         assert [broken.tolist(), whole.tolist()] == [ids.tolist() for ids in expected]
-        (exact,) = tokenizer.encode_by_definition(["a\ud800b\udc00"])
+        (exact,) = tokenizer.encode_reference(["a\ud800b\udc00"])
         assert exact.tolist() == broken.tolist()
 
 

@@ -80,7 +80,7 @@ def test_words_and_control_tokens_by_settings(tmp_path):
     tokenizer = load_tokenizer(str(path))
     entry = tokenizer.entry
     assert (entry.vocab_size, entry.eos_id, entry.bos_id, entry.pad_id) == (2006, 2001, 2000, None)
-    assert tokenizer.mask_id == 2005
+    assert tokenizer.entry.mask_id == 2005
     (ids,) = tokenizer.encode(["a<|endoftext|>[MASK]<stop>"])
     assert max(ids) < 2000
     # Ids in the gap and beyond the vocabulary have no text.

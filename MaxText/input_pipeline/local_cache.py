@@ -1,9 +1,11 @@
-"""Disk cache of memory-mapped arrays that grow with the documents of a dataset.
+"""Caches on local disk: copies of small remote files, and computed arrays.
 
-    <cache_dir>/<kind>-<digest>/<name>.npy
+    <cache_dir>/copies/<digest>/              tokenizers, manifests, document offsets
+    <cache_dir>/<kind>-<digest>/<name>.npy    arrays that grow with the documents of a dataset
     <cache_dir>/<kind>-<digest>/arrays.json   array lengths; written last, marks completeness
 
-All processes of a machine share mapped pages, and the kernel can reclaim them.
+The digest of copies covers the source and its version tags, so a changed file is copied again. All
+processes of a machine share the pages of memory-mapped arrays, and the kernel can reclaim them.
 """
 
 import contextlib
@@ -14,17 +16,23 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.storage import file_access
+from MaxText.storage.file_access import FileInfo
+from MaxText.storage.unreadable import UnreadableFile
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _LENGTHS_NAME = "arrays.json"
 _MAX_AGE_SECONDS = 180 * 86400
+_FILES_AT_ONCE = 4
 
 
 class Arrays:
@@ -79,7 +87,7 @@ def cached_arrays(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        raise unwritable(cache_dir, error) from error
+        raise cache_write_error(cache_dir, error) from error
     return Arrays(folder)
 
 
@@ -113,24 +121,25 @@ def _write(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, i
                 if name not in files:
                     files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
                     counts[name], dtypes[name] = 0, array.dtype
-                    _write_header(files[name], array.dtype, 0)
+                    write_array_header(files[name], array.dtype, 0)
                 files[name].write(array.tobytes())
                 counts[name] += array.size
         for name, file in files.items():
             file.seek(0)
-            _write_header(file, dtypes[name], counts[name])
+            write_array_header(file, dtypes[name], counts[name])
     return counts
 
 
-def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+def write_array_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+    """Writes the header of a .npy file of `count` numbers."""
     header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def unwritable(cache_dir: Path, error: OSError) -> UserError:
+def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
     return UserError(
         f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
-        "data_cache_dir to a folder on a disk with room."
+        "data_cache_dir to a folder on a disk with free space."
     )
 
 
@@ -141,3 +150,59 @@ def delete_unused(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if entry.is_dir() and entry.stat().st_mtime < oldest:
                 shutil.rmtree(entry)
+
+
+def copy_folder(url: str, cache_dir: Path) -> Path | None:
+    """Copies the files directly in a folder; returns None if there are none."""
+    files = file_access.files_in(url)
+    if not files:
+        return None
+    folder = copies_folder(cache_dir, url, *(f"{file.size} {file.tag}" for file in files))
+    copy_files(files, folder)
+    return folder
+
+
+def copies_folder(cache_dir: Path, *identity: str) -> Path:
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
+    return cache_dir / "copies" / digest
+
+
+def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
+    """Copies remote files that are missing from a local folder.
+
+    Raises UnreadableFile for the source and UserError for the target folder.
+    """
+    missing = [file for file in files if not (folder / _name(file)).exists()]
+    if not missing:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+            list(threads.map(lambda file: _copy(file, folder / _name(file)), missing))
+    except UserError:
+        raise
+    except OSError as error:
+        raise cache_write_error(folder.parent.parent, error) from error
+
+
+def _name(file: FileInfo) -> str:
+    return file.path.rsplit("/", 1)[-1]
+
+
+def _copy(file: FileInfo, to: Path) -> None:
+    # Copied under a unique name, then renamed: safe against interruption and concurrent copies.
+    temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
+    try:
+        system, name = file_access.file_system(file.path)
+        try:
+            system.get_file(name, str(temporary))
+        except Exception as error:  # fsspec backends raise their own errors
+            if isinstance(error, UserError):
+                raise
+            problem = f"{file.path} cannot be read ({file_access.reason(error)})"
+            raise UnreadableFile(problem, file.path) from error
+        if temporary.stat().st_size != file.size:
+            raise UnreadableFile(f"{file.path} ended early while it was copied", file.path)
+        os.replace(temporary, to)
+    finally:
+        temporary.unlink(missing_ok=True)

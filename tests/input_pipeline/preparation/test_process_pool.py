@@ -10,13 +10,13 @@ import time
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes
 from MaxText.storage import atomic
 from tests.refusals import refused
 
 
 def run(function, shared, jobs, num_processes, advance=lambda done: None):
-    return list(work_processes.run(function, shared, jobs, num_processes, advance))
+    return list(map_in_processes(function, shared, jobs, num_processes, advance))
 
 
 def multiply(factor, number, advance):

@@ -1,24 +1,28 @@
-"""Digests of a corpus, and a sample of its text to train a tokenizer on."""
+"""Held-out documents, digests of a corpus, and a sample of it to train a tokenizer on."""
 
 import hashlib
 import heapq
-from collections import Counter
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import Corpus
-from MaxText.input_pipeline.document_sources.shards import Shard
-from MaxText.input_pipeline.preparation.held_out import (
-    HELD_OUT,
-    SAMPLED,
-    TRAIN,
-    document_number,
-    hashes,
-    held_out_below,
-)
+from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, hash_uint64
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+"""Names of splits; a corpus without splits of its own is divided into the first two."""
+
+HELD_OUT, SAMPLED = 0, 1
+"""Purposes of a hash. The hashes of different purposes are independent."""
+
+_BITS = 2**64 - 1
+_PURPOSE_STEP = 0xD1B54A32D192ED03
+
+_SHARD_BITS = 40  # Limits: 2**40 documents per shard, 2**24 shards per corpus
 
 # On 31 MB of Python code, training on everything instead of 8 MB saves only 1.2 % of the tokens;
 # 2 MB cost 2.5 % more.
@@ -28,6 +32,29 @@ SAMPLED_SHARDS = 32  # limits sampling to 2 GB, so that terabytes are not read t
 
 _HASHED_TOGETHER = 1024  # hashing short documents one by one would take longer than reading them
 _LONG_TEXT = 2**16
+
+
+def document_number(shard: int, index: int) -> int:
+    """Returns a number in the corpus for document `index` of a shard.
+
+    Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.
+    """
+    assert index < 2**_SHARD_BITS, index
+    return (shard << _SHARD_BITS) + index
+
+
+def shard_of(number: int) -> int:
+    return number >> _SHARD_BITS
+
+
+def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
+    """Returns SplitMix64 hashes (uint64 [N]) of the seed, the purpose and each number."""
+    start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS
+    return hash_uint64(numbers_N.astype(np.uint64) + np.uint64(start))
+
+
+def held_out_threshold(fraction: float) -> int:
+    return math.ceil(fraction * 2**64)
 
 
 def text_cleaner(fix_text: bool) -> Callable[[str], str]:
@@ -113,7 +140,7 @@ def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], No
     kept: list[tuple[int, int, bytes]] = []
     num_kept = 0
     drawn_of: list[int] = []
-    for index, document in enumerate(job.shard.documents(Counter())):
+    for index, document in enumerate(job.shard.documents(Skipped())):
         encoded = document.text.encode()
         digest.add(encoded)
         advance(len(encoded))
@@ -156,7 +183,7 @@ def join_samples(
     """Returns the sampled texts in order, without those held out for validation."""
     in_order = sorted((number, text) for each in texts for _, number, text in each.sample)
     ranks = hashes(seed, HELD_OUT, np.array([number for number, _ in in_order], np.uint64))
-    threshold = held_out_below(validation_fraction)
+    threshold = held_out_threshold(validation_fraction)
     sample = [
         text for (_, text), rank in zip(in_order, ranks.tolist(), strict=True) if rank >= threshold
     ]

@@ -1,15 +1,20 @@
-"""Runs independent jobs in local processes."""
+"""Runs independent jobs in local processes, and shows progress: a bar or log lines."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from MaxText.errors import UserError
 
@@ -21,9 +26,11 @@ Advance = Callable[[int], None]
 """Takes the bytes done since its last call."""
 
 _POLL_SECONDS = 0.5
+_SILENT_SECONDS = 3.0  # shorter work prints no lines
+_LONGEST_SILENCE_SECONDS = 60.0
 
 
-def run(
+def map_in_processes(
     function: Callable[[Shared, Job, Advance], Result],
     shared: Shared,
     jobs: Sequence[Job],
@@ -75,9 +82,8 @@ def run(
                 process.kill()
         if is_broken:
             raise UserError(
-                "A process that prepares data was killed, by hand or for want of memory. Run the "
-                "same command again: what was finished is kept. A smaller prepare_num_workers "
-                "needs less memory."
+                "A process that prepares data was killed, by hand or out of memory. Run the same "
+                "command to resume. A smaller prepare_num_workers needs less memory."
             ) from error
         raise
     finally:
@@ -130,3 +136,30 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end with parent").start()
+
+
+@contextlib.contextmanager
+def show_progress(title: str, num_bytes: int, show: Callable[[str], None]) -> Iterator[Advance]:
+    """Yields a function that takes the bytes done since its last call."""
+    if sys.stderr.isatty():
+        columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=num_bytes)
+            yield lambda done: bar.advance(task, done)
+        return
+    start = shown = time.monotonic()
+    done = quarters = 0
+
+    def advance(more: int) -> None:
+        nonlocal done, quarters, shown
+        done += more
+        now = time.monotonic()
+        reached = done * 4 // max(num_bytes, 1)
+        if now - start < _SILENT_SECONDS or done >= num_bytes:
+            return
+        if reached > quarters or now - shown > _LONGEST_SILENCE_SECONDS:
+            quarters, shown = reached, now
+            left = (now - start) * (num_bytes - done) / max(done, 1)
+            show(f"{title}: {done / 1e6:,.1f} of {num_bytes / 1e6:,.1f} MB, {left:,.0f} s left")
+
+    yield advance

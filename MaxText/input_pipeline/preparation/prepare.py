@@ -5,13 +5,13 @@ complete. A killed preparation resumes there when the same command runs again.
 """
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,10 @@ from typing import Any
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
-from MaxText.input_pipeline.preparation import work_processes
-from MaxText.input_pipeline.preparation.job import (
-    READ_BYTES_PER_PROCESS,
-    Workers,
-    build_data_set,
-)
-from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.document_sources.text_streams import Skipped
+from MaxText.input_pipeline.preparation import sampling
+from MaxText.input_pipeline.preparation.job import READ_BYTES_PER_PROCESS, Workers, build_data_set
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.preparation.record_export import (
     OPTIONS_OF_RECORDS,
     RECORD_FORMATS,
@@ -34,20 +31,11 @@ from MaxText.input_pipeline.preparation.record_export import (
     export_records,
     record_shape,
 )
-from MaxText.input_pipeline.preparation.text_sample import (
-    SAMPLED_SHARDS,
-    ReadJob,
-    ReadSettings,
-    ShardText,
-    corpus_digest,
-    join_samples,
-    read_shard,
-    sampling_jobs,
-)
 from MaxText.input_pipeline.preparation.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
-from MaxText.input_pipeline.tokenization.load_tokenizer import TextTokenizer, load_tokenizer
-from MaxText.input_pipeline.tokenization.training import train_tokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import atomic
 from MaxText.storage.file_access import file_infos, is_url, local_path
@@ -82,6 +70,46 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+@dataclasses.dataclass(frozen=True)
+class PrepareRequest:
+    """Text to prepare and the keys that say how; `show` takes lines about the progress."""
+
+    preparation: Preparation
+    corpus: Corpus
+    show: Show
+
+    @classmethod
+    def of(cls, preparation: Preparation, max_bad_records: int, show: Show) -> "PrepareRequest":
+        source, field = preparation.prepare_source, preparation.text_field
+        corpus = open_corpus(source, field, max_bad_records=max_bad_records)
+        return cls(preparation, corpus, show)
+
+    @property
+    def is_records(self) -> bool:
+        return self.preparation.prepare_output_format in RECORD_FORMATS
+
+    @property
+    def is_text(self) -> bool:
+        return self.preparation.prepare_output_format in TEXT_FORMATS
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        is_given = self.preparation.tokenizer_path or self.preparation.tokenizer_type == "byte"
+        return not is_given and not self.is_text
+
+    @property
+    def workers(self) -> Workers:
+        keys = self.preparation
+        beam_options = keys.beam_options if keys.prepare_runner == "beam" else None
+        return Workers(keys.prepare_num_workers or num_cores(), beam_options)
+
+
+def manifest_name_of(preparation: Preparation) -> str:
+    """Returns the name of the file that marks a folder as complete."""
+    is_records = preparation.prepare_output_format in RECORD_FORMATS
+    return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
+
+
 def prepare(
     preparation: Preparation,
     dataset_path: str,
@@ -100,81 +128,69 @@ def prepare(
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     if is_url(dataset_path):
-        from MaxText.input_pipeline.preparation.uploading import prepare_in_bucket
+        from MaxText.input_pipeline.preparation.uploading import prepare_and_upload
 
         staging = Path(cache_dir or Data().data_cache_dir).expanduser()
-        return prepare_in_bucket(preparation, dataset_path, staging, show, max_bad_records)
+        return prepare_and_upload(preparation, dataset_path, staging, show, max_bad_records)
     folder = Path(local_path(dataset_path))
-    source, field = preparation.prepare_source, preparation.text_field
-    corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-    name = manifest_name_of(preparation)
-    digest_path = digest_path_of(corpus, cache_dir)
+    request = PrepareRequest.of(preparation, max_bad_records, show)
+    digest_path = digest_path_of(request.corpus, cache_dir)
 
-    def keep_it() -> Manifest:
-        return keep(preparation, corpus, folder, digest_path, show, place=str(folder))
+    def check() -> Manifest:
+        return check_existing(request, folder, digest_path, location=str(folder))
 
-    if (folder / name).exists():
-        return keep_it()  # without the lock, as the folder may be read-only
+    if (folder / manifest_name_of(preparation)).exists():
+        return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
+            f"dataset_path={dataset_path} exists and is not a data set of the requested kind. "
             "Choose another folder, or delete it."
         )
-    manifest = make_once(preparation, corpus, folder, keep_it, show)
+    manifest = prepare_if_needed(request, folder, check)
     _save_digest(digest_path, manifest.source.sha256)
     return manifest
 
 
-def manifest_name_of(preparation: Preparation) -> str:
-    """Returns the name of the file that marks a folder as complete."""
-    is_records = preparation.prepare_output_format in RECORD_FORMATS
-    return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
-
-
-def make_once(
-    preparation: Preparation,
-    corpus: Corpus,
-    folder: Path,
-    keep: Callable[[], Manifest],
-    show: Show,
+def prepare_if_needed(
+    request: PrepareRequest, folder: Path, check: Callable[[], Manifest]
 ) -> Manifest:
     """Prepares a dataset into an absent or empty folder, or waits for another process.
 
-    `keep` returns the manifest if another process completed it.
+    `check` returns the manifest if another process completed it.
     """
-    staging = folder.with_name(f".{folder.name}.preparing")
+    staging, show = folder.with_name(f".{folder.name}.preparing"), request.show
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), show):
-            if (folder / manifest_name_of(preparation)).exists():
+            if (folder / manifest_name_of(request.preparation)).exists():
                 # Left by a process that was killed after renaming the folder.
                 shutil.rmtree(staging, ignore_errors=True)
-                return keep()
+                return check()
             try:
-                manifest = _make(preparation, corpus, staging, show)
-                _finish(staging, preparation, folder, show)
+                manifest = _make(request, staging)
+                _finish(request, staging, folder)
             except BaseException as error:
                 if not any((staging / "shards").glob("*.json")):
                     shutil.rmtree(staging, ignore_errors=True)
                 elif staging.exists():
-                    first = "mend that, then " if isinstance(error, UserError) else ""
-                    show(f"Finished parts are kept in {staging}: {first}run the same command again")
+                    first = "fix that, then " if isinstance(error, UserError) else ""
+                    show(
+                        f"Finished shards are kept in {staging}: {first}run the same command to "
+                        "resume"
+                    )
                 raise
     except OSError as error:
         # Readers report errors of the text themselves, so this one is about the folder.
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
     show(f"Wrote {folder}")
     return manifest
 
 
-def _make(preparation: Preparation, corpus: Corpus, staging: Path, show: Show) -> Manifest:
-    if preparation.prepare_output_format in RECORD_FORMATS:
+def _make(request: PrepareRequest, staging: Path) -> Manifest:
+    preparation, is_text = request.preparation, request.is_text
+    if request.is_records:
         record_shape(preparation)  # fail before the work
-    num_processes = preparation.prepare_num_workers or num_cores()
-    is_beam = preparation.prepare_runner == "beam"
-    workers = Workers(num_processes, preparation.beam_options if is_beam else None)
-    tokenizer, digests = _tokenizer(preparation, corpus, workers, show)
-    is_text = _is_text(preparation)
+    tokenizer, digests = _tokenizer(request)
     before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
     tokenization = Tokenization(
         staging=staging,
@@ -187,15 +203,17 @@ def _make(preparation: Preparation, corpus: Corpus, staging: Path, show: Show) -
         minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
         is_text=is_text,
     )
-    return build_data_set(corpus, tokenization, _options(preparation), digests, workers, show)
+    return build_data_set(
+        request.corpus, tokenization, _options(preparation), digests, request.workers, request.show
+    )
 
 
-def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -> None:
+def _finish(request: PrepareRequest, staging: Path, folder: Path) -> None:
     """Exports records if requested, and renames the result to its final name."""
     complete = staging / "data_set"
-    if preparation.prepare_output_format in RECORD_FORMATS:
+    if request.is_records:
         records = staging / "records"
-        export_records(complete, preparation, records, show)
+        export_records(complete, request.preparation, records, request.show)
         shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
         atomic.sync_file(records / _RECORDS_MANIFEST_NAME)
         atomic.sync_file(records)
@@ -205,59 +223,50 @@ def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def cannot_write(place: object, error: OSError) -> UserError:
+def write_error(location: object, error: OSError) -> UserError:
     """Returns the error, with a remedy, for a folder that cannot be written."""
     if isinstance(error, BrokenPipeError):
         raise error  # stdout, for example piped to `head`
     reason = error.strerror or str(error)
     if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
-        remedy = "Make room or choose another dataset_path"
+        remedy = "Free some space or choose another dataset_path"
     elif error.errno in _REFUSED:
-        remedy = "Get the right to write there or choose another dataset_path"
+        remedy = "Get write permission or choose another dataset_path"
     else:
-        remedy = "Mend that or choose another dataset_path"
+        remedy = "Fix that or choose another dataset_path"
     return UserError(
-        f"{error.filename or place} cannot be written ({reason}). {remedy}, and run the same "
-        "command again: what was finished is kept."
+        f"{error.filename or location} cannot be written ({reason}). {remedy}, and run the same "
+        "command to resume: finished shards are kept."
     )
 
 
-def _tokenizer(
-    preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
-) -> tuple[TextTokenizer, dict[int, str]]:
+def _tokenizer(request: PrepareRequest) -> tuple[TextTokenizer, dict[int, str]]:
     """Returns the tokenizer, and the digests of the shards that were read to train it."""
-    if _is_trained(preparation):
-        texts, sample = _sample(preparation, corpus, workers, show)
-        tokenizer = _train(preparation, sample, show)
+    if request.trains_tokenizer:
+        texts, sample = _sample(request)
+        tokenizer = _train(request, sample)
     else:
-        tokenizer = _given_tokenizer(preparation)
-        texts, sample = [], _first_texts(corpus)
+        tokenizer = _given_tokenizer(request)
+        texts, sample = [], _first_texts(request.corpus)
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
-        show(f"{fast} gives other ids on this text: encoding with {tokenizer.engine}, slower")
+        request.show(
+            f"{fast} gives different ids on this text: using {tokenizer.engine}, which is slower"
+        )
     return tokenizer, {text.number: text.sha256 for text in texts}
 
 
-def _is_text(preparation: Preparation) -> bool:
-    return preparation.prepare_output_format in TEXT_FORMATS
-
-
-def _is_trained(preparation: Preparation) -> bool:
-    is_given = preparation.tokenizer_path or preparation.tokenizer_type == "byte"
-    return not is_given and not _is_text(preparation)
-
-
-def _given_tokenizer(preparation: Preparation) -> TextTokenizer:
-    if _is_text(preparation):
+def _given_tokenizer(request: PrepareRequest) -> TextTokenizer:
+    if request.is_text:
         return load_tokenizer("", "byte")
-    return load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+    return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
 def _first_texts(corpus: Corpus) -> list[str]:
     texts: list[str] = []
     left = _COMPARED_CHARACTERS
     for shard in corpus.shards:
-        for document in shard.documents(Counter()):
+        for document in shard.documents(Skipped()):
             texts.append(document.text)
             left -= len(document.text)
             if left <= 0:
@@ -265,43 +274,38 @@ def _first_texts(corpus: Corpus) -> list[str]:
     return texts
 
 
-def _sample(
-    preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
-) -> tuple[list[ShardText], tuple[str, ...]]:
+def _sample(request: PrepareRequest) -> tuple[list[sampling.ShardText], tuple[str, ...]]:
     """Returns shards, and texts from them to train a tokenizer on."""
+    preparation, corpus = request.preparation, request.corpus
     seed = preparation.prepare_seed
     fraction = 0.0 if corpus.splits else preparation.validation_fraction
-    for max_shards in (SAMPLED_SHARDS, len(corpus.shards)):
+    for max_shards in (sampling.SAMPLED_SHARDS, len(corpus.shards)):
         # All shards only if the sampled ones are empty.
-        texts = _read(preparation, corpus, sampling_jobs(corpus, seed, max_shards), workers, show)
-        sample = join_samples(texts, seed, fraction)
+        texts = _read(request, sampling.sampling_jobs(corpus, seed, max_shards))
+        sample = sampling.join_samples(texts, seed, fraction)
         if sample or max_shards >= len(corpus.shards):
             break
     return texts, sample
 
 
-def _read(
-    preparation: Preparation, corpus: Corpus, jobs: list[ReadJob], workers: Workers, show: Show
-) -> list[ShardText]:
+def _read(request: PrepareRequest, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
+    preparation = request.preparation
     num_bytes = sum(job.shard.num_bytes for job in jobs)
-    num_processes, _ = workers.for_corpus(corpus, READ_BYTES_PER_PROCESS)
-    settings = ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
-    with show_progress("Reading", num_bytes, show) as advance:
-        texts = work_processes.run(read_shard, settings, jobs, num_processes, advance)
+    num_processes, _ = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
+    settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
+    with show_progress("Reading", num_bytes, request.show) as advance:
+        texts = map_in_processes(sampling.read_shard, settings, jobs, num_processes, advance)
         return sorted(texts, key=lambda text: text.number)
 
 
-def _train(preparation: Preparation, sample: Sequence[str], show: Show) -> TextTokenizer:
-    start = time.monotonic()
+def _train(request: PrepareRequest, sample: Sequence[str]) -> TextTokenizer:
+    start, preparation = time.monotonic(), request.preparation
     sample_bytes = sum(len(text.encode()) for text in sample)
     origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
     tokenizer = train_tokenizer(
-        sample,
-        preparation.tokenizer_vocab_size,
-        origin,
-        preparation.tokenizer_special_tokens,
+        sample, preparation.tokenizer_vocab_size, origin, preparation.tokenizer_special_tokens
     )
-    show(
+    request.show(
         f"Tokenizer: {tokenizer.entry.vocab_size} ids, {origin} in {time.monotonic() - start:.1f} s"
     )
     return tokenizer
@@ -331,7 +335,7 @@ def _control_ids(
             which = key.removeprefix("add_")
             raise UserError(
                 f"{key}=true, and the tokenizer ({entry.origin}) names no {which} token. Put a "
-                f'tokenizer_config.json with "{which}_token" beside its file, or set {key}=false.'
+                f'tokenizer_config.json with "{which}_token" next to it, or set {key}=false.'
             )
     before = (entry.bos_id,) if preparation.add_bos and entry.bos_id is not None else ()
     end = entry.eos_id if separator < 0 else separator
@@ -339,44 +343,38 @@ def _control_ids(
     return before, after
 
 
-def keep(
-    preparation: Preparation,
-    corpus: Corpus,
-    folder: Path,
-    digest_path: Path | None,
-    show: Show,
-    *,
-    place: str,
+def check_existing(
+    request: PrepareRequest, folder: Path, digest_path: Path | None, location: str
 ) -> Manifest:
     """Returns the manifest in `folder` if its text, tokenizer and options match the request.
 
-    `place` names the dataset in messages. Raises UserError, listing the differences, otherwise.
+    `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
-    manifest = read_manifest(str(folder), manifest_name_of(preparation))
-    differences = _different_options(preparation, manifest)
-    if _is_trained(preparation):
+    manifest = read_manifest(str(folder), manifest_name_of(request.preparation))
+    differences = _different_options(request, manifest)
+    if request.trains_tokenizer:
         was = manifest.options
         same = not was.get("tokenizer_path") and was.get("tokenizer_type") != "byte"
     else:
-        tokenizer = _given_tokenizer(preparation)
+        tokenizer = _given_tokenizer(request)
         same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
     if not same:
-        differences.append(f"its tokenizer was other ({manifest.tokenizer.origin})")
-    if not differences and preparation.prepare_output_format in RECORD_FORMATS:
-        damaged = damaged_files(folder, preparation.prepare_output_format)
-        differences += [f"{name} is missing or cut short" for name in damaged[:1]]
+        differences.append(f"different tokenizer ({manifest.tokenizer.origin})")
+    if not differences and request.is_records:
+        damaged = damaged_files(folder, request.preparation.prepare_output_format)
+        differences += [f"{name} is missing or truncated" for name in damaged[:1]]
     # Read all text only if nothing else differs and no digest is cached.
     if not differences:
-        sha256 = _saved_digest(digest_path) or _text_sha256(preparation, corpus, show)
+        sha256 = _saved_digest(digest_path) or _text_sha256(request)
         _save_digest(digest_path, sha256)
         if sha256 != manifest.source.sha256:
-            differences.append(f"its text was other ({manifest.source.description})")
+            differences.append(f"different source text ({manifest.source.description})")
     if differences:
         raise UserError(
-            f"dataset_path={place} holds another data set: {'; '.join(differences)}. Choose "
+            f"dataset_path={location} is a different data set: {'; '.join(differences)}. Choose "
             "another folder, or delete it to prepare it again."
         )
-    show(f"Kept {place}: it already holds this text with these options")
+    request.show(f"Kept {location}: it already holds this text with these options")
     return manifest
 
 
@@ -412,22 +410,21 @@ def _save_digest(path: Path | None, sha256: str) -> None:
             atomic.atomic_write_text(path, sha256)
 
 
-def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
-    workers = Workers(preparation.prepare_num_workers or num_cores())
-    jobs = [ReadJob(number, shard) for number, shard in enumerate(corpus.shards)]
-    texts = _read(preparation, corpus, jobs, workers, show)
-    return corpus_digest([text.sha256 for text in texts])
+def _text_sha256(request: PrepareRequest) -> str:
+    shards = request.corpus.shards
+    texts = _read(request, [sampling.ReadJob(number, shard) for number, shard in enumerate(shards)])
+    return sampling.corpus_digest([text.sha256 for text in texts])
 
 
-def _different_options(preparation: Preparation, manifest: Manifest) -> list[str]:
+def _different_options(request: PrepareRequest, manifest: Manifest) -> list[str]:
     keys: list[str] = list(_OPTIONS)
-    if _is_text(preparation):
+    if request.is_text:
         keys = [key for key in keys if key not in _OPTIONS_OF_IDS]
-    if not _is_trained(preparation):
+    if not request.trains_tokenizer:
         keys = [key for key in keys if key not in _OPTIONS_OF_TRAINED_TOKENIZERS]
-    if preparation.prepare_output_format in RECORD_FORMATS:
+    if request.is_records:
         keys += OPTIONS_OF_RECORDS
-    asked = _options(preparation)
+    asked = _options(request.preparation)
     # Keys newer than the dataset had their default.
     was = _bin_for_array_record(_options(Preparation()) | manifest.options)
     return [

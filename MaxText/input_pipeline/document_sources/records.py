@@ -1,6 +1,7 @@
-"""Reads documents of token ids that other programs wrote."""
+"""Reads text or token ids from TFRecord and ArrayRecord files and archives of tensors."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import threading
@@ -9,27 +10,29 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.arrow_tables import open_table
-from MaxText.input_pipeline.document_sources.compressed import (
+from MaxText.input_pipeline.document_sources.byte_streams import (
     READ_ERRORS,
+    decode,
     decompressed,
     describe_error,
-    open_bytes,
+    local_file,
+    read_errors_as_user_error,
 )
-from MaxText.input_pipeline.document_sources.document_formats import (
-    FileFormat,
-    Layout,
-    check_not_compressed,
-    format_of,
-)
-from MaxText.input_pipeline.document_sources.record_files import scan_records
-from MaxText.input_pipeline.document_sources.token_tables import (
+from MaxText.input_pipeline.document_sources.document_formats import Layout, check_not_compressed
+from MaxText.input_pipeline.document_sources.source_files import FileRange
+from MaxText.input_pipeline.document_sources.tables import (
     TokenDocument,
     as_ids,
     id_column,
+    open_table,
     table_documents,
 )
-from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.document_sources.text_streams import (
+    PARAGRAPH_END,
+    missing_text_error,
+    token_ids_error,
+)
+from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
 from MaxText.input_pipeline.formats.tar_archive import scan_members
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 from MaxText.storage.errors import BadRecord
@@ -43,7 +46,7 @@ _UNITS = {
     "webdataset": "byte",
 }
 
-_RECORDS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
+_LAYOUTS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
 USUAL_FIELDS = ("input_ids", "text", "tokens")
 
 # Webdataset members hold one tensor, named <sample>.<field>.<ending>: 000123.input_id.pth.
@@ -55,6 +58,80 @@ _LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
 _HEADER_LOCK = threading.Lock()
 
 _Documents = Iterator[tuple[int, TokenDocument | BadRecord]]
+
+
+def scan_records(part: FileRange) -> Iterator[tuple[int, bytes | BadRecord]]:
+    """Yields (position, bytes or error) of each record of a file, in order.
+
+    The position is the offset in the decompressed TFRecord file, or the record number in the
+    ArrayRecord file, of which only the records in the range are read. A remote ArrayRecord file is
+    copied to local disk temporarily. Raises BadRecord if no further record can be found,
+    READ_ERRORS for failed reads, and UserError if the file changed or is a compressed ArrayRecord
+    file.
+    """
+    path, (layout, compression) = part.file.path, part.file.format
+    check_not_compressed(path, part.file.format)
+    with part.open() as file:
+        if layout is Layout.TFRECORD:
+            with decompressed(file, compression) as contents:
+                yield from tfrecord.scan_records(contents, path)
+            return
+    with local_file(path) as copy:
+        yield from array_record.scan_records(path, part.partition, copy)
+
+
+def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
+    """Yields (number of the record in the file, text).
+
+    `text_field` is the tf.train.Example feature with the text; multiple values are paragraphs.
+    Raises UserError for damage or a record without text.
+    """
+    path = part.file.path
+    is_numbered = part.file.format.layout is Layout.ARRAY_RECORD
+    with read_errors_as_user_error(path):
+        try:
+            for count, (position, record) in enumerate(scan_records(part)):
+                # Never skip damaged text records: missing text would go unnoticed.
+                if isinstance(record, BadRecord):
+                    raise record
+                number = position if is_numbered else count
+                yield number, _text(record, path, number, text_field)
+        except BadRecord as error:
+            raise UserError(
+                f"{error}. Copy the file again or remove it from prepare_source."
+            ) from error
+
+
+def _text(record: bytes, path: str, number: int, text_field: str) -> str:
+    where = f"{path}, record {number},"
+    features = example_features(record)
+    if not features:
+        return decode(record, where)
+    values = features.get(text_field)
+    if isinstance(values, list):
+        return PARAGRAPH_END.join(decode(value, where) for value in values)
+    texts = [name for name, value in features.items() if isinstance(value, list)]
+    ids = [
+        name
+        for name, value in features.items()
+        if isinstance(value, np.ndarray) and value.dtype.kind == "i"
+    ]
+    if ids and not texts:
+        raise token_ids_error(where, path, f"integers in {', '.join(ids)}")
+    raise missing_text_error(where, text_field, texts)
+
+
+def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
+    """Returns the features of a tf.train.Example; none for any other record.
+
+    Text does not parse as one by accident: three nested fields each start with a line feed and a
+    matching length.
+    """
+    try:
+        features = tf_example.decode(record)
+    except tf_example.ExampleError:
+        return {}
+    return {} if "" in features else features
 
 
 def read_ids(
@@ -88,7 +165,7 @@ def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
     """Reads a token file of a dataset prepared as ArrayRecord; raises as read_ids does."""
     stored = np.dtype(dtype).newbyteorder("<")
     with _read_errors_as_bad_record(path, "arrayrecord"):
-        for number, record in _scan_records(path, "arrayrecord"):
+        for number, record in _scan_file(path, "arrayrecord"):
             if isinstance(record, bytes) and len(record) % stored.itemsize:
                 problem = f"the record is damaged: it has {len(record)} bytes"
                 record = BadRecord(path, number, problem, "record")
@@ -109,11 +186,14 @@ def holds_text(
     if kind == "webdataset":
         return False
     if kind in ("parquet", "arrow"):
-        with _read_errors_as_bad_record(files[0], kind), open_table(files[0]) as table:
+        with (
+            _read_errors_as_bad_record(files[0], kind),
+            open_table(FileRange.whole(files[0])) as table,
+        ):
             return id_column(table, files[0], fields, text_field) is None
     for file in files:
         with _read_errors_as_bad_record(file, kind):
-            for _, record in _scan_records(file, kind):
+            for _, record in _scan_file(file, kind):
                 # Damaged records are inconclusive.
                 if isinstance(record, bytes):
                     return _is_text(record, file, fields, text_field)
@@ -137,8 +217,9 @@ def _documents(
     path: str, kind: str, fields: Sequence[str], shift_labels: bool | None
 ) -> _Documents:
     if kind in ("parquet", "arrow"):
-        check_not_compressed(path, format_of(path))
-        with open_table(path) as table:
+        part = FileRange.whole(path)
+        check_not_compressed(path, part.file.format)
+        with open_table(part) as table:
             column = id_column(table, path, fields or USUAL_FIELDS)
             assert column is not None
             yield from table_documents(table, path, column, shift_labels)
@@ -146,7 +227,7 @@ def _documents(
         yield from _archive_documents(path, fields)
     else:
         names = fields or USUAL_FIELDS
-        for position, record in _scan_records(path, kind):
+        for position, record in _scan_file(path, kind):
             if isinstance(record, BadRecord):
                 yield position, record
             else:
@@ -166,8 +247,10 @@ def _document(
         return BadRecord(path, position, str(error), unit)
 
 
-def _scan_records(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecord]]:
-    return scan_records(path, FileFormat(_RECORDS[kind], format_of(path).compression))
+def _scan_file(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecord]]:
+    part = FileRange.whole(path)
+    file = dataclasses.replace(part.file, format=part.file.format._replace(layout=_LAYOUTS[kind]))
+    return scan_records(FileRange(file))
 
 
 def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -> bool:
@@ -187,7 +270,7 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
         return True
     raise UserError(
         f"{path}: its records have no integer feature {' or '.join(fields)} and no text in "
-        f"{text_field} (features there: {tf_example.describe(record)}). Set tokens_field, or "
+        f"{text_field} (features: {tf_example.describe(record)}). Set tokens_field, or "
         "text_field for text, to one of them."
     )
 
@@ -226,7 +309,8 @@ def _chosen_field(there: list[str], fields: Sequence[str]) -> str | None:
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
     """Yields the first member's name, and {field: (offset, bytes)} of each sample's tensors."""
-    with open_bytes(path) as file, decompressed(file, format_of(path).compression) as contents:
+    part = FileRange.whole(path)
+    with part.open() as file, decompressed(file, part.file.format.compression) as contents:
         first_name, key, sample = "", None, {}
         for member, content in scan_members(contents, path):
             if content is None:

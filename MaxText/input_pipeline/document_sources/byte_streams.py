@@ -26,7 +26,7 @@ else:
 
 _BUFFER_BYTES = 2**18
 
-_PIECE_BYTES = 2**14
+_CHUNK_BYTES = 2**14
 # Large published dumps use the maximum, `zstd --long=31`.
 _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 _XZ_MEMORY_BYTES = 2**30  # memory limit for xz headers; xz -9 takes 65 MB
@@ -45,29 +45,29 @@ READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
 def describe_error(error: Exception) -> str:
     """Returns text for one of READ_ERRORS, to follow the file name in a message."""
     if isinstance(error, _COMPRESSION_ERRORS):
-        return f"is not a whole compressed file: {error}"
+        return f"is not a complete compressed file: {error}"
     if isinstance(error, _ARCHIVE_ERRORS):
-        return f"is not a whole archive: {error}"
+        return f"is not a complete archive: {error}"
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 @contextmanager
-def read_errors_as_user_error(place: str) -> Iterator[None]:
-    """Converts READ_ERRORS to a UserError that names `place`."""
+def read_errors_as_user_error(where: str) -> Iterator[None]:
+    """Converts READ_ERRORS to a UserError that names `where`."""
     try:
         yield
     except UserError:
         raise
     except READ_ERRORS as error:
         is_damaged = getattr(error, "errno", None) is None
-        remedy = "Copy it again" if is_damaged else "Mend that,"
+        remedy = "Copy it again" if is_damaged else "Fix that"
         raise UserError(
-            f"{place} {describe_error(error)}. {remedy} or leave it out of prepare_source."
+            f"{where} {describe_error(error)}. {remedy}, or remove it from prepare_source."
         ) from error
 
 
-def decode(data: bytes, place: str, offset: int | None = None) -> str:
-    """Decodes UTF-8; raises UserError naming `place` and the first wrong byte."""
+def decode(data: bytes, where: str, offset: int | None = None) -> str:
+    """Decodes UTF-8; raises UserError naming `where` and the first wrong byte."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -75,8 +75,8 @@ def decode(data: bytes, place: str, offset: int | None = None) -> str:
         if offset is not None:
             byte += f" at offset {offset + error.start}"
         raise UserError(
-            f"{place} is not UTF-8 text ({byte}: {error.reason}). Convert it (iconv -t UTF-8) or "
-            "leave it out of prepare_source."
+            f"{where} is not UTF-8 text ({byte}: {error.reason}). Convert it (iconv -t UTF-8) or "
+            "remove it from prepare_source."
         ) from error
 
 
@@ -89,8 +89,8 @@ def open_bytes(path: str, size: int | None = None) -> BinaryIO:
     if size is not None and found != size:
         file.close()
         raise UserError(
-            f"{path} has {found} bytes and had {size} when it was found: files of prepare_source "
-            "changed while they were read. Run again when nothing writes to them."
+            f"{path} has {found} bytes and had {size} when it was listed: it changed while it was "
+            "read. Run again when nothing writes to the files of prepare_source."
         )
     return file
 
@@ -145,21 +145,21 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         while True:
-            piece, self._unused = self._unused, b""
+            chunk, self._unused = self._unused, b""
             # A decompressor that filled the buffer continues without more input.
-            if not piece and (self._frame is None or self._frame.needs_input):
-                piece = self._file.read(_PIECE_BYTES)
-                if not piece and self._frame is not None:
+            if not chunk and (self._frame is None or self._frame.needs_input):
+                chunk = self._file.read(_CHUNK_BYTES)
+                if not chunk and self._frame is not None:
                     raise EOFError("it ends in the middle of its compressed data")
-                if not piece:
+                if not chunk:
                     return 0
             if self._frame is None:
                 # xz allows zero padding between streams; no frame of any kind starts with one.
-                piece = piece.lstrip(b"\0")
-                if not piece:
+                chunk = chunk.lstrip(b"\0")
+                if not chunk:
                     continue
                 self._frame = self._begin()
-            contents = self._frame.decompress(piece, len(buffer))
+            contents = self._frame.decompress(chunk, len(buffer))
             if self._frame.eof:
                 self._unused = self._frame.unused_data
                 self._frame = None

@@ -1,0 +1,336 @@
+"""Splits streams of JSON rows, plain text, lines and counted texts into documents.
+
+A JSON row is an object with the text in one field, or the text itself. The text may be a list of
+paragraphs. Plain text is split at the end of the line at each multiple of LONGEST_TEXT bytes;
+splits depend only on the text around them, so reading can start at any multiple.
+"""
+
+import codecs
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.byte_streams import decode
+from MaxText.input_pipeline.document_sources.document_formats import READ_ENDINGS
+from MaxText.input_pipeline.tokenization.interface import without_surrogates
+
+PARAGRAPH_END = "\n\n"
+# Limits reader memory and document length: about 250 thousand tokens, far beyond a window.
+LONGEST_TEXT = 2**20
+
+# Search for a line end within 1/16 of LONGEST_TEXT past the multiple, else split the line there.
+_SEARCHED_SHARE = 16
+_LONGEST_ROW = 2**28  # limits memory for files without line ends
+_LONGEST_COUNTED = 2**28  # limits memory for corrupt lengths
+_COUNT_BYTES = 16
+_CHUNK_BYTES = 2**20
+_COUNTED_CHUNK_BYTES = 2**24
+
+
+class Skipped(Counter[str]):
+    """Skipped documents by reason, and errors of malformed ones in `bad`, at most `limit`."""
+
+    def __init__(self, limit: int = 0):
+        super().__init__()
+        self.limit = limit
+        self.bad: list[str] = []
+
+    def count_bad(self, what: str, error: UserError) -> None:
+        """Counts a malformed row or unreadable file; raises UserError beyond the limit."""
+        if len(self.bad) >= self.limit:
+            raise too_many_error(self.limit, self.bad[0]) from error
+        self[what] += 1
+        self.bad.append(str(error))
+
+
+def too_many_error(limit: int, first: str) -> UserError:
+    return UserError(
+        f"more than max_bad_records={limit} rows or files cannot be read. The first one: {first}"
+    )
+
+
+class NoValidRow(UserError):
+    """All rows of a file are malformed; describes the first."""
+
+
+def json_texts(
+    file: io.BufferedReader,
+    where: str,
+    text_field: str,
+    *,
+    may_be_list: bool,
+    start: int = 0,
+    stop: int | None = None,
+    skipped: Skipped | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Yields (line number or list index, text or "" for null) for rows of a JSON file.
+
+    Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
+    Blank lines count but are not yielded. If `may_be_list`, the file may be one list, which is read
+    entirely by the range it starts in. The file must be seekable if `start` > 0. `skipped` collects
+    malformed lines; None raises UserError instead. Raises NoValidRow if all are malformed.
+    """
+    if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        if start == 0:
+            yield from _list_texts(file, where, text_field)
+        return
+    at = start
+    if start:
+        # A line that starts before the range belongs to the previous one.
+        file.seek(start - 1)
+        while not (chunk := file.readline(_CHUNK_BYTES)).endswith(b"\n") and chunk:
+            at += len(chunk)
+        at += len(chunk) - 1
+    number = num_valid = 0
+    first_bad = ""  # only the message: an error would keep the row alive
+    while (stop is None or at < stop) and (line := file.readline(_LONGEST_ROW)):
+        at += len(line)
+        row = line.removeprefix(codecs.BOM_UTF8)
+        if row and not row.isspace():
+            row_where = f"{where}:{number + 1}"
+            if start:
+                row_where = f"{where}, line {number + 1} from byte {start} on,"
+            if len(line) >= _LONGEST_ROW and not line.endswith(b"\n"):
+                raise UserError(
+                    f"{row_where} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
+                    ".txt if it holds no rows."
+                )
+            try:
+                text = _line_text(row, row_where, text_field)
+            except UserError as error:
+                if skipped is None or not skipped.limit:
+                    raise
+                first_bad = first_bad or str(error)
+                skipped.count_bad("malformed", error)
+            else:
+                num_valid += 1
+                yield number, text
+        number += 1
+    if first_bad and not num_valid:
+        raise NoValidRow(first_bad)
+
+
+def _line_text(line: bytes, where: str, text_field: str) -> str:
+    text = decode(line, where)
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
+            f'object, for example {{"{text_field}": "..."}}.'
+        ) from error
+    return _row_text(row, where, text_field)
+
+
+def _list_texts(file: io.BufferedReader, where: str, text_field: str) -> Iterator[tuple[int, str]]:
+    for number, row in enumerate(_list_values(file, where)):
+        yield number, _row_text(row, f"{where}, value {number + 1} of its list,", text_field)
+
+
+def _list_values(file: io.BufferedReader, where: str) -> Iterator[Any]:
+    """Yields the values of a JSON list, parsed incrementally."""
+    characters = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = json.JSONDecoder()
+    text, at, has_ended = "", 0, False
+
+    def malformed(reason: str) -> UserError:
+        return UserError(
+            f"{where} is not JSON ({reason}). A .json file must be one object per line or one list "
+            "of objects or strings."
+        )
+
+    def read_more() -> None:
+        nonlocal text, at, has_ended
+        left = text[at:]
+        if len(left) > _LONGEST_ROW:
+            raise malformed(f"a value is longer than {_LONGEST_ROW} characters")
+        # Double the buffer, so that a long value is not rescanned quadratically.
+        data = file.read(max(_CHUNK_BYTES, len(left)))
+        has_ended = not data
+        try:
+            text, at = left + characters.decode(data, final=has_ended), 0
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where} is not UTF-8 text ({error.reason}).") from error
+
+    def peek() -> str:
+        nonlocal at
+        while True:
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at < len(text) or has_ended:
+                return text[at : at + 1]
+            read_more()
+
+    def take(*expected: str) -> str:
+        nonlocal at
+        found = peek()
+        if found not in expected:
+            raise malformed(f"there is {found or 'the end'!r} in place of {expected[0]!r}")
+        at += 1
+        return found
+
+    take("[")
+    delimiter = take("]") if peek() == "]" else ","
+    while delimiter == ",":
+        peek()
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            # The value may just be incomplete in the buffer.
+            if has_ended or isinstance(error, RecursionError):
+                raise malformed(str(error)) from error
+            read_more()
+            continue
+        yield value
+        delimiter = take("]", ",")
+    if peek():
+        raise malformed("there is more after the list")
+
+
+def _row_text(row: object, where: str, text_field: str) -> str:
+    """Returns the text of a JSON value, with paragraphs joined by blank lines."""
+    if isinstance(row, str):
+        return without_surrogates(row)
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{where} is a JSON {type(row).__name__}, neither an object nor a string. Each row "
+            f'must be one object, for example {{"{text_field}": "..."}}.'
+        )
+    text = row.get(text_field)
+    if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
+        text = PARAGRAPH_END.join(text)
+    if isinstance(text, str):
+        return without_surrogates(text)
+    if text is None and text_field in row:
+        return ""
+    strings = [name for name, value in row.items() if isinstance(value, str)]
+    raise missing_text_error(where, text_field, strings)
+
+
+def missing_text_error(where: str, text_field: str, fields: list[str]) -> UserError:
+    """Returns the error for a row without the text field; `fields` hold text."""
+    if not fields:
+        return UserError(
+            f"{where} has no text in field {text_field!r} or any other. Remove the "
+            "file from prepare_source, or write it again with its text in a field."
+        )
+    return UserError(
+        f"{where} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
+        "text_field to one of them."
+    )
+
+
+def token_ids_error(where: str, path: str, found: str) -> UserError:
+    """Returns the error for a file of token ids, which need no preparation."""
+    return UserError(
+        f"{where} holds {found}, not text: these are token ids. Train on them directly with "
+        f"dataset_path={path}"
+    )
+
+
+def text_chunks(
+    file: BinaryIO, where: str, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yields (number, text) of the chunks [first, last) of a UTF-8 file, line ends included.
+
+    `file` must be seekable if `first` > 0. A byte order mark is dropped. An empty file has one
+    empty chunk. Raises UserError unless it is UTF-8.
+    """
+    partial = b""
+    at = first * LONGEST_TEXT
+    if first:
+        file.seek(at)
+        # The rest of the line belongs to the previous chunk, except for a split character.
+        line, partial = _rest_of_line(file)
+        at += len(line)
+    number = first
+    while last is None or number < last:
+        start = at
+        body = partial + file.read((number + 1) * LONGEST_TEXT - at - len(partial))
+        at += len(body)
+        line, partial = _rest_of_line(file)
+        at += len(line)
+        if not body and number > 0:
+            return
+        text = body + line
+        if number == 0 and text.startswith(codecs.BOM_UTF8):
+            start, text = len(codecs.BOM_UTF8), text[len(codecs.BOM_UTF8) :]
+        yield number, decode(text, where, start)
+        if not line and not partial:
+            return
+        number += 1
+
+
+def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
+    """Returns the rest of the chunk before a split, and the partial character after it."""
+    line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
+    if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
+        return line, b""
+    partial = _partial_character(line)
+    return line[: len(line) - partial], line[len(line) - partial :]
+
+
+def _partial_character(data: bytes) -> int:
+    """Returns how many bytes at the end are an incomplete UTF-8 character."""
+    for count in range(1, min(3, len(data)) + 1):
+        byte = data[-count]
+        if byte >= 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return count if length > count else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def line_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
+    number = 0
+    while line := file.readline(_LONGEST_ROW):
+        line_where = f"{where}:{number + 1}"
+        if len(line) >= _LONGEST_ROW:
+            raise UserError(
+                f"{line_where} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
+                ".txt.gz if it holds no lines."
+            )
+        yield number, decode(line.rstrip(b"\r\n"), line_where)
+        number += 1
+
+
+def counted_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
+    """Yields documents preceded by their lengths in bytes, 16 decimal digits each."""
+    at = number = 0
+    while count := file.read(_COUNT_BYTES):
+        if len(count) < _COUNT_BYTES or not count.isdigit():
+            raise UserError(
+                f"{where} is damaged at byte {at}: {count!r} is not a length of {_COUNT_BYTES} "
+                f"digits. Copy it again; known text files are {READ_ENDINGS}."
+            )
+        length = int(count)
+        at += _COUNT_BYTES
+        text = _read_exactly(file, min(length, _LONGEST_COUNTED))
+        if len(text) == _LONGEST_COUNTED < length:
+            raise UserError(
+                f"{where}: document {number} at byte {at} has {length:,} bytes; up to "
+                f"{_LONGEST_COUNTED:,} are read. Cut it."
+            )
+        if len(text) < length:
+            raise UserError(
+                f"{where} ends at byte {at + len(text)}, inside document {number} of {length} "
+                f"bytes at byte {at}. Copy it again."
+            )
+        yield number, decode(text, where, at)
+        at += length
+        number += 1
+
+
+def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
+    """Reads `length` bytes or the rest in chunks, so that a corrupt length allocates no memory."""
+    if length <= _COUNTED_CHUNK_BYTES:
+        return file.read(length)
+    chunks = []
+    while length and (chunk := file.read(min(length, _COUNTED_CHUNK_BYTES))):
+        chunks.append(chunk)
+        length -= len(chunk)
+    return b"".join(chunks)
