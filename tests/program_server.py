@@ -108,7 +108,7 @@ def become(request: dict) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     ignored = request["ignores_ctrl_c"]  # by whoever asks; the server may have started otherwise
     signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
-    start_up._launched = time.time()
+    start_up._launch_time = time.time()
     compilation_cache._SHORTEST_KEPT = 0.0
     first, *rest = request["arguments"]
     if first == "-c":

@@ -8,8 +8,8 @@ from typing import Any
 from MaxText.conversion.hf_checkpoint import is_file
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json, read_text
 from MaxText.input_pipeline.tokenization.load_tokenizer import TRANSFORMERS_FILES
-from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
 
 RUN_FOLDER_NAME = "tokenizer"  # in a run folder, next to its checkpoints
 

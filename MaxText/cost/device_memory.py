@@ -15,7 +15,7 @@ from MaxText.cost.hlo import HloModule, LargeBuffer, largest_unoptimized_buffers
 from MaxText.cost.lowering import LoweredStep
 from MaxText.cost.targets import Target
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import HOST_MEMORY
 from MaxText.runtime.compiled_steps import memory_stats
 from MaxText.training.assembly import TrainSetup
@@ -197,7 +197,7 @@ def _advice(
 
 
 def check_memory_lower_bound(
-    built: TrainSetup, plan: BatchPlan, num_devices: int, num_microbatches: int
+    built: TrainSetup, plan: BatchSchedule, num_devices: int, num_microbatches: int
 ) -> None:
     """Raises UserError if state, gradients and one activation per token cannot fit.
 

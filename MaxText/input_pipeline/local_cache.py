@@ -26,8 +26,8 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.storage import file_access
+from MaxText.storage.errors import UnreadableFile
 from MaxText.storage.file_access import FileInfo
-from MaxText.storage.unreadable import UnreadableFile
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _LENGTHS_NAME = "arrays.json"

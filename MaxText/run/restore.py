@@ -252,7 +252,7 @@ def restore_data_position(
     for rollback in active_rollbacks(start, batches):
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.
-        if batches.exclude_once(first, end):
+        if batches.exclude_if_new(first, end):
             show(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
                 f"{rollback.noticed} (rewinds.json): {rollback.reason}"

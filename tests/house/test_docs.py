@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.loading import load
-from MaxText.conversion import conversion_request
+from MaxText.conversion import request
 from MaxText.cost import plan_args
 from MaxText.experiments import compare_args
 from tests import programs
@@ -49,7 +49,7 @@ def accept(program: str, arguments: list[str]) -> None:
             for path in asked.configs:
                 load([path], for_compare=True)
         case "convert.py":
-            conversion_request.read(arguments)
+            request.parse_arguments(arguments)
         case "report.py":
             of_program("report.py", "parse")([word for word in arguments if "[" not in word])
         case "launch.py":

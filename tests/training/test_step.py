@@ -232,7 +232,9 @@ def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
 
     def check(memory, microbatches=1):
         monkeypatch.setattr(device_memory, "device_memory_bytes", lambda device: memory)
-        device_memory.check_memory_lower_bound(built, BatchSchedule.constant(8, 16), 1, microbatches)
+        device_memory.check_memory_lower_bound(
+            built, BatchSchedule.constant(8, 16), 1, microbatches
+        )
 
     parameters = 4 * built.model.num_parameters
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built.state))

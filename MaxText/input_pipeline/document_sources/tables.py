@@ -15,8 +15,8 @@ from MaxText.input_pipeline.document_sources.text_streams import (
     missing_text_error,
     token_ids_error,
 )
+from MaxText.storage.errors import BadRecord
 from MaxText.storage.file_access import is_url, local_path
-from MaxText.storage.unreadable import BadRecord
 
 IGNORED = -100
 """Label of a position that does not count; any negative one is read as such."""

@@ -221,7 +221,7 @@ def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
         tokenize_shard(tokenization, job, lambda done: None)
     except UserError as error:
         path = tokenization.staging / "shards" / f"{job.number:06d}{_ERROR_SUFFIX}"
-        write_whole(path, str(error))
+        atomic_write_text(path, str(error))
     return job.number
 
 

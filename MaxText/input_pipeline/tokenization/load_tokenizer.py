@@ -26,8 +26,8 @@ from MaxText.input_pipeline.tokenization.interface import (
 )
 from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
 from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer, is_tiktoken_file
+from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url, local_path
-from MaxText.storage.transient import is_transient
 
 BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
 TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
