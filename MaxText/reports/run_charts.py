@@ -96,8 +96,11 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
         if series:
             log_y = name == "gradient_norm" and _is_positive(series)
             y_range = None if log_y else _range_from_zero(series)
-            unit = {"log_y": log_y, "percent": name == "mfu"}
-            charts.append(Chart(name, title, y_title, series, y_range=y_range, **unit))
+            is_mfu = name == "mfu"
+            chart = Chart(
+                name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu
+            )
+            charts.append(chart)
     return charts
 
 
