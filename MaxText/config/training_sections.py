@@ -250,6 +250,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("q_heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
     # What no other dimension is split over; sequences and weights share the axis context.
+    ("embed", ("fsdp", "fsdp_transpose", "context", "expert")),
     ("embed", ("fsdp", "fsdp_transpose", "context")),
     ("embed", ("fsdp", "context")),
     ("embed", ("fsdp",)),

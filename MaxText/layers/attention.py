@@ -187,6 +187,9 @@ class Attention(Mixer):
         block_size = section.attention_block_size if blocked else None
         of_queries = sharding_in_force(OF_QUERIES, q_BTNH.shape)
         of_keys = sharding_in_force(OF_KEYS, k_BTKH.shape)
+        # A registered position embedding may have added a bias.
+        flash = section.attention == "flash" and scoring.slopes_N is None
+        flash = flash and serves(q_BTNH, of_queries)
         parts = 1
         if of_queries is not None and of_keys is not None and split_axes(of_queries, 1):
             if section.context_parallel_strategy == "ring" and not drops:
@@ -197,11 +200,11 @@ class Attention(Mixer):
                     balanced=balanced,
                 )  # fmt: skip
                 return named(o_BTNH)
-            whole = (OF_KEYS[0], "activation_kv_length", *OF_KEYS[2:])
-            k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
+            if not flash:
+                whole = (OF_KEYS[0], "activation_kv_length", *OF_KEYS[2:])
+                k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
             parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
-        no_bias = scoring.slopes_N is None  # a registered position embedding may have added one
-        if section.attention == "flash" and no_bias and serves(q_BTNH, of_queries):
+        if flash:
             assert memory is None, section
             assert not drops, section
             return flash_attention(

@@ -116,7 +116,7 @@ def flash_attention(
     v_BSKH: jax.Array,
     scoring: Scoring,
     of_queries: NamedSharding | None,  # T over any axes that `serves` accepts; None on one device
-    of_keys: NamedSharding | None,  # S is unsharded
+    of_keys: NamedSharding | None,  # S over the same axes as T
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
@@ -133,7 +133,7 @@ def flash_attention(
     batch, length, heads = (split_axes(of_queries, dim) for dim in range(3))
     if (copies := copies_of_heads(q_BTNH, k_BSKH, of_queries, of_keys)) > 1:
         k_BSKH, v_BSKH = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKH))
-    queries, keys = PartitionSpec(batch, length, heads), PartitionSpec(batch, None, heads)
+    queries = keys = PartitionSpec(batch, length, heads)
     mask = of_mask = None
     if length and (scoring.causal or (scoring.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
         parts = math.prod(mesh.shape[axis] for axis in length)
@@ -143,8 +143,16 @@ def flash_attention(
     of_segments = None, None
     if segments_BT is not None:
         of_segments = PartitionSpec(batch, length), PartitionSpec(batch)
+
+    def gather_and_run(mask, q_BTNH, k_BSKH, v_BSKH, *segments):
+        if length:  # in here, so that gradients of keys and values are reduce-scattered
+            k_BSKH, v_BSKH = (
+                jax.lax.all_gather(x, length, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
+            )
+        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments, scoring=scoring)
+
     return jax.shard_map(
-        functools.partial(run, scoring=scoring),
+        gather_and_run,
         mesh=mesh,
         in_specs=(of_mask, queries, keys, keys, *of_segments),
         out_specs=queries,
