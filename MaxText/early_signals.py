@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a program still imports: it ends at once, without a traceback.
+"""Signals: Ctrl-C and SIGTERM end a program that still imports, at once and without traceback.
 
 Imports little: what comes before it is not covered.
 """

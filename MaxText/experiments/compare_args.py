@@ -23,16 +23,8 @@ Match = Literal["params", "flops", "tokens", "time"]
 Launch = Literal["run", "print"]
 
 OPTIONS = (
-    "match",
-    "seeds",
-    "budget",
-    "free",
-    "tolerance",
-    "launch",
-    "output",
-    "num_devices",
-    "sweep",
-)
+    "match", "seeds", "budget", "free", "tolerance", "launch", "output", "num_devices", "sweep",
+)  # fmt: skip
 # Keys that are set per run. A value for all runs would be silently overwritten.
 SET_PER_RUN = {
     "data_shuffle_seed": "seeds=",

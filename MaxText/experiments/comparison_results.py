@@ -275,12 +275,8 @@ def _caveats(group: ConfigResults, plan: Plan) -> Iterator[str]:
 
 def text_lines(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     """Returns table and summary_lines for the terminal."""
-    return [
-        *format_table(HEADER, table_rows(groups), max_width=None).splitlines(),
-        TABLE_NOTE,
-        "",
-        *summary_lines(groups, plan),
-    ]
+    table = format_table(HEADER, table_rows(groups), max_width=None).splitlines()
+    return [*table, TABLE_NOTE, "", *summary_lines(groups, plan)]
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:

@@ -25,10 +25,7 @@ def sections(
     """Returns the report's sections on the comparison."""
     found = Section(
         "Result",
-        [
-            comparison_results.TABLE_NOTE,
-            *comparison_results.summary_lines(groups, plan),
-        ],
+        [comparison_results.TABLE_NOTE, *comparison_results.summary_lines(groups, plan)],
         Table(comparison_results.HEADER, comparison_results.table_rows(groups)),
     )
     header, rows = plan_rows(plan)

@@ -11,17 +11,9 @@ AxisName = Literal["tokens", "flops", "time", "step"]
 
 # Runs differ by color, then by dashes. The palette suits color-blind readers, white and dark pages.
 PALETTE = (
-    "#2f7ed8",
-    "#d9485f",
-    "#2a9d70",
-    "#e08a1e",
-    "#8661c1",
-    "#1aa0b8",
-    "#a0703c",
-    "#c2559b",
-    "#7a9a1f",
-    "#7b8794",
-)
+    "#2f7ed8", "#d9485f", "#2a9d70", "#e08a1e", "#8661c1",
+    "#1aa0b8", "#a0703c", "#c2559b", "#7a9a1f", "#7b8794",
+)  # fmt: skip
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 # Kind of mark -> plotly.js symbol, matplotlib marker.

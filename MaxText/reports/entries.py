@@ -1,8 +1,9 @@
 """Compared items of a report: runs, and groups of runs that differ only in their seed."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
 from MaxText.metrics.run_record import RunRecord, resolve_run_dir
 
 
@@ -54,6 +55,16 @@ def group_runs(
 def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
     """Returns the runs of all entries by name."""
     return {name: run for entry in entries for name, run in entry.runs.items()}
+
+
+def shown_parts(runs: Iterable[RunRecord]) -> dict[str, str]:
+    """Returns the parts of the time that some run spent enough on to show, with labels."""
+    goodputs = [run.goodput for run in runs]
+    return {
+        part: label
+        for part, label in PARTS.items()
+        if any(goodput.share(part) > SMALLEST_SHARE for goodput in goodputs)
+    }
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:

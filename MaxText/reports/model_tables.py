@@ -76,13 +76,9 @@ def _peak(run: RunRecord) -> tuple[float, str] | None:
 
 
 def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
-    return [
-        name,
-        formatting.whole(own[0]),
-        _part(own[0], total[0]),
-        short_count(own[1]),
-        _part(own[1], total[1]),
-    ]
+    parameters, flops = own
+    held, spent = _part(parameters, total[0]), _part(flops, total[1])
+    return [name, formatting.whole(parameters), held, short_count(flops), spent]
 
 
 def memory(entries: Sequence[Entry]) -> list[Section]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE, is_step_skip
+from MaxText.metrics.goodput import PARTS, is_step_skip
 from MaxText.metrics.run_record import RunRecord
 from MaxText.reports.chart import Annotation, AxisName, Bars, Chart, Series
 from MaxText.reports.curves import Axes, column, curve, evaluations
 from MaxText.reports.downsampling import median_window
-from MaxText.reports.entries import Entry, all_runs, differing_peaks
+from MaxText.reports.entries import Entry, all_runs, differing_peaks, shown_parts
 
 _PART_COLORS = {
     "useful": "#2a9d70",
@@ -95,26 +95,20 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
         ]
         if series:
             log_y = name == "gradient_norm" and _is_positive(series)
-            charts.append(
-                Chart(
-                    name,
-                    title,
-                    y_title,
-                    series,
-                    y_range=None if log_y else _range_from_zero(series),
-                    log_y=log_y,
-                    percent=name == "mfu",
-                )
+            y_range = None if log_y else _range_from_zero(series)
+            is_mfu = name == "mfu"
+            chart = Chart(
+                name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu
             )
+            charts.append(chart)
     return charts
 
 
 def goodput_bars(entries: Sequence[Entry]) -> Bars:
     runs = all_runs(entries)
     parts = {
-        words: [run.goodput.share(part) for run in runs.values()]
-        for part, words in PARTS.items()
-        if any(run.goodput.share(part) > SMALLEST_SHARE for run in runs.values())
+        label: [run.goodput.share(part) for run in runs.values()]
+        for part, label in shown_parts(runs.values()).items()
     }
     colors = {words: _PART_COLORS[part] for part, words in PARTS.items()}
     return Bars("goodput", "Where the time went", list(runs), parts, colors)

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE, is_step_skip
+from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
-from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks
+from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks, shown_parts
 from MaxText.reports.page import Section, Table
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
@@ -21,20 +21,9 @@ _MAX_LISTED = 40  # maximum events listed per run, the last ones
 def overview(entries: Sequence[Entry]) -> Table:
     """Returns one row per run; groups have mean and standard deviation before their runs."""
     header = [
-        "run",
-        "state",
-        "validation loss",
-        "training loss",
-        "steps",
-        "tokens",
-        "FLOPs",
-        "time running",
-        "tokens/s",
-        "MFU",
-        "goodput",
-        "parameters",
-        "devices",
-    ]
+        "run", "state", "validation loss", "training loss", "steps", "tokens", "FLOPs",
+        "time running", "tokens/s", "MFU", "goodput", "parameters", "devices",
+    ]  # fmt: skip
     comparable = not differing_peaks(entries)
     kinds = {run.loss_kind for run in all_runs(entries).values()}
     rows = []
@@ -114,11 +103,7 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def goodput_table(entries: Sequence[Entry]) -> Table:
     """Returns the time of each part, one row per run or, for a single run, per part."""
     runs = all_runs(entries)
-    present = {
-        part: words
-        for part, words in PARTS.items()
-        if any(run.goodput.share(part) > SMALLEST_SHARE for run in runs.values())
-    }
+    present = shown_parts(runs.values())
     if len(runs) == 1:
         return _goodput_of_one(present, *runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
