@@ -54,7 +54,7 @@ def main() -> int:
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
         command_line.parse("compare.py", [*asked.configs[:1], *asked.keys], USAGE)
-    with command_line.ending_well("stopped: the same command goes on where it stood"):
+    with command_line.exit_on_user_error("stopped: the same command goes on where it stood"):
         compare(asked, problems, sys.argv, lambda line: print(line, flush=True))
     return exit_codes.DONE
 

@@ -33,7 +33,7 @@ def main() -> int:
     start_up.restart_with_allocator_setting()
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    with command_line.ending_well("\nstopped"):
+    with command_line.exit_on_user_error("\nstopped"):
         from MaxText.inference.decoding import decode
 
         decode(loaded, terminal_output.writer())

@@ -33,7 +33,7 @@ def main() -> int:
     start_up.restart_with_allocator_setting()
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    with command_line.ending_well("stopped: nothing was written"):
+    with command_line.exit_on_user_error("stopped: nothing was written"):
         from MaxText.evaluation.evaluating import evaluate
 
         write = terminal_output.writer()

@@ -44,7 +44,7 @@ def main() -> int:
         command_line.parse("plan.py", arguments, USAGE)
     # Whatever accelerator this machine has is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with command_line.ending_well():
+    with command_line.exit_on_user_error():
         asked = plan_request.read(arguments)
         config = command_line.parse("plan.py", asked.arguments, USAGE).config
         fits = _plan(asked, config)

@@ -29,7 +29,7 @@ estimate. docs/train_compile.md has the machines and the rules."""
 def main() -> int:
     """Exit codes: 0 done, 2 a mistake of the user or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
-    with command_line.ending_well("stopped: nothing was written"):
+    with command_line.exit_on_user_error("stopped: nothing was written"):
         target = targets.find(config.run.compile_topology)
         targets.prepare_environment(target)
         from MaxText.cost.ahead_of_time import compile_ahead

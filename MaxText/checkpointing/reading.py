@@ -25,7 +25,7 @@ from MaxText.checkpointing.matching import (
     path_name,
 )
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
-from MaxText.config.catalogue import build
+from MaxText.config.catalog import unflatten
 from MaxText.errors import UserError
 from MaxText.storage.bucket_errors import BucketFailure, is_refusal, is_storage_error
 
@@ -113,7 +113,7 @@ def _as_stored(
 ) -> dict[str, Any]:
     """Returns the tree to request, which differs for older, unstacked layouts."""
     if is_unstacked(tree.get("params", {}), wanted["params"]):
-        return unstack(wanted, build(dict(config_flat)).model.layer_plan)
+        return unstack(wanted, unflatten(dict(config_flat)).model.layer_plan)
     return wanted
 
 
@@ -130,7 +130,7 @@ def _read(
     arrays = _read_arrays(stored, asked, casts, described.checksums, show)
     if asked is wanted:
         return arrays
-    return stack(arrays, wanted, build(dict(hint.current)).model.layer_plan)
+    return stack(arrays, wanted, unflatten(dict(hint.current)).model.layer_plan)
 
 
 def _verified_description(stored: layout.Stored) -> tuple[dict[str, Any], Description]:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from MaxText.config.catalogue import build, flat
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.conversion import safetensors_files
@@ -185,7 +185,7 @@ def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
     ratios = {name: ratio for name, ratio in ratios.items() if ratio != 1}
     if not ratios or section.normalize_type not in (*_LAST, *_INSIDE):
         return weights, ""
-    without = build(flat(config) | _NO_ZOOM)
+    without = unflatten(flatten(config) | _NO_ZOOM)
     try:
         family = find_family(without, asked)
     except UserError:

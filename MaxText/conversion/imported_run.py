@@ -26,7 +26,7 @@ from MaxText.checkpointing import layout
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.checkpointing.description import write_metadata
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.saved import flat, section_lines
+from MaxText.config.serialization import flatten, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weight_source import Weights, nested, num_bytes
 from MaxText.errors import UserError
@@ -147,7 +147,7 @@ def write_run(
     items: dict[str, Any] = {layout.ITEMS: ocp.args.PyTreeSave({"params": nested(pending)})}
     step = epath.Path(os.path.abspath(folder / layout.CHECKPOINTS / "0"))
     metadata = {
-        **checkpoint_metadata(flat(weights.config), nested(pending)),
+        **checkpoint_metadata(flatten(weights.config), nested(pending)),
         layout.PARAMETERS_ONLY: True,
         **extra_metadata,
     }

@@ -10,7 +10,7 @@ import numpy as np
 from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, find_folder, read_json
 from MaxText.conversion.settings import family_of, in_their_words, to_keys
@@ -37,7 +37,7 @@ class FolderWeights(Weights):
             raise UserError(
                 f"{folder}: {CONFIG} ({self.family.model_type}) cannot be imported:\n{theirs}"
             ) from error
-        resolved = flat(self.config)
+        resolved = flatten(self.config)
         self.keys = {name: resolved[name] for name in keys}
         self.model = model_of(self.config)
         self.map = TensorMap(self.family, self.model)
@@ -128,7 +128,7 @@ def open_weights(
         # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
         given["max_target_length"] = config_flat["max_target_length"]
     weights = FolderWeights(find_folder(path, key), given)
-    theirs = flat(weights.config)
+    theirs = flatten(weights.config)
     return weights, {**config_flat, **{name: theirs[name] for name in weights.keys}}
 
 

@@ -14,9 +14,9 @@ from MaxText.checkpointing.description import Unreadable, describe, metadata_if_
 from MaxText.checkpointing.matching import Leaf, leaves_by_path
 from MaxText.checkpointing.reading import damage_is_unreadable
 from MaxText.config import import_modules
-from MaxText.config.catalogue import build
-from MaxText.config.saved import under_todays_names
+from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
+from MaxText.config.serialization import with_current_names
 from MaxText.conversion.weight_source import Weights, check_arrays, model_of
 from MaxText.errors import UserError
 
@@ -135,7 +135,7 @@ class RunWeights(Weights):
                 "convert.py CONFIG.yml from=..."
             )
         import_modules.check_named(flat, str(self.stored))
-        return build(under_todays_names(flat, str(self.stored)))
+        return unflatten(with_current_names(flat, str(self.stored)))
 
     def read(self, ours: str) -> np.ndarray:
         return self._arrays.read(_PARAMS + ours)

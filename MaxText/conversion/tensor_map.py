@@ -10,9 +10,9 @@ from MaxText.config.registry import lookup
 from MaxText.conversion.family import Family, Row, numbered
 from MaxText.conversion.layouts import Layout
 from MaxText.errors import UserError
-from MaxText.layers.arrangements import mixer_of
+from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TensorMap:
         found = []
         for layer, one in enumerate(self.model.section.layers):
             feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
-            for folder, part in (("self_attention", mixer_of(one)), ("mlp", feed_forward)):
+            for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
                 for ours, theirs in part.hugging_face_names.items() if part else ():
                     name = f"{folder}/{ours}"
                     if info := self.model.parameters.get(self.model.stored(layer, name)[0]):
@@ -149,7 +149,7 @@ class TensorMap:
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.ours[0]))
 
 
-def _linear(info: ParameterInfo) -> Layout:
+def _linear(info: ParamSpec) -> Layout:
     """Returns torch.nn.Linear's layout, [outputs, inputs], for matrices."""
     names = [name for name in info.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]

@@ -20,7 +20,7 @@ from MaxText.cost.abstract_step import AbsentDevice, Program, model_of, remember
 from MaxText.cost.liveness import Need, memory_need
 from MaxText.cost.traced import SizeOf, Traced, plain_size, tiled_size, traced
 from MaxText.layers.batch import batch_shapes
-from MaxText.parallelism.constraints import Rules, axis_rules
+from MaxText.parallelism.logical_sharding import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout
 from MaxText.training.objective import loss_sums, num_tokens
 

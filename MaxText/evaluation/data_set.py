@@ -74,7 +74,7 @@ class _Scorer:
         self._text_bytes = text_bytes
         self._show = show
         per_device = config.evaluation.eval_per_device_batch_size
-        self._rows = mesh.rows_of_batch(config.batch, trained.layout, per_device)
+        self._rows = mesh.microbatch_size(config.batch, trained.layout, per_device)
         self._shape = trained.model.section.shape
         self._counts_correct = config.masking.mlm_training
         self._step = trained.layout.jit(
@@ -105,7 +105,7 @@ class _Scorer:
         progress = progress_lines(f"{name} (batches)", self._show)
         began = time.perf_counter()
         for batch in batches:
-            placed = self._trained.layout.place(batch, self._rows)
+            placed = self._trained.layout.to_global_batch(batch, self._rows)
             step, seconds = self._step_for(placed, tables)
             compiling += seconds
             new = step(self._trained.params, placed, tables)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from MaxText.config.inference_sections import Scoring
-from MaxText.config.loading import Loaded
+from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.evaluation import results, score_request
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from MaxText.input_pipeline.run_batches import OpenedSource
 
 
-def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
+def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
     """Scores what the command line requests; prints and writes the scores.
 
     Returns the written JSON. Raises UserError for missing weights or data, and for unscorable

@@ -226,8 +226,8 @@ class MaxTextLM(TemplateLM):
         from MaxText.inference.engine import Engine
 
         trained = self._trained
-        # Copied because `in_parts` donates its argument, and scoring still needs the weights.
-        parts = trained.model.in_parts(jax.tree.map(jnp.copy, trained.params))
+        # Copied because `unstack_params` donates its argument, and scoring still needs the weights.
+        parts = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
 
         @functools.cache
         def engine_for(choice: "Choice") -> Engine:
@@ -243,7 +243,7 @@ class MaxTextLM(TemplateLM):
     ) -> Iterator[tuple[int, str]]:
         """Yields (context index, continuation)."""
         from MaxText.inference.generating import Limits, generate
-        from MaxText.parallelism.mesh import rows_of_batch
+        from MaxText.parallelism.mesh import microbatch_size
 
         kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
         until = [stop for stop in kwargs.pop("until", None) or [] if stop]
@@ -261,7 +261,7 @@ class MaxTextLM(TemplateLM):
             engine_for(_choice(kwargs)),
             [(self.tok_encode(context) or [self._first])[-room:] for context in contexts],
             Limits(most_new, self._ends | {self._end}, tuple(until)),
-            rows=rows_of_batch(config.batch, self._trained.layout, per_device),
+            rows=microbatch_size(config.batch, self._trained.layout, per_device),
             seed=config.decoding.decode_seed,
             decode=self._texts.spelled,
         )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.errors import UserError

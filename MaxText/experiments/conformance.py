@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing.matching import leaves_by_path, path_name
-from MaxText.config.catalogue import flat
+from MaxText.config.catalog import flatten
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
@@ -90,7 +90,7 @@ class Subject:
         self.configure, self.decodes = configure, decodes
         self.config = config = configure()
         scans, model = config.model.memory.scan_layers, config.model
-        can_scan = model.layer_plan.repeats > 0 and model.scan_refused is None
+        can_scan = model.layer_plan.repeats > 0 and model.scan_unsupported_reason is None
         other = configure(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, 2)
@@ -202,13 +202,13 @@ def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     """Returns logits of prompts, and of the following tokens decoded one by one."""
     lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
-    h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
+    h_BTD, states = decoder.prefill(padded_BT, lengths_B, capacity=LENGTH)
     prompt = decoder.logits(h_BTD, states[-1])
 
     def step(states, place):
         positions_B1 = (lengths_B + place)[:, None]
         new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
-        h_B1D, states = decoder.read_next(new_B1, positions_B1, states)
+        h_B1D, states = decoder.decode_step(new_B1, positions_B1, states)
         return states, decoder.logits(h_B1D, states[-1], positions_B1)[:, 0]
 
     _, steps = jax.lax.scan(step, states, jnp.arange(LENGTH - PROMPT))
@@ -395,12 +395,12 @@ def _bfloat16(subject: Subject) -> str | None:
 def _states(model: Model, params: Parameters) -> Any:
     decoder, places = model.merge(params), jnp.full((2, 1), PROMPT)
     states = _prefill_states(decoder, LENGTH)
-    _, new = decoder.read_next(jnp.zeros((2, 1), int), places, states)
+    _, new = decoder.decode_step(jnp.zeros((2, 1), int), places, states)
     return states, new
 
 
 def _prefill_states(decoder: Any, capacity: int) -> Any:
-    return decoder.read_prompt(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
+    return decoder.prefill(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
 
 
 def _devices(subject: Subject) -> str | None:
@@ -418,7 +418,7 @@ def _devices(subject: Subject) -> str | None:
         params = jax.tree.map(
             lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
         )
-        placed = layout.place(jax.tree.map(np.asarray, batch), 8)
+        placed = layout.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         loss = functools.partial(subject.loss, model=model, batch=placed)
         found = layout.jit(jax.value_and_grad(loss))(params)
         words = " ".join(f"{name}={size}" for name, size in sizes.items())
@@ -456,7 +456,7 @@ def _resume(subject: Subject) -> str | None:
 
 def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
-    values, arrays = flat(subject.config), _named(subject.params)
+    values, arrays = flatten(subject.config), _named(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
     source = Source("SMALL", None, metadata, leaves_by_path(arrays), read, {}, read, None)
     own = (item for section in subject.config.model.parts.sections for item in section)
@@ -518,9 +518,9 @@ def _step_on_devices(subject: Subject) -> str | None:
         layout = make_layout(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = _trainer(config)
         abstract = layout.abstract_state(initialize, model.parameters)
-        state = layout.draw_state(initialize, abstract, 0)
+        state = layout.init_state(initialize, abstract, 0)
         before = _named(state.params)
-        placed = layout.place(jax.tree.map(np.asarray, batch), 8)
+        placed = layout.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         step, _ = layout.compile_step(step, abstract, jax.eval_shape(lambda: placed))
         for _ in range(2):
             state, _ = step(state, placed)

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from MaxText.config.saved import resolved_yaml
+from MaxText.config.serialization import resolved_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.child_processes import environment_of_runs, train_command
 from MaxText.experiments.comparison_plan import Run

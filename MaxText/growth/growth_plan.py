@@ -12,7 +12,7 @@ import numpy as np
 
 from MaxText.checkpointing.matching import Leaf
 from MaxText.layers.pattention import slots_by_place
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 SLOTS = "slots"
 LAYERS = "layers"
@@ -113,7 +113,7 @@ class Misfits(Exception):
         self.problems = problems
 
 
-def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
+def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParamSpec]) -> GrowthPlan:
     """Compares stored and wanted parameters; raises Misfits with all problems."""
     if reason := _fixed_depth(stored, wanted):
         raise Misfits([reason])
@@ -140,7 +140,7 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
     return GrowthPlan(leaves)
 
 
-def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
+def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParamSpec]) -> str | None:
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
@@ -175,7 +175,7 @@ def _has_connections(names: Iterable[str]) -> bool:
     return any(name.startswith("connections/") for name in names)
 
 
-def _leaf(info: ParameterInfo) -> Leaf:
+def _leaf(info: ParamSpec) -> Leaf:
     return Leaf(tuple(info.shape), np.dtype(info.dtype))
 
 
@@ -183,7 +183,7 @@ def _is_floating(leaf: Leaf) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
+def _other_change(old: Leaf, info: ParamSpec) -> str | None:
     """Describes forbidden size changes ("" for another rank), or None."""
     if len(old.shape) != len(info.shape):
         return ""
@@ -195,14 +195,14 @@ def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
     return f" ({', '.join(changed)})" if changed else None
 
 
-def _sizes(name: str, old: Leaf, info: ParameterInfo) -> AxisSizes | None:
+def _sizes(name: str, old: Leaf, info: ParamSpec) -> AxisSizes | None:
     if name not in info.logical_axes:
         return None
     axis = info.logical_axes.index(name)
     return AxisSizes(axis, old.shape[axis], info.shape[axis])
 
 
-def _role(info: ParameterInfo) -> Role | None:
+def _role(info: ParamSpec) -> Role | None:
     axes = [axis for axis in info.logical_axes if axis != LAYERS]
     if SLOTS not in axes:
         return None

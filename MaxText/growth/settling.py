@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
-from MaxText.config.catalogue import build, flat
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.growth import zoom
@@ -66,7 +66,7 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
                 "smaller model: a new run has no old slots."
             )
         return Settled(config)
-    return settle_source(config, open_source(section.load_parameters_path, flat(config)))
+    return settle_source(config, open_source(section.load_parameters_path, flatten(config)))
 
 
 def _as_recorded(
@@ -119,7 +119,7 @@ def settle_source(config: Config, source: Source) -> Settled:
     from MaxText.conversion.weight_source import model_of
 
     section = config.checkpoint
-    growth = source.plan(model_of(config).parameters, flat(config))
+    growth = source.plan(model_of(config).parameters, flatten(config))
     _check_slot_number(section.load_parameters_path_slot_number, growth, source)
     mode = section.mode_of_growth
     if growth.changes:
@@ -173,7 +173,7 @@ def _settled_without_change(
 
 
 def _with(config: Config, keys: Mapping[str, Any]) -> Config:
-    return build(flat(config) | dict(keys)) if keys else config
+    return unflatten(flatten(config) | dict(keys)) if keys else config
 
 
 def _words(keys: Mapping[str, float]) -> str:

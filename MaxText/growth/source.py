@@ -10,7 +10,7 @@ from MaxText.checkpointing.description import metadata_if_any, read_position
 from MaxText.checkpointing.matching import ConfigHint, Leaf, explain
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan, Misfits, plan
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 KEY = "load_parameters_path"
 _PARAMS = "params/"
@@ -29,7 +29,7 @@ class Source(NamedTuple):
     stored: layout.Stored | None  # the checkpoint; None for a Hugging Face checkpoint
 
     def plan(
-        self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
+        self, parameters: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]
     ) -> GrowthPlan:
         """Returns the plan for a model; raises UserError with all misfits."""
         try:

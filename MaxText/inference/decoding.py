@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from MaxText.config.inference_sections import Decoding
-from MaxText.config.loading import Loaded
+from MaxText.config.loading import LoadedConfig
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
 from MaxText.inference.generating import Completion, Limits, Timing, generate
@@ -17,7 +17,7 @@ from MaxText.inference.output import Output
 from MaxText.inference.prompts import Prompt, read_prompts
 from MaxText.inference.token_choice import Choice
 from MaxText.inference.trained_model import TrainedModel, open_trained_model
-from MaxText.parallelism.mesh import rows_of_batch
+from MaxText.parallelism.mesh import microbatch_size
 
 Write = Callable[[str], None]
 
@@ -30,7 +30,7 @@ class OtherText(UserError):
     exit_code = 1
 
 
-def decode(loaded: Loaded, write: Write) -> None:
+def decode(loaded: LoadedConfig, write: Write) -> None:
     """Generates completions for the configured prompts.
 
     Raises UserError without usable weights, tokenizer, prompts or output file, and OtherText if the
@@ -43,7 +43,7 @@ def decode(loaded: Loaded, write: Write) -> None:
     tokenizer = open_tokenizer(
         config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
     )
-    rows = rows_of_batch(config.batch, trained.layout)
+    rows = microbatch_size(config.batch, trained.layout)
     if jax.process_index() > 0:  # all hosts generate the same texts
         write, output = lambda text: None, Output("", "")
     engine = make_engine(trained, choice_of(section), tokenizer)
@@ -85,7 +85,7 @@ def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer
     num_ids = tokenizer.num_ids_of(trained.model.section.shape.vocab_size)
     return Engine(
         trained.model,
-        trained.model.in_parts(trained.params),
+        trained.model.unstack_params(trained.params),
         trained.layout,
         choice,
         num_ids=num_ids,

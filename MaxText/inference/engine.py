@@ -55,7 +55,7 @@ class Engine:
 
     Attributes:
       window: Maximum sequence length in tokens.
-      row_multiple: Required divisor of the batch size, from data sharding.
+      batch_divisor: Required divisor of the batch size, from data sharding.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Engine:
     ):
         """Compiles nothing yet.
 
-        A step is several times faster with `params` from Model.in_parts. Ids from `num_ids`
+        A step is several times faster with `params` from Model.unstack_params. Ids from `num_ids`
         (tokenizer vocabulary size) on are never sampled.
         """
         self.window = model.section.shape.max_target_length
-        self.row_multiple = layout.num_batch_parts
+        self.batch_divisor = layout.num_batch_parts
         self._model, self._params = model, params
         self._choice, self._num_ids = choice, num_ids
         # Sampled tokens are replicated, so that every host can read them.
@@ -94,7 +94,7 @@ class Engine:
         """Prefills prompts and draws a token for each.
 
         Args:
-          prompts: 1 to `window` ids each; their number is a multiple of row_multiple.
+          prompts: 1 to `window` ids each; their number is a multiple of batch_divisor.
           names: Two numbers per prompt. Draws depend only on these, the seed and the tokens.
           num_drawn: Trailing tokens of each prompt that were drawn earlier.
           room: Expected final length. Affects speed only.
@@ -145,7 +145,7 @@ class Engine:
         capacity: int,
     ) -> tuple[Sequences, Drawn]:
         decoder = self._model.merge(params)
-        h_BTD, states = decoder.read_prompt(tokens_BT, lengths_B, capacity)
+        h_BTD, states = decoder.prefill(tokens_BT, lengths_B, capacity)
         last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
         key, fold = jax.random.key(seed), jax.random.fold_in
         sequences = Sequences(
@@ -170,14 +170,14 @@ class Engine:
     def _read_tokens(self, params: Parameters, sequences: Sequences) -> tuple[Sequences, Drawn]:
         decoder = self._model.merge(params)
         tokens_BT, positions_BT = sequences.tokens_B[:, None], sequences.lengths_B[:, None] - 1
-        h_B1D, states = decoder.read_next(tokens_BT, positions_BT, sequences.states)
+        h_B1D, states = decoder.decode_step(tokens_BT, positions_BT, sequences.states)
         return self._draw(decoder, h_B1D, dataclasses.replace(sequences, states=states))
 
     def _draw(
         self, decoder: Decoder, h_B1D: jax.Array, sequences: Sequences
     ) -> tuple[Sequences, Drawn]:
-        head_state, places_B1 = sequences.states[-1], sequences.lengths_B[:, None] - 1
-        logits_BV = decoder.logits(h_B1D, head_state, places_B1)[:, 0]
+        head_state, positions_B1 = sequences.states[-1], sequences.lengths_B[:, None] - 1
+        logits_BV = decoder.logits(h_B1D, head_state, positions_B1)[:, 0]
         keys_B = jax.vmap(jax.random.fold_in)(sequences.keys_B, sequences.num_drawn_B)
         seen_BV = sequences.seen_BV
         tokens_B, log_probabilities_B = next_token(

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.layering import Layer
 from MaxText.config.loading import load
+from MaxText.config.sources import Source
 
 
 class RunArguments(NamedTuple):
@@ -26,7 +26,7 @@ def for_one_run(arguments: Sequence[str]) -> RunArguments:
     given = list(arguments)
     # A run_name derived from a given path is the same every time.
     origin = loaded.origins["run_name"]
-    if origin.layer is Layer.DERIVED and "time of start" in origin.note:
+    if origin.source is Source.DERIVED and "time of start" in origin.note:
         given.append(f"run_name={run.run_name}")
     return RunArguments(given, run.run_name, folder)
 

@@ -20,16 +20,16 @@ class Dense(nnx.Module):
         outputs: Shape,
         axes: Axes,  # logical axes of the kernel, inputs first
         initializer: Initializer,
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
         used_in: jnp.dtype | None = None,  # dtype of the product; None is that of activations
     ):
         self.num_in_dims = len(inputs)
-        self.dtype = used_in or building.dtype
-        self.precision = building.precision
-        dtype = building.weight_dtype
+        self.dtype = used_in or init.dtype
+        self.precision = init.precision
+        dtype = init.weight_dtype
         self.kernel = weight(
             rngs, inputs + outputs, axes, initializer,
             dtype=dtype, num_in_dims=len(inputs), used_in=self.dtype,

@@ -12,8 +12,8 @@ from flax import traverse_util
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.conversion import imported_run, tokenizer_copy
 from MaxText.conversion.conversion_request import Request
 from MaxText.conversion.converting import show_memory
@@ -73,7 +73,7 @@ def grow(request: Request, show: Show) -> None:
     arguments = [*request.arguments, f"{KEY}={request.source}"]
     arguments.append(f"run_name={os.path.abspath(request.target)}")
     asked = own_configuration.load(arguments).config
-    source = open_source(request.source, flat(asked))
+    source = open_source(request.source, flatten(asked))
     settled = settle_source(asked, source)
     if settled.growth is None or settled.record is None:
         raise UserError(
@@ -89,7 +89,7 @@ def grow(request: Request, show: Show) -> None:
     comment = [f"Model grown by convert.py from {source.folder}."]
     with imported_run.whole_or_nothing(request.target) as partial:
         imported_run.write_run(
-            partial, weights, model_keys(flat(settled.config)), comment, _metadata(settled)
+            partial, weights, model_keys(flatten(settled.config)), comment, _metadata(settled)
         )
         copied = _copy_tokenizer(source, partial)
     imported_run.show_run(request.target, copied, show)

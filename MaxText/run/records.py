@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
@@ -109,7 +109,7 @@ def open_records(
         run_folder,
         monitoring,
         run.run_name,
-        flat(config),
+        flatten(config),
         first_step=first_step,
         first_evaluation=first_step - is_due,
         terminal=terminal,

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from MaxText.config.saved import resolved_yaml
 from MaxText.config.schema import Config
+from MaxText.config.serialization import resolved_yaml
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:

@@ -9,7 +9,7 @@ from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.rewinds import Rewind
 from MaxText.config import import_modules
-from MaxText.config.saved import differences
+from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.given_parameters import (
     open_parameters,
@@ -98,7 +98,7 @@ def restore_or_initialize(
     for warning in import_modules.changes(start.metadata):
         show(warning)
     stored = start.metadata.get("config")
-    changes = differences(stored, config_flat) if stored else {}
+    changes = diff_configs(stored, config_flat) if stored else {}
     if changes:
         show("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():

@@ -135,10 +135,10 @@ def loss_sums(
     """Returns the losses as sums, so that parts of a batch can be added up."""
     h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
     head_state = decoder.head_state(h_BTD, batch)
-    places_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
+    positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
-    def sums(h_BTD, targets_BT, weights_BT, places_BT):
-        logits_BTV = decoder.logits(h_BTD, head_state, places_BT)
+    def sums(h_BTD, targets_BT, weights_BT, positions_BT):
+        logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
         losses, log_z_BT = losses_of(logits_BTV, targets_BT, section)
         summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)
@@ -149,7 +149,7 @@ def loss_sums(
 
     num_chunks = section.num_vocab_tiling
     if num_chunks == 1:
-        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.weights_BT, places_BT)
+        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.weights_BT, positions_BT)
     else:
 
         def in_chunks(x_BT):
@@ -160,7 +160,7 @@ def loss_sums(
         # The backward pass recomputes a chunk's logits instead of saving all of them.
         chunk_sums = jax.lax.map(
             lambda chunk: jax.checkpoint(sums)(*chunk),
-            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, places_BT))),
+            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, positions_BT))),
         )
         summed, correct, log_z = jax.tree.map(jnp.sum, chunk_sums)
     return LossSums(summed, scalars, correct, log_z)

@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.matching import Leaf
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.conversion.weight_source import model_of, nested
 from MaxText.errors import UserError
 from MaxText.growth.settling import settle, settle_source
@@ -30,7 +30,7 @@ def source_of(config, is_known=True):
     leaves = {
         name: Leaf(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
     }
-    metadata = {"config": json.loads(json.dumps(flat(config)))} if is_known else {}
+    metadata = {"config": json.loads(json.dumps(flatten(config)))} if is_known else {}
     stored = layout.Stored(epath.Path(PARENT) / "items", 0)
     return Source(str(stored), 0, metadata, leaves, pytest.fail, {}, pytest.fail, stored)
 

@@ -164,7 +164,7 @@ def test_no_expert_is_full_while_text_is_generated():
 
         def run(params, tokens, lengths, model=model):
             decoder = model.merge(params)
-            return decoder.logits(decoder.read_prompt(tokens, lengths, 16)[0])
+            return decoder.logits(decoder.prefill(tokens, lengths, 16)[0])
 
         params = fresh_parameters(model, layout)
         found.append(np.asarray(layout.jit(run)(params, tokens, lengths)))

@@ -42,7 +42,7 @@ class Linear:
     def head_state(self, h_BTD, batch):
         return None
 
-    def logits(self, h_BTD, head_state, places_BT):
+    def logits(self, h_BTD, head_state, positions_BT):
         return h_BTD @ self.kernel
 
 
