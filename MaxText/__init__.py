@@ -1,4 +1,4 @@
-"""Pre-trains language models in JAX; docs/python.md describes `import MaxText as mt`.
+"""Pre-trains language models in JAX (Python API: docs/how-to/use_from_python.md).
 
 Attributes are imported on first use: the programs import this package, and a mistyped key has to be
 refused before jax is loaded.

@@ -1,4 +1,4 @@
-"""The Python interface: `import MaxText as mt`. docs/python.md shows it on one page."""
+"""Python API, `import MaxText as mt` (see docs/how-to/use_from_python.md)."""
 
 import dataclasses
 import fnmatch

@@ -28,7 +28,7 @@ usage: check_part.py MODULE[:CLASS] [key=value ...]
 Builds a small model with a part, on the CPU, and checks what every part has to do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
 state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
-updates, 8 devices, resuming (docs/add_an_architecture.md).
+updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2

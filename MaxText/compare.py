@@ -36,12 +36,13 @@ laid over every configuration. Besides:
   seeds=1         runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names
                   them
   sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
-                  YAML file as `sweep:`. `stages:` there is a chain of runs (docs/compare.md)
+                  YAML file as `sweep:`. `stages:` there is a chain of runs:
+                  docs/how-to/compare_architectures.md
   launch=print    print one line per run instead of running, and the line that gathers the results
   num_devices=N   devices a run is made for, by default those of this machine
   output=FOLDER   by default maxtext_output/compare_<names>_<match>
 
-docs/compare.md says how budgets are solved and how differences are judged.
+docs/how-to/compare_architectures.md says how budgets are solved and how differences are judged.
 """
 
 _OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")

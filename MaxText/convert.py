@@ -18,7 +18,8 @@ from MaxText.conversion import conversion_request
 USAGE = """
 usage: convert.py [grow] [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
 
-Converts weights between this program, Hugging Face and MaxText. docs/convert.md lists families.
+Converts weights between this program, Hugging Face and MaxText. Model families:
+docs/reference/model_families.md.
 
   python MaxText/convert.py from=hf:models/gpt2 to=maxtext_output/gpt2       a folder to a run
   python MaxText/convert.py from=maxtext_output/first to=hf:exported         a run to a folder
@@ -36,8 +37,9 @@ hf:FOLDER, a run folder, or a file. Keys are those of train.py. Besides:
   family=MODEL_TYPE     to export as, where several fit: llama, mistral, ...
   max_shard_size=5GB    larger exports are several files with an index
   tokenizer=FOLDER      to export; by default that of the run's data set
-  query_scaling=WHERE   of a checkpoint of MaxText: weights or model; docs/convert.md explains it
-  grow                  make a larger model of the same kind: docs/growth.md; growth_mode=...,
+  query_scaling=WHERE   of a checkpoint of MaxText: weights or model
+  grow                  make a larger model of the same kind (docs/how-to/
+                        train_and_grow_tokenformer.md): growth_mode=...,
                         slot_num=..., base_num_decoder_layers=...
   length=N              tokens of export=stablehlo, by default max_target_length
 """

@@ -24,8 +24,8 @@ USAGE = """Continues prompts with trained weights.
   python MaxText/decode.py configs/gpt2.yml load_parameters_path=RUN prompt_file=prompts.jsonl \\
       max_new_tokens=64 'decode_stop=["\\n"]' decode_output=texts.jsonl per_device_batch_size=8
 
-Without a config file the weights bring their own configuration and tokenizer. docs/decode.md has
-the settings."""
+Without a config file the weights bring their own configuration and tokenizer. Settings:
+docs/how-to/generate_text.md."""
 
 
 def main() -> int:

@@ -24,8 +24,8 @@ USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data 
       grain_eval_files='a/*.array_record;b/*.parquet'
   python MaxText/eval.py load_parameters_path=RUN eval_tasks=[lambada] lambada_path=lambada.jsonl
 
-Without a config file the weights bring their own configuration, data and tokenizer. docs/eval.md
-says what is counted and how."""
+Without a config file the weights bring their own configuration, data and tokenizer. Metrics:
+docs/reference/metrics.md."""
 
 
 def main() -> int:

@@ -30,7 +30,8 @@ USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by S
   python MaxText/launch.py slurm submit --nodes=4 --gpus-per-node=8 -- configs/gpt2.yml
 
 What follows -- are the arguments of train.py. --dry-run prints the commands and runs nothing.
-Exit codes: that of the run (docs/launch.md), 2 for a mistake, 128 + n for signal n."""
+Exit codes: that of the run, 2 for a mistake, 128 + n for signal n; see
+docs/reference/exit_codes.md."""
 
 ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
            "delete-queued")  # fmt: skip

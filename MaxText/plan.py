@@ -33,7 +33,7 @@ Keys (key=value) are those of train.py. Besides:
   price_per_chip_hour=X   of a TPU chip or a GPU, in any currency
   --fit                   look for a mesh, microbatch and remat policy that fit
 
-docs/plan.md says how it counts, and how far it is off.
+docs/how-to/estimate_memory_and_cost.md says how it counts, and how far it is off.
 """
 
 

@@ -24,7 +24,8 @@ USAGE = """
 usage: report.py RUN [RUN ...] [output=DIR] [watch=SECONDS]
 
 Writes report.html, one file that needs no network, and pictures: losses, speed, where the time
-went, and what differs between runs. Also while they run. docs/report.md explains the page.
+went, and what differs between runs. Also while they run. How to read it:
+docs/how-to/inspect_runs.md.
 
   python MaxText/report.py runs/quickstart                   one run
   python MaxText/report.py runs/a runs/b output=report       two runs side by side

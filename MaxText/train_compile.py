@@ -23,7 +23,7 @@ USAGE = """Compiles the train step of a configuration for a named machine, witho
   python MaxText/train_compile.py configs/gpt2.yml compile_topology=h100-8
 
 Prints memory by cause, operations, bytes, what devices send each other, and the compiler's time
-estimate. docs/train_compile.md has the machines and the rules."""
+estimate. docs/how-to/compile_ahead_of_time.md has the machines and the rules."""
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """How far plan.py is off: its memory against the TPU compiler, its speed against published runs.
 
-    python benchmarks/plan.py speed             published rows (docs/plan.md), no device needed
+    python benchmarks/plan.py speed             published rows, no device needed
     python benchmarks/plan.py memory            compiles each shape; needs libtpu, no TPU
     python benchmarks/plan.py memory gpt2-124m  shapes whose name begins so
 

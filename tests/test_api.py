@@ -1,4 +1,4 @@
-"""The Python interface, as docs/python.md shows it."""
+"""The Python interface, as docs/how-to/use_from_python.md shows it."""
 
 import itertools
 

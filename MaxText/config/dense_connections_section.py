@@ -94,7 +94,7 @@ class DenseConnections(Section):
         0,
         "Sums, counted back from the last layer's, whose results are kept for the backward pass "
         "instead of made again. Each takes a hidden state's memory for each way, and spares a read "
-        "of its sources (docs/mudd_cost.md). No effect on the result.",
+        "of its sources (docs/explanation/dense_connections.md). No effect on the result.",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Generates configs/base.yml, docs/configuration.md and layers/built_in.yml.
+"""Generates configs/base.yml, docs/reference/configuration.md and layers/built_in.yml.
 
     python -m MaxText.config.documentation
 
@@ -20,7 +20,7 @@ from MaxText.config.catalog import Key, keys_by_section
 from MaxText.config.loading import format_accepted
 from MaxText.config.maxtext_keys import ALIASES
 
-CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "configuration.md"
+CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"
 PACKAGE = Path(__file__).parents[1]
 _REGENERATE = "python -m MaxText.config.documentation"
 

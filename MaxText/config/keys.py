@@ -52,7 +52,7 @@ def key(
     """Declares one key.
 
     Args:
-      help: One line, shown by --help and in docs/configuration.md.
+      help: One line, shown by --help and in docs/reference/configuration.md.
       unit: For example "steps", "tokens", "seconds".
       only_if: Conditions that must all hold for the key to have an effect.
       only_if_any: Conditions of which one is enough.

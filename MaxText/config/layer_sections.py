@@ -234,7 +234,7 @@ class Attention(Section):
         "all_gather",
         "How queries meet keys of other devices where *_context_parallelism splits sequences. "
         "all_gather: every device gathers all keys and values of its sequences. ring: they go from "
-        "device to device, and each keeps one part at a time (docs/meshes.md).",
+        "device to device, and each keeps one part at a time (docs/how-to/shard_a_model.md).",
     )
     context_parallel_load_balance: bool = key(
         True,

@@ -71,7 +71,7 @@ TRANSLATIONS = {
     for key, value, *ours in _TABLES["translations"]
 }
 # Key of another program -> (whose it is, key of ours). Values mean something else there (a global
-# batch, a computed width), so these are no aliases; docs/gpt_neo.md and docs/fattorib.md have more.
+# batch, a computed width), so these are no aliases; docs/reference/migration.md has more.
 REFERENCE_KEYS = {
     theirs: (whose, ours)
     for whose, keys in _TABLES["other_programs"].items()

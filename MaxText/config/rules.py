@@ -272,7 +272,7 @@ def _target_loss(target_eval_loss, eval_interval):
         return "target_eval_loss has no effect: eval_interval=-1 never evaluates"
 
 
-# ---- Checkpoints and growth (docs/growth.md)
+# ---- Checkpoints and growth (docs/how-to/train_and_grow_tokenformer.md)
 
 
 @rule()
@@ -369,7 +369,7 @@ def _target_named(compile_topology):
     if not compile_topology:
         return (
             "compile_topology: no target machine is set\n"
-            "compile_topology=v5p-8, or another one of docs/train_compile.md"
+            "compile_topology=v5p-8, or another one of docs/how-to/compile_ahead_of_time.md"
         )
 
 

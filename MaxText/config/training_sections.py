@@ -32,7 +32,7 @@ class Run(Section):
     import_modules: tuple[str, ...] = key(
         (),
         "Modules, or paths of .py files, that register parts of your own. Imported before anything "
-        "else is read (docs/add_an_architecture.md).",
+        "else is read (docs/tutorials/add_an_architecture.md).",
     )
     steps: CountOrAuto = key(
         150_001, "Training steps; -1 is learning_rate_schedule_steps.", unit="steps"
@@ -244,6 +244,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("q_heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
     # What no other dimension is split over; sequences and weights share the axis context.
+    ("embed", ("fsdp", "fsdp_transpose", "context", "expert")),
     ("embed", ("fsdp", "fsdp_transpose", "context")),
     ("embed", ("fsdp", "context")),
     ("embed", ("fsdp",)),
@@ -262,7 +263,7 @@ class Mesh(Section):
     """Device mesh and sharding.
 
     Sizes `ici_*` are inside a slice and multiply to its devices; sizes `dcn_*` are across slices
-    and multiply to their number. One of each may be -1, which fills (docs/meshes.md).
+    and multiply to their number. One of each may be -1, which fills (docs/how-to/shard_a_model.md).
     """
 
     allow_split_physical_axes: bool = key(
@@ -354,7 +355,8 @@ class Checkpoint(Section):
     load_parameters_path: str = key(
         "",
         "Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging "
-        "Face). Those of a model with fewer slots or layers grow (docs/growth.md).",
+        "Face). Those of a model with fewer slots or layers grow "
+        "(docs/how-to/train_and_grow_tokenformer.md).",
     )
     load_full_state_path: str = key(
         "", "Start from the parameters, optimizer state and step of another run."

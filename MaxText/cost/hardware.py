@@ -36,7 +36,7 @@ class Chip:
     efficiency_source: str = "assumed: no published row"
 
 
-_ROWS = "docs/plan.md, published rows"
+_ROWS = "docs/how-to/estimate_memory_and_cost.md, published rows"
 _TPUS = (
     Chip("v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2),
     Chip("v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2),
@@ -66,9 +66,10 @@ _GPUS = (
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 # No data sheet: a server's memory bandwidth, and the share of its measured peak that steps of small
-# models reached on two cores (docs/plan.md).
+# models reached on two cores (docs/how-to/estimate_memory_and_cost.md).
 CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-           30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8), "docs/plan.md")  # fmt: skip
+           30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8),
+           "docs/how-to/estimate_memory_and_cost.md")  # fmt: skip
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7x": "tpu7x"}
 
 

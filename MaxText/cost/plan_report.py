@@ -76,7 +76,8 @@ def _memory(plan: Plan) -> str:
         ],
         right=(1,),
     )
-    return f"{table}\n(a plan fits up to {FULL:.0%}; docs/plan.md compares with the compiler)"
+    accuracy = "docs/explanation/memory_model.md compares with the compiler"
+    return f"{table}\n(a plan fits up to {FULL:.0%}; {accuracy})"
 
 
 def _largest(alive: Sequence) -> str:

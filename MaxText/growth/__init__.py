@@ -1,1 +1,4 @@
-"""Growth: initializes a larger model from the parameters of a smaller one (docs/growth.md)."""
+"""Growth: initializes a larger model from a smaller one.
+
+See docs/how-to/train_and_grow_tokenformer.md.
+"""

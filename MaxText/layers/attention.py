@@ -187,6 +187,9 @@ class Attention(Mixer):
         block_size = section.attention_block_size if blocked else None
         query_sharding = current_sharding(QUERY_AXES, q_BTNH.shape)
         key_sharding = current_sharding(KEY_AXES, k_BTKH.shape)
+        # A registered position embedding may have added a bias.
+        flash = section.attention == "flash" and spec.slopes_N is None
+        flash = flash and supports_shape(q_BTNH, query_sharding)
         parts = 1
         if query_sharding and key_sharding and split_axes(query_sharding, 1):
             if section.context_parallel_strategy == "ring" and not drops:
@@ -197,11 +200,11 @@ class Attention(Mixer):
                     balanced=balanced,
                 )  # fmt: skip
                 return tag_context(o_BTNH)
-            whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
-            k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
+            if not flash:
+                whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
+                k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
             parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
-        no_bias = spec.slopes_N is None  # a registered position embedding may have added one
-        if section.attention == "flash" and no_bias and supports_shape(q_BTNH, query_sharding):
+        if flash:
             assert memory is None, section
             assert not drops, section
             return flash_attention(

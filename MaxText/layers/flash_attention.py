@@ -115,9 +115,8 @@ def flash_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     spec: AttentionSpec,
-    query_sharding: NamedSharding
-    | None,  # T over any axes that `serves` accepts; None on one device
-    key_sharding: NamedSharding | None,  # S is unsharded
+    query_sharding: NamedSharding | None,  # T over axes of `supports_shape`; None on one device
+    key_sharding: NamedSharding | None,  # S over the same axes as T
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
@@ -134,7 +133,7 @@ def flash_attention(
     batch, length, heads = (split_axes(query_sharding, dim) for dim in range(3))
     if (repeats := kv_head_repeats(q_BTNH, k_BSKH, query_sharding, key_sharding)) > 1:
         k_BSKH, v_BSKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BSKH, v_BSKH))
-    queries, keys = PartitionSpec(batch, length, heads), PartitionSpec(batch, None, heads)
+    queries = keys = PartitionSpec(batch, length, heads)
     mask = mask_spec = None
     if length and (spec.causal or (spec.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
         parts = math.prod(mesh.shape[axis] for axis in length)
@@ -144,8 +143,16 @@ def flash_attention(
     segment_specs = None, None
     if segments_BT is not None:
         segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
+
+    def gather_and_run(mask, q_BTNH, k_BSKH, v_BSKH, *segments):
+        if length:  # in here, so that gradients of keys and values are reduce-scattered
+            k_BSKH, v_BSKH = (
+                jax.lax.all_gather(x, length, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
+            )
+        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments, spec=spec)
+
     return jax.shard_map(
-        functools.partial(run, spec=spec),
+        gather_and_run,
         mesh=mesh,
         in_specs=(mask_spec, queries, keys, keys, *segment_specs),
         out_specs=queries,

@@ -1,6 +1,6 @@
 """The protocol of model parts, built-in and user-defined.
 
-A part is a class registered under a kind and a name (config/registry.py):
+A part is a class registered under a kind and a name (config/registry.py)::
 
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):

@@ -385,7 +385,8 @@ def apply_unrolled(
 
     With `sequential`, on TPU, a layer's backward pass waits for the weight gradients of the layer
     after it. With dense connections XLA otherwise postpones all of them to the end and keeps their
-    operands until then; without them waiting costs memory (docs/mudd_cost.md). Same result.
+    operands until then; without them waiting costs memory
+    (docs/explanation/dense_connections.md). Same result.
     """
     sequential = sequential and platform() == "tpu"
     totals, new_states = {}, []

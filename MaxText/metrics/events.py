@@ -1,6 +1,7 @@
 """Events of a run, as rows of events.jsonl, from which all other records derive.
 
-A row is a JSON object with these fields and the facts of its kind (see docs/report.md):
+A row is a JSON object with these fields and the facts of its kind
+(docs/reference/run_folder_and_events.md):
 
   time     Unix seconds at which it ended
   event    its kind, see PHASES

@@ -1,7 +1,7 @@
 """Goodput: share of a run's time in useful steps, and where the rest went.
 
 The base is the program's running time over all attempts, without the downtime between them, which
-says nothing about the program. docs/report.md defines every part.
+says nothing about the program. docs/how-to/inspect_runs.md defines every part.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ _LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """Recorded data of a run; rows are those of events.jsonl (docs/report.md).
+    """Recorded data of a run; rows are those of events.jsonl (docs/how-to/inspect_runs.md).
 
     `facts` is the newest start or resume row, `marks` all rows except steps and evaluations.
     """

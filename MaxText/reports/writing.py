@@ -118,8 +118,8 @@ def _made(runs: Sequence[RunRecord], refresh: int) -> str:
     again = f" The page loads itself again every {refresh} seconds." if refresh else ""
     return (
         f"Made by MaxText/report.py on {now:%Y-%m-%d at %H:%M:%S %Z} from {folders}{more}.{again} "
-        "Goodput is the share of the time running that went into useful steps; docs/report.md "
-        "defines it and its parts."
+        "Goodput is the share of the time running that went into useful steps; "
+        "docs/reference/run_folder_and_events.md defines it and its parts."
     )
 
 

@@ -63,7 +63,8 @@ class CompiledSteps:
 def memory_of(compiled: Any) -> dict[str, int]:
     """Returns bytes per device by XLA's memory analysis; empty if the backend has none.
 
-    Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU (docs/plan.md).
+    Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU
+    (docs/explanation/memory_model.md).
     """
     analysis = compiled.memory_analysis()
     if analysis is None:

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 # By default glibc returns large temporaries to the system after each step, and the next step faults
 # them in again in 4 KiB pages: a third of a small CPU step. So the heap is never trimmed. Blocks of
 # 1 GiB stay out of it, because small allocations would fragment the holes between steps; those are
-# mapped in 2 MiB pages instead (figures in docs/decisions.md).
+# mapped in 2 MiB pages instead (figures in docs/explanation/design_decisions.md).
 _TUNABLES = {
     "glibc.malloc.arena_max": "1",  # only the main heap can hold large blocks
     "glibc.malloc.trim_threshold": str(2**46),  # never trim its end

@@ -93,7 +93,7 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
 
 
 def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
-    """Returns the form of depth-wise aggregation, and why (docs/mudd_cost.md)."""
+    """Returns the form of depth-wise aggregation, and the reason."""
     dense = section.dense_connections
     asked, on_cpu = dense.dense_mixing, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):

@@ -89,8 +89,8 @@ def test_published_commands():
 
 
 def documented_commands() -> list[str]:
-    """Arguments of train.py in docs/muddformer.md, with data where it says that there are more."""
-    text = (config_files.REPOSITORY / "docs/muddformer.md").read_text(encoding="utf-8")
+    """Arguments of train.py on the page, with data where it says that there are more."""
+    text = (config_files.REPOSITORY / "docs/how-to/train_muddformer.md").read_text(encoding="utf-8")
     text = text.replace("\\\n", " ")
     whole = re.findall(r"^    python MaxText/train\.py (.*?)(?:  +#.*)?$", text, re.MULTILINE)
     in_tables = re.findall(r"^\| .* \| `(model_name=[^`]*)` \|$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/add_an_architecture.md: its code is that of the examples, its commands are accepted."""
+"""The tutorial on architectures: its code is that of the examples, its commands are accepted."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from MaxText.experiments import comparison_request as comparison
 from MaxText.experiments.conformance import CHECKS
 from tests.house.sources import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "add_an_architecture.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "tutorials" / "add_an_architecture.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    python MaxText/(\w+\.py) (.*)$", PAGE, re.MULTILINE)
 
 

@@ -31,7 +31,7 @@ class Emulator:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes every client ask the emulator, see docs/buckets.md."""
+        """What makes every client ask the emulator, see docs/how-to/use_cloud_storage.md."""
         hosts = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
         return dict.fromkeys(hosts, self.address) | {
             "FSSPEC_GS_TOKEN": "anon",
