@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from MaxText.config.model_sections import Model
 from MaxText.config.registry import lookup
 from MaxText.layers import capture
+from MaxText.layers.dense import einsum_f32
 from MaxText.layers.dropout import dropout
 from MaxText.parallelism.logical_sharding import split_axes
 
@@ -221,13 +222,7 @@ def attend(
         .transpose(0, 2, 3, 1, 4)
         .reshape(*keys.shape[:-2], group * length, head_dim)
     )
-    scores_BKRS = jnp.einsum(
-        "...rh,...sh->...rs",
-        q_BKRH,
-        keys,
-        preferred_element_type=jnp.float32,
-        precision=spec.precision,
-    )
+    scores_BKRS = einsum_f32("...rh,...sh->...rs", q_BKRH, keys, spec.precision)
     if spec.soft_cap:
         scores_BKRS = spec.soft_cap * jnp.tanh(scores_BKRS / spec.soft_cap)
     if spec.slopes_N is not None:

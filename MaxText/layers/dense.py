@@ -53,6 +53,11 @@ class Dense(nnx.Module):
         return y
 
 
+def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
+    """Returns an einsum that accumulates and returns float32."""
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 @register("projection", "dense")
 def projection(
     model: ModelSection,

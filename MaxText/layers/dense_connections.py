@@ -19,7 +19,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.depth_aggregate import (
     NO_NORMS,
     Norms,
@@ -315,10 +315,6 @@ def _rms_norm_matmul_backward(epsilon, precision, kept, grad_y_BTK):
 
 
 rms_norm_matmul.defvjp(_rms_norm_matmul_forward, _rms_norm_matmul_backward)
-
-
-def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _round_hidden_width(width: int, rounding: str) -> int:

@@ -17,7 +17,7 @@ from MaxText.config.model_sections import Model
 from MaxText.config.registry import register
 from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import LinearHead
 from MaxText.layers.part import Flops, Init
@@ -121,10 +121,7 @@ class HeadQKScores(nnx.Module):
     ) -> jax.Array:
         """Adds scores of tokens up to `positions_BT`, positions within `pointers`; B may be 1."""
         query_BTE = self.query(h_BTD)
-        scores_BTS = jnp.einsum(
-            "bte,bse->bts", query_BTE, pointers.keys_BSE,
-            preferred_element_type=jnp.float32, precision=self.precision,
-        )  # fmt: skip
+        scores_BTS = einsum_f32("bte,bse->bts", query_BTE, pointers.keys_BSE, self.precision)
         sees_BTS = positions_BT[:, :, None] >= jnp.arange(pointers.capacity)
         if pointers.segments_BS is not None:
             shape = (len(h_BTD), positions_BT.shape[1])

@@ -19,6 +19,7 @@ from MaxText.config.model_sections import Layer
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
+from MaxText.layers.dense import einsum_f32
 from MaxText.layers.part import Flops, Init, Mixer, Scalars
 
 
@@ -148,10 +149,7 @@ def sgu_blocks(kernel: int, length: int) -> tuple[int, int]:
 
 
 def _product(weights: jax.Array, x: jax.Array, precision: str | None) -> jax.Array:
-    return jnp.einsum(
-        "...ts,...se->...te", weights.astype(x.dtype), x,
-        preferred_element_type=jnp.float32, precision=precision,
-    )  # fmt: skip
+    return einsum_f32("...ts,...se->...te", weights.astype(x.dtype), x, precision)
 
 
 def _banded_weights(rows: int, kernel: int) -> np.ndarray:
