@@ -33,6 +33,10 @@ RematPolicy = Literal[
     "qkv_proj_offloaded",
 ]  # fmt: skip
 
+WeightInit = Literal[
+    "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
+]  # fmt: skip
+
 # ((section, key), value) of keys that a layer has other values of than the model.
 Overrides = tuple[tuple[tuple[str, str], Any], ...]
 
@@ -219,17 +223,7 @@ class Dropout(Section):
 class Initialization(Section):
     """Weight initialization."""
 
-    weight_init: Literal[
-        "fan_in",
-        "gpt2",
-        "neox",
-        "xavier",
-        "xavier_uniform",
-        "normal",
-        "tokenformer",
-        "wang",
-        "gpt_neo",
-    ] = key(
+    weight_init: WeightInit = key(
         "fan_in",
         "fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). "
         "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out). "
