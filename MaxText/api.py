@@ -46,11 +46,11 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     plan = plan_batches(
         sizes,
         config.model.shape.max_target_length,
-        lambda size: mesh.rows_of_update(sizes, layout, size),
+        lambda size: mesh.global_batch_size(sizes, layout, size),
     )
-    eval_rows = mesh.rows_of_batch(sizes, layout, evaluation.eval_per_device_batch_size)
+    eval_rows = mesh.microbatch_size(sizes, layout, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, plan, eval_rows, *layout.share_of_batch(), show=lambda line: None
+        config, plan, eval_rows, *layout.batch_slice(), show=lambda line: None
     )
     if split == "train":
         return iter(training)
@@ -197,7 +197,7 @@ class Run:
         rows = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
         padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], rows - len(ids_BT), axis=0)])
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
-        return self.trained.layout.place(batch, rows), len(ids_BT), ids.ndim == 1
+        return self.trained.layout.to_global_batch(batch, rows), len(ids_BT), ids.ndim == 1
 
     def forward(
         self, text_or_ids: Any, capture: Sequence[str] = ()
@@ -244,7 +244,7 @@ class Run:
         from MaxText.evaluation.validation import evaluate
 
         layout = self.trained.layout
-        placed = (layout.place(batch, len(batch.tokens_BT)) for batch in batches)
+        placed = (layout.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches)
         return evaluate(self._eval_step, self.params, placed, step=0).loss
 
     def generate(

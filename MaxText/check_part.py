@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE.strip())
         return 0 if arguments else exit_codes.USER_MISTAKE
-    with command_line.ending_well():
+    with command_line.exit_on_user_error():
         spec, keys = arguments[0], _keys(arguments[1:])
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
         os.environ["JAX_PLATFORMS"] = "cpu"

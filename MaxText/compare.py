@@ -55,7 +55,7 @@ def main() -> int:
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
         command_line.parse("compare.py", [*args.configs[:1], *args.keys], USAGE)
-    with command_line.ending_well("Interrupted. Run the same command to resume."):
+    with command_line.exit_on_user_error("Interrupted. Run the same command to resume."):
         compare(args, problems, sys.argv, lambda line: print(line, flush=True))
     return exit_codes.DONE
 

@@ -51,7 +51,7 @@ def main() -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE.strip())
         return exit_codes.DONE
-    with command_line.ending_well("Interrupted; nothing was written."):
+    with command_line.exit_on_user_error("Interrupted; nothing was written."):
         asked = parse_arguments(arguments)
         if asked.grow:
             from MaxText.run.growing import grow as convert

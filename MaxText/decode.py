@@ -33,7 +33,7 @@ def main() -> int:
     start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    with command_line.ending_well("\nInterrupted."):
+    with command_line.exit_on_user_error("\nInterrupted."):
         from MaxText.inference.decoding import decode
 
         decode(loaded, terminal_output.stdout_writer())

@@ -33,7 +33,7 @@ def main() -> int:
     start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    with command_line.ending_well("Interrupted; nothing was written."):
+    with command_line.exit_on_user_error("Interrupted; nothing was written."):
         from MaxText.evaluation.evaluate import evaluate
 
         write = terminal_output.stdout_writer()

@@ -16,7 +16,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.config.loading import Layer, Loaded
+from MaxText.config.loading import LoadedConfig, Source
 from MaxText.errors import UserError
 
 USAGE = """
@@ -82,11 +82,11 @@ def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     return options, rest
 
 
-def inspect(loaded: Loaded, options: Options) -> None:
+def inspect(loaded: LoadedConfig, options: Options) -> None:
     """Prints what was asked for."""
     from MaxText.input_pipeline.inspection.inspect_dataset import Inspection
 
-    has_model = loaded.origins["vocab_size"].layer is not Layer.DEFAULT
+    has_model = loaded.origins["vocab_size"].source is not Source.DEFAULT
     inspection = Inspection(loaded.config, options.num_devices, has_model, print)
     if options.step is None:
         inspection.show_statistics(options.sample)
@@ -98,7 +98,7 @@ def main() -> int:
     """Exit codes: 0 done, 2 a mistake in the command line, or data that cannot be trained on."""
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    with command_line.ending_well():
+    with command_line.exit_on_user_error():
         options, arguments = own_options(sys.argv[1:])
         inspect(command_line.parse("inspect_data.py", arguments, USAGE), options)
     return exit_codes.DONE

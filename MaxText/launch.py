@@ -56,7 +56,7 @@ def main() -> int:
             "launch.py local 2 -- configs/quickstart.yml steps=1000"
         )
     start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where]
-    with command_line.ending_well():
+    with command_line.exit_on_user_error():
         code = start(options, train_args)
     return code
 

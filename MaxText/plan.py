@@ -44,7 +44,7 @@ def main() -> int:
         command_line.parse("plan.py", arguments, USAGE)
     # Leaves the accelerators of this machine alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with command_line.ending_well():
+    with command_line.exit_on_user_error():
         args = plan_args.parse_args(arguments)
         config = command_line.parse("plan.py", args.arguments, USAGE).config
         fits = _plan(args, config)

@@ -55,7 +55,7 @@ def main() -> int:
     Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C.
     """
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
-    with command_line.ending_well("stopped: the same command goes on where it stood"):
+    with command_line.exit_on_user_error("stopped: the same command goes on where it stood"):
         data = config.data
         preparation, path = config.preparation, data.dataset_path
         manifest = prepare(
@@ -67,7 +67,7 @@ def main() -> int:
         if preparation.prepare_output_format not in TEXT_FORMATS:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):
-                train = command_line.program("train")
+                train = command_line.program_command("train")
                 place = shlex.quote(f"dataset_path={path}")
                 size = f"vocab_size={manifest.tokenizer.vocab_size}"
                 print(f"Train on it:\n  {train} model_name=gpt2-124m {size} {place}")

@@ -17,7 +17,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.config.problems import nearest
+from MaxText.config.problems import close_matches
 from MaxText.errors import UserError
 
 USAGE = """
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> Options:
                 f"watch={text}: must be a whole number of seconds, 1 or more. For example watch=60."
             )
         elif argument.startswith("-") or (name and not Path(argument).exists()):
-            close = nearest(name or argument.strip("-").partition("=")[0], _OPTIONS)
+            close = close_matches(name or argument.strip("-").partition("=")[0], _OPTIONS)
             meant = f" Did you mean {close[0]}=?" if close else ""
             raise UserError(
                 f"{argument}: unknown option.{meant} Options are output=DIR and watch=SECONDS; see "
@@ -123,7 +123,7 @@ def main() -> int:
     if "--help" in arguments or "-h" in arguments:
         print(USAGE.strip())
         return exit_codes.DONE
-    with command_line.ending_well():
+    with command_line.exit_on_user_error():
         options = parse(arguments)
         while report(options) and options.watch:
             time.sleep(options.watch)

@@ -42,7 +42,7 @@ def main() -> int:
     except BaseException as error:
         processes.fail(error)  # one process of several ends here
         if isinstance(error, UserError):
-            command_line.fail(error)
+            command_line.exit_with_error(error)
         if isinstance(error, KeyboardInterrupt):
             processes.exit_now(exit_codes.INTERRUPTED)  # a compilation is not waited for
         if isinstance(error, BrokenPipeError):
@@ -61,12 +61,14 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     details = start_up.choose_platform(config.run.hardware)  # before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
-    from MaxText.config.saved import flat
+    from MaxText.config.serialization import flatten
     from MaxText.input_pipeline.data_sources import prepare_sources
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
-        print(*(f"Config param {name}: {x}" for name, x in sorted(flat(config).items())), sep="\n")
+        print(
+            *(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items())), sep="\n"
+        )
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(
         run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
@@ -91,11 +93,11 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
-    start_up.assert_same_config(flat(config))
+    start_up.assert_same_config(flatten(config))
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
-    eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
+    eval_rows = mesh.microbatch_size(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.cost.device_memory import check_memory_lower_bound
@@ -106,7 +108,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     resolved = resolve_growth(
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
-    config, config_flat = resolved.config, flat(resolved.config)
+    config, config_flat = resolved.config, flatten(resolved.config)
     built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
@@ -119,10 +121,10 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.layers.batch import batch_shapes
 
     length, sizes = model.section.shape.max_target_length, config.batch
-    plan = plan_batches(sizes, length, lambda size: mesh.rows_of_update(sizes, layout, size))
+    plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, layout, size))
     check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_rows, *layout.share_of_batch(), stop.is_pending
+        config, plan, eval_rows, *layout.batch_slice(), stop.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
@@ -149,7 +151,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         checkpoints,
         config.checkpoint,
         abstract_state,
-        lambda: layout.draw_state(
+        lambda: layout.init_state(
             built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,

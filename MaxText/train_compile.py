@@ -29,7 +29,7 @@ docs/how-to/compile_ahead_of_time.md has the machines and the rules."""
 def main() -> int:
     """Exit codes: 0 done, 2 user error or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
-    with command_line.ending_well("Interrupted. Nothing was written."):
+    with command_line.exit_on_user_error("Interrupted. Nothing was written."):
         target = targets.find(config.run.compile_topology)
         targets.prepare_environment(target)
         from MaxText.cost.ahead_of_time import train_compile

@@ -107,7 +107,7 @@ def ours(folder: str):
 
     config = load([f"load_parameters_path=hf:{folder}", "dtype=float32", "hardware=cpu"]).config
     trained = load_model(config)
-    params = trained.model.in_parts(trained.params)
+    params = trained.model.unstack_params(trained.params)
     engine = Engine(trained.model, params, trained.layout, SamplingParams(temperature=0))
     # Of the position table a step reads one row per text.
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

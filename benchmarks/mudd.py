@@ -161,8 +161,8 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
         numbers = np.random.default_rng(0)
         tokens = numbers.integers(0, shape.vocabulary, (shape.batch, shape.length + 1), np.int32)
         weights = np.ones((shape.batch, shape.length), np.float32)
-        given = layout.place(Batch(tokens[:, :-1], tokens[:, 1:], weights), shape.batch)
-        current = layout.draw_state(initialize, state, seed=0)
+        given = layout.to_global_batch(Batch(tokens[:, :-1], tokens[:, 1:], weights), shape.batch)
+        current = layout.init_state(initialize, state, seed=0)
 
         def on_device() -> None:
             nonlocal current

@@ -73,7 +73,7 @@ def our_step(size, batch):
         abstract_state,
         layout.abstract_batch(batch_shapes(size.batch, size.length, with_documents=False)),
     )
-    state = layout.draw_state(initialize, abstract_state, seed=0)
+    state = layout.init_state(initialize, abstract_state, seed=0)
 
     def one_step() -> float:
         nonlocal state

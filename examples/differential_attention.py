@@ -17,7 +17,7 @@ from MaxText.layers.dense import Dense
 from MaxText.layers.key_value_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.part import Flops, Mixer, register
-from MaxText.layers.rotary import rotate
+from MaxText.layers.rotary import apply_rotary
 from MaxText.layers.weights import weight
 
 
@@ -52,7 +52,7 @@ class DifferentialAttention(Mixer):
 
     def prefill(self, x_BTD, context):
         y_BTD, k_BSKH, v_BSKH = self._sequences(x_BTD, context)
-        return y_BTD, KeyValueCache.of_prompt(k_BSKH, v_BSKH, context.capacity)
+        return y_BTD, KeyValueCache.from_prefill(k_BSKH, v_BSKH, context.capacity)
 
     def decode_step(self, x_BTD, state, context):
         q_BTNH, k_BTKH, v_BTKH = self._projections(x_BTD, context)
@@ -79,7 +79,7 @@ class DifferentialAttention(Mixer):
         if context.rotary is not None:  # every other frequency: the table of heads half as wide
             table = tuple(x[..., ::2] for x in context.rotary)
             q_BTNH, k_BTKH = (
-                rotate(x.reshape(*x.shape[:2], -1, x.shape[-1] // 2), table).reshape(x.shape)
+                apply_rotary(x.reshape(*x.shape[:2], -1, x.shape[-1] // 2), table).reshape(x.shape)
                 for x in (q_BTNH, k_BTKH)
             )
         return q_BTNH, k_BTKH, v_BTKH

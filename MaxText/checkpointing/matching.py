@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from MaxText.config import import_modules
-from MaxText.config.catalogue import all_keys
-from MaxText.config.saved import differences
+from MaxText.config.catalog import all_keys
 from MaxText.config.schema import SCHEMA_VERSION
+from MaxText.config.serialization import diff_configs
 from MaxText.errors import UserError
 
 _MAX_LINES = 20
@@ -131,7 +131,7 @@ def format_mismatches(
     shaping = {name for name, key in all_keys().items() if key.section[0] in _SHAPING_SECTIONS}
     changed = [
         f"  {name}: {old} -> {new}"
-        for name, (old, new) in differences(hint.stored, hint.current).items()
+        for name, (old, new) in diff_configs(hint.stored, hint.current).items()
         if name in shaping
     ]
     if changed:

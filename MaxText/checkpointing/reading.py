@@ -20,7 +20,7 @@ from MaxText.checkpointing.matching import (
 )
 from MaxText.checkpointing.orbax_errors import retry, translate_errors
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
-from MaxText.config.catalogue import build
+from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.errors import UserError
 
@@ -115,7 +115,7 @@ def _plan(
 ) -> _Plan:
     unstacked = None
     if is_unstacked(tree.get("params", {}), wanted["params"]):
-        unstacked = build(dict(config_flat)).model.layer_plan
+        unstacked = unflatten(dict(config_flat)).model.layer_plan
         wanted = unstack(wanted, unstacked)
     hint = ConfigHint(stored.metadata.values.get("config"), config_flat, is_same_run)
     try:

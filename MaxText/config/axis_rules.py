@@ -3,11 +3,11 @@
 from typing import Any
 
 from MaxText.config import values
-from MaxText.config.problems import nearest
+from MaxText.config.problems import close_matches
 from MaxText.config.registry import registrations
 from MaxText.config.training_sections import LOGICAL_AXIS_RULES
 
-# Outermost first: those with the most communication lie among neighbours.
+# Outermost first: those with the most communication are between neighbors.
 MESH_AXES = ("data", "stage", "fsdp", "fsdp_transpose", "context", "expert", "tensor")
 # ici: inside a slice; dcn: across slices.
 NETWORKS = ("ici", "dcn")
@@ -25,38 +25,45 @@ def parse(value: Any) -> Rules:
     """Parses MaxText's format: a list of [name, axis], [name, [axes]], [name, null].
 
     Raises:
-      values.WrongValue: Another form, an unknown logical name or mesh axis, or an axis twice.
+      values.InvalidValueError: Another form, an unknown logical name or mesh axis, or an axis
+        twice.
     """
     if values.is_null(value):
         return ()
     if not isinstance(value, list | tuple):
-        raise values.WrongValue(f"{values.show(value)} is not a list of [name, axes] pairs")
+        raise values.InvalidValueError(
+            f"{values.format_value(value)} is not a list of [name, axes] pairs"
+        )
     return tuple(_rule(item) for item in value)
 
 
 def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
     if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], str):
-        raise values.WrongValue(f"{values.show(item)} is not a pair [name, axes]")
+        raise values.InvalidValueError(f"{values.format_value(item)} is not a pair [name, axes]")
     name, given = str(item[0]), item[1]
     known_names = tuple(dict.fromkeys(name for name, _ in default_rules()))
     if name not in known_names:
-        close = nearest(name, known_names) or known_names
-        raise values.WrongValue(f"unknown logical name {name!r}; nearest: {', '.join(close)}")
+        close = close_matches(name, known_names) or known_names
+        raise values.InvalidValueError(
+            f"unknown logical name {name!r}; nearest: {', '.join(close)}"
+        )
     if values.is_null(given) or given == "":
         given = []
     axes = [given] if isinstance(given, str) else given
     if not isinstance(axes, list | tuple):
-        raise values.WrongValue(
-            f"{name}: {values.show(given)} is not a mesh axis or a list of them"
+        raise values.InvalidValueError(
+            f"{name}: {values.format_value(given)} is not a mesh axis or a list of them"
         )
     for axis in axes:
         if axis not in MESH_AXES:
             known = ", ".join(MESH_AXES)
-            raise values.WrongValue(
-                f"{name}: unknown mesh axis {values.show(axis)}; known: {known}"
+            raise values.InvalidValueError(
+                f"{name}: unknown mesh axis {values.format_value(axis)}; known: {known}"
             )
     if len(set(axes)) != len(axes):
-        raise values.WrongValue(f"{name}: a mesh axis is named twice in {values.show(axes)}")
+        raise values.InvalidValueError(
+            f"{name}: a mesh axis is named twice in {values.format_value(axes)}"
+        )
     return name, tuple(str(axis) for axis in axes)
 
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from MaxText import early_signals, exit_codes
-from MaxText.config import import_modules, maxtext_report, saved, values
-from MaxText.config.catalogue import Key, all_keys, by_section
-from MaxText.config.config_files import FileProblem
-from MaxText.config.layering import Layer, Setting
-from MaxText.config.loading import Loaded, accepted, load
-from MaxText.config.maxtext_keys import ALIASES, absent
-from MaxText.config.problems import ConfigurationError, Problem, nearest, nearest_fact
+from MaxText.config import import_modules, maxtext_report, serialization, values
+from MaxText.config.catalog import Key, all_keys, keys_by_section
+from MaxText.config.loading import LoadedConfig, format_accepted, load
+from MaxText.config.maxtext_keys import ALIASES, find_unsupported
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
 
 _OPTIONS = """
@@ -30,10 +29,10 @@ M_<KEY>, key=value arguments.
 """
 
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedConfig]
 
 
-def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load) -> Loaded:
+def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load) -> LoadedConfig:
     """Resolves the command line of a program, or answers it and exits.
 
     Args:
@@ -51,12 +50,10 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
             raise SystemExit(0)
         return load(remaining, program)
     except UserError as error:
-        fail(error)
-    except FileProblem as error:
-        fail(ConfigurationError([error.problem]))
+        exit_with_error(error)
 
 
-def program(name: str) -> str:
+def program_command(name: str) -> str:
     """Returns how to start another program the way that this one was."""
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
@@ -67,14 +64,14 @@ def program(name: str) -> str:
     return f"python -m MaxText.{name}"
 
 
-def fail(error: UserError) -> NoReturn:
+def exit_with_error(error: UserError) -> NoReturn:
     """Prints a user error without traceback and exits with its code."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(error.exit_code)
 
 
 @contextlib.contextmanager
-def ending_well(stopped: str = "") -> Iterator[None]:
+def exit_on_user_error(stopped: str = "") -> Iterator[None]:
     """Ends the program with one line if a user error is raised inside."""
     early_signals.leave_to_python()
     try:
@@ -82,9 +79,7 @@ def ending_well(stopped: str = "") -> Iterator[None]:
         sys.stdout.flush()
     except UserError as error:
         sys.stdout.flush()
-        fail(error)
-    except FileProblem as error:
-        fail(ConfigurationError([error.problem]))
+        exit_with_error(error)
     except BrokenPipeError:
         # The interpreter would flush it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -99,27 +94,27 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
     """Returns the text that an option in `remaining` asks for, and removes the option."""
     with contextlib.suppress(UserError):  # the configuration's own mistakes are told later
         rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
-        import_modules.gather(rest, {}, os.environ)  # its parts have keys
+        import_modules.collect(rest, {}, os.environ)  # its parts have keys
     for index, argument in enumerate(remaining):
         if argument in ("-h", "--help"):
-            name = _operand(remaining, index)
+            name = _option_value(remaining, index)
             return _help_key(name, remaining, load) if name else _help(program, usage)
         if argument == "--show-config":
             del remaining[index]
             return _show_config(_loaded(program, remaining, load))
         if argument in ("--why", "--from-maxtext"):
-            name = _operand(remaining, index)
+            name = _option_value(remaining, index)
             if not name:
                 what = "a key" if argument == "--why" else "a YAML file"
                 raise UserError(f"{argument} needs {what} after it")
             if argument == "--from-maxtext":
                 return maxtext_report.report(name)
             key = _known(name)
-            return why(_loaded(program, remaining, load), key.name)
+            return explain_value(_loaded(program, remaining, load), key.name)
     return ""
 
 
-def _loaded(program: str, remaining: list[str], load: Load) -> Loaded:
+def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
     """Loads by the rules of all programs; what this one would refuse becomes a note."""
     loaded = load(remaining)
     try:
@@ -130,7 +125,7 @@ def _loaded(program: str, remaining: list[str], load: Load) -> Loaded:
     return loaded
 
 
-def _operand(remaining: list[str], index: int) -> str:
+def _option_value(remaining: list[str], index: int) -> str:
     """Removes the option at `index` and the word after it, which is returned."""
     following = remaining[index + 1 : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
@@ -149,15 +144,17 @@ def _known(name: str) -> Key:
     name = ALIASES.get(name, name)
     if name in keys:
         return keys[name]
-    close = nearest(name, keys)
-    if reason := absent(name, tuple(close)):
+    close = close_matches(name, keys)
+    if reason := find_unsupported(name, tuple(close)):
         raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
-    raise ConfigurationError([Problem(f"{name}: unknown key", facts=nearest_fact(name, keys))])
+    raise ConfigurationError(
+        [Problem(f"{name}: unknown key", facts=close_matches_fact(name, keys))]
+    )
 
 
 def _help(program: str, usage: str) -> str:
     lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
-    for section, keys in by_section().items():
+    for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
         lines += [f"  {key.name}={values.to_yaml(key.default)}" for key in keys if _short(key)]
         lines += [f"  {key.name}=[...]" for key in keys if not _short(key)]
@@ -171,8 +168,8 @@ def _short(key: Key) -> bool:
 
 def _help_key(name: str, remaining: list[str], load: Load) -> str:
     key = _known(name)
-    lines = [key.name, f"  {key.meaning}", f"  section:  {'.'.join(key.section)}"]
-    lines.append(f"  accepted: {accepted(key)}")
+    lines = [key.name, f"  {key.help}", f"  section:  {'.'.join(key.section)}"]
+    lines.append(f"  accepted: {format_accepted(key)}")
     facts: list[tuple[str, str]] = [
         ("unit", key.unit),
         ("default", values.to_yaml(key.default)),
@@ -190,30 +187,30 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         # The command line has mistakes; they are no reason to withhold the help that mends them.
         return "\n".join(lines) + "\n"
     origin = loaded.origins[key.name]
-    value = values.to_yaml(saved.flat(loaded.config)[key.name])
+    value = values.to_yaml(serialization.flatten(loaded.config)[key.name])
     lines.append(f"  now:      {value} ({origin.place})")
     return "\n".join(lines) + "\n"
 
 
-def _show_config(loaded: Loaded) -> str:
+def _show_config(loaded: LoadedConfig) -> str:
     def comment(key: Key) -> str:
         origin = loaded.origins[key.name]
-        return "" if origin.layer is Layer.DEFAULT else origin.place
+        return "" if origin.source is Source.DEFAULT else origin.place
 
-    return saved.resolved_yaml(loaded.config, comment)
+    return serialization.resolved_yaml(loaded.config, comment)
 
 
-def why(loaded: Loaded, name: str) -> str:
+def explain_value(loaded: LoadedConfig, name: str) -> str:
     """Returns the value of a key, its origin, and the origins it beat, strongest first."""
     key = all_keys()[name]
     origin = loaded.origins[name]
-    default = f"{Layer.DEFAULT.value}, {values.to_yaml(key.default)}"
+    default = f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"
     places = [_described(setting) for setting in loaded.settings if setting.name == name]
     places = [default, *places]
-    if origin.layer is Layer.DERIVED:
+    if origin.source is Source.DERIVED:
         places.append(f"{origin.place}")
     winner, *beaten = reversed(places)
-    value = values.to_yaml(saved.flat(loaded.config)[name])
+    value = values.to_yaml(serialization.flatten(loaded.config)[name])
     lines = [f"{name}={value}", f"  set by: {winner}"]
     lines += [f"  over:   {place}" for place in beaten]
     return "\n".join(lines) + "\n"
@@ -222,4 +219,4 @@ def why(loaded: Loaded, name: str) -> str:
 def _described(setting: Setting) -> str:
     if setting.origin.file is None:
         return setting.place
-    return f"{setting.origin.layer.value}, {setting.place}"
+    return f"{setting.origin.source.value}, {setting.place}"

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from MaxText.config import values
-from MaxText.config.problems import Problem, nearest
+from MaxText.config.problems import ConfigurationError, Problem, close_matches
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
@@ -21,29 +21,29 @@ BASE_YML = SHIPPED / "base.yml"
 MODELS = SHIPPED / "models"
 DECODER_BLOCKS = SHIPPED / "decoder_blocks"
 
-_MOST_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
+_MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
 
 # What may stand before "configs/" in a path for it to mean the shipped configs.
 _BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     name: str
     value: Any
     raw: str
     line: int
 
 
-class FileProblem(Exception):
-    """A file that cannot be used."""
+class ConfigFileError(ConfigurationError):
+    """A config file that cannot be read."""
 
     def __init__(self, problem: Problem):
-        super().__init__(problem.what)
+        super().__init__([problem])
         self.problem = problem
 
 
-def display(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Returns a path as short as it stays unambiguous."""
     for root in (Path.cwd(), REPOSITORY):
         if path.is_relative_to(root):
@@ -70,7 +70,7 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
     try:
         given = Path(name).expanduser()
     except RuntimeError as error:  # ~nobody
-        raise FileProblem(Problem(f"config file {str(name)!r} not found: {error}")) from error
+        raise ConfigFileError(Problem(f"config file {str(name)!r} not found: {error}")) from error
     candidates = [beside / given] if beside else []
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
@@ -82,7 +82,7 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
         except OSError as error:  # a name that is too long, a folder that may not be searched
             shown = textwrap.shorten(str(name), width=80, placeholder=" ...")
             what = f"config file {shown!r} cannot be looked for: {error.strerror}"
-            raise FileProblem(Problem(what)) from error
+            raise ConfigFileError(Problem(what)) from error
     known = shipped_names()
     if given.parent == Path("."):
         same_name = [path for path in known if Path(path).name == given.name]
@@ -90,10 +90,10 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
             return SHIPPED / same_name[0]
     facts = [("searched", ", ".join(str(candidate) for candidate in candidates))]
     short = {Path(path).name: path for path in known}
-    close = nearest(given.name, short)
+    close = close_matches(given.name, short)
     if close:
         facts.append(("nearest", ", ".join(f"configs/{short[found]}" for found in close)))
-    raise FileProblem(Problem(f"config file {str(name)!r} not found", facts=tuple(facts)))
+    raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=tuple(facts)))
 
 
 def _inside_shipped(given: Path) -> Path | None:
@@ -108,38 +108,40 @@ def _inside_shipped(given: Path) -> Path | None:
     return given
 
 
-def read(path: Path) -> tuple[list[Entry], list[Problem]]:
+def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
     """Returns the top-level entries of a YAML file, and problems with single keys."""
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            what = f"{display(path)} has {size:,} bytes: a config file has {_MOST_BYTES:,} at most"
-            raise FileProblem(Problem(what))
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            what = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"
+            raise ConfigFileError(Problem(what))
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise FileProblem(Problem(f"{display(path)} cannot be read: {error}")) from error
+        raise ConfigFileError(Problem(f"{short_path(path)} cannot be read: {error}")) from error
     except RecursionError as error:
-        what = f"{display(path)} is nested deeper than any configuration"
-        raise FileProblem(Problem(what)) from error
+        what = f"{short_path(path)} is nested deeper than any configuration"
+        raise ConfigFileError(Problem(what)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{display(path)}:{mark.line + 1}" if mark else display(path)
+        place = f"{short_path(path)}:{mark.line + 1}" if mark else short_path(path)
         reason = getattr(error, "problem", None) or str(error)
-        raise FileProblem(Problem(f"{place} is not valid YAML: {reason}")) from error
+        raise ConfigFileError(Problem(f"{place} is not valid YAML: {reason}")) from error
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
-        raise FileProblem(Problem(f"{display(path)} holds no `key: value` lines"))
+        raise ConfigFileError(Problem(f"{short_path(path)} holds no `key: value` lines"))
     return _entries(root, text, path)
 
 
-def _entries(root: yaml.MappingNode, text: str, path: Path) -> tuple[list[Entry], list[Problem]]:
-    entries: list[Entry] = []
+def _entries(
+    root: yaml.MappingNode, text: str, path: Path
+) -> tuple[list[YamlEntry], list[Problem]]:
+    entries: list[YamlEntry] = []
     problems: list[Problem] = []
     first_line: dict[str, int] = {}
     for name_node, value_node in root.value:
         line = name_node.start_mark.line + 1
-        place = f"{display(path)}:{line}"
+        place = f"{short_path(path)}:{line}"
         name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
         if name in first_line:
             what = f"{name}: given twice in one file, first on line {first_line[name]}"
@@ -148,7 +150,7 @@ def _entries(root: yaml.MappingNode, text: str, path: Path) -> tuple[list[Entry]
         first_line[name] = line
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
         try:
-            entries.append(Entry(name, values.from_node(value_node), raw, line))
-        except values.WrongValue as error:
+            entries.append(YamlEntry(name, values.from_node(value_node), raw, line))
+        except values.InvalidValueError as error:
             problems.append(Problem(f"{name}: {error}", (place,)))
     return entries, problems

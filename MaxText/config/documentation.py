@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from MaxText.config import config_files, layering, registry, saved, values
-from MaxText.config.catalogue import Key, by_section
-from MaxText.config.loading import accepted
+from MaxText.config import config_files, registry, serialization, sources, values
+from MaxText.config.catalog import Key, keys_by_section
+from MaxText.config.loading import format_accepted
 from MaxText.config.maxtext_keys import ALIASES
 
 CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"
@@ -39,15 +39,15 @@ _MD_HEADER = Path(__file__).with_name("configuration_header.md").read_text(encod
 
 def base_yml() -> str:
     lines = [_BASE_HEADER.rstrip()]
-    for section, keys in by_section().items():
+    for section, keys in keys_by_section().items():
         lines += ["", f"# ---- {'.'.join(section)}: {keys[0].title}"]
         for key in keys:
-            lines += ["", *_comment(key), *saved.entry_lines(key.name, key.default)]
+            lines += ["", *_comment(key), *serialization.entry_lines(key.name, key.default)]
     return "\n".join(lines) + "\n"
 
 
 def _comment(key: Key) -> list[str]:
-    facts = [key.meaning]
+    facts = [key.help]
     if key.choices:
         facts.append(f"Choices: {', '.join(str(choice) or 'empty' for choice in key.choices)}.")
     facts += [f"Unit: {key.unit}."] if key.unit else []
@@ -75,26 +75,26 @@ def _condition(key: Key) -> str:
 
 
 def configuration_md() -> str:
-    shown = [layer for layer in layering.Layer if layer not in _NOT_FOR_READERS]
+    shown = [layer for layer in sources.Source if layer not in _NOT_FOR_READERS]
     layers = "\n".join(f"{number}. {layer.value}" for number, layer in enumerate(shown, start=1))
     aliases = ", ".join(f"`{old}` (`{new}`)" for old, new in ALIASES.items())
     lines = [_MD_HEADER.format(layers=layers, aliases=aliases).rstrip()]
-    for section, keys in by_section().items():
+    for section, keys in keys_by_section().items():
         lines += ["", f"## {'.'.join(section)}", "", keys[0].title, ""]
         lines += ["| key | default | type | meaning |", "|---|---|---|---|"]
         lines += [_row(key) for key in keys]
     return "\n".join(lines) + "\n"
 
 
-_NOT_FOR_READERS = (layering.Layer.SAVED_CONFIG, layering.Layer.ARGUMENT, layering.Layer.DERIVED)
+_NOT_FOR_READERS = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, sources.Source.DERIVED)
 
 
 def _row(key: Key) -> str:
     default = values.to_yaml(key.default)
     default = default if len(default) < 60 else "see configs/base.yml"
-    meaning = key.meaning + (f" Unit: {key.unit}." if key.unit else "")
+    meaning = key.help + (f" Unit: {key.unit}." if key.unit else "")
     meaning += f" Only if {_condition(key)}." if key.conditions else ""
-    cells = [f"`{key.name}`", f"`{default}`", accepted(key), meaning]
+    cells = [f"`{key.name}`", f"`{default}`", format_accepted(key), meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -138,4 +138,4 @@ def write(folder: Path | None = None) -> list[Path]:
 
 if __name__ == "__main__":
     for file in write():
-        print(config_files.display(file))
+        print(config_files.short_path(file))

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config import config_files, layering, registry, values
-from MaxText.config.layering import Gathered, OwnConfiguration, Setting
+from MaxText.config import config_files, registry, sources, values
 from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.sources import CheckpointConfig, CollectedSettings, Setting
 
 KEY = "import_modules"
 # In a checkpoint's metadata: {module: SHA-256 of its source}.
@@ -26,40 +26,40 @@ _hashes: dict[str, str] = {}  # by name as the user wrote it
 _files: dict[Path, str] = {}  # path -> SHA-256 of what was imported
 
 
-def gather(
+def collect(
     arguments: Sequence[str],
     overrides: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
-    own: OwnConfiguration | None = None,
-) -> Gathered:
-    """Imports the modules that the settings name, then calls layering.gather.
+    own: CheckpointConfig | None = None,
+) -> CollectedSettings:
+    """Imports the modules that the settings name, then calls sources.collect.
 
     Modules that were imported before and have not changed stay.
 
     Raises:
       ConfigurationError: A module cannot be imported.
     """
-    gathered = layering.gather(arguments, overrides, environment, own)
-    setting = gathered.last(KEY)
+    collected = sources.collect(arguments, overrides, environment, own)
+    setting = collected.last(KEY)
     if setting is None:
-        return gathered
+        return collected
     try:
         names = names_in(setting)
-    except values.WrongValue:
-        return gathered  # said where all types are checked
+    except values.InvalidValueError:
+        return collected  # said where all types are checked
     if not names:
-        return gathered
+        return collected
     if problems := [problem for name in names if (problem := _import(name, setting.place))]:
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
-    return layering.gather(arguments, overrides, environment, own)
+    return sources.collect(arguments, overrides, environment, own)
 
 
 def names_in(setting: Setting) -> tuple[str, ...]:
     """Returns the modules that `import_modules` names; files from the current folder.
 
     Raises:
-      values.WrongValue: It is not a list of names.
+      values.InvalidValueError: It is not a list of names.
     """
     beside = setting.origin.file.parent if setting.origin.file else None
     names = values.convert(as_list(setting.value), tuple[str, ...])
@@ -126,11 +126,11 @@ def forget(parts: Sequence[registry.Registration]) -> None:
 def _last_line(error: BaseException) -> tuple[str, ...]:
     """Returns the last line of the user's own code where an error was raised."""
     if isinstance(error, SyntaxError) and error.filename:
-        return (f"{config_files.display(Path(error.filename))}:{error.lineno}",)
+        return (f"{config_files.short_path(Path(error.filename))}:{error.lineno}",)
     others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
-            return (f"{config_files.display(Path(frame.filename))}:{frame.lineno}",)
+            return (f"{config_files.short_path(Path(frame.filename))}:{frame.lineno}",)
     return ()
 
 

@@ -34,28 +34,32 @@ def parse(value: Any, annotations: Any) -> LayerKinds:
     """Parses {letter: {key: value}}; `annotations` are the types of values by key.
 
     Raises:
-      values.WrongValue: Another form, an unknown key, or a value of another type.
+      values.InvalidValueError: Another form, an unknown key, or a value of another type.
     """
     if values.is_null(value) or value in ((), []):
         return LayerKinds()
     if isinstance(value, LayerKinds):
         return value
     if not isinstance(value, dict):
-        raise values.WrongValue(f"{values.show(value)} is not {{letter: {{key: value}}}}")
+        raise values.InvalidValueError(
+            f"{values.format_value(value)} is not {{letter: {{key: value}}}}"
+        )
     kinds = []
     for letter, keys in value.items():
         if len(str(letter)) != 1 or str(letter) in "() ":
-            raise values.WrongValue(f"{values.show(letter)} is not one letter")
+            raise values.InvalidValueError(f"{values.format_value(letter)} is not one letter")
         if not isinstance(keys, dict):
-            raise values.WrongValue(f"{letter}: {values.show(keys)} is not {{key: value}}")
+            raise values.InvalidValueError(
+                f"{letter}: {values.format_value(keys)} is not {{key: value}}"
+            )
         typed = []
         for name, given in keys.items():
             if name not in annotations:
-                raise values.WrongValue(f"{letter}: {name} is no key of a layer's parts")
+                raise values.InvalidValueError(f"{letter}: {name} is not a key of a layer's parts")
             try:
                 typed.append((str(name), values.convert(given, annotations[name])))
-            except values.WrongValue as error:
-                raise values.WrongValue(f"{letter}: {name}: {error}") from None
+            except values.InvalidValueError as error:
+                raise values.InvalidValueError(f"{letter}: {name}: {error}") from None
         kinds.append((str(letter), tuple(typed)))
     return LayerKinds(kinds)
 
@@ -77,7 +81,7 @@ def letters(pattern: str, num_layers: int) -> str:
     if rest or repeats < 1:
         count = len(prefix) + len(suffix) + max(repeats, 1) * len(cycle)
         raise ValueError(
-            f"layer_pattern={pattern}: {num_layers} layers (base_num_decoder_layers) are no "
+            f"layer_pattern={pattern}: {num_layers} layers (base_num_decoder_layers) are not "
             f"repeats of its {len(cycle)} letters\nbase_num_decoder_layers={count}"
         )
     return prefix + cycle * repeats + suffix

@@ -1,7 +1,6 @@
-"""Keys that choose and size the parts of a layer, a class for each part."""
+"""Keys of the parts of a layer, one section per part."""
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import PlainValidator
 
@@ -49,21 +48,21 @@ class Dimensions(NamedTuple):
 
 
 class Block(Section):
-    """How a layer arranges its mixer and its feed-forward."""
+    """Layer structure: mixer, norms and residual arrangement."""
 
     mixer: Annotated[str, Name("mixer")] = key(
         "attention",
-        "What mixes the tokens of a layer, by the name of a registered part. attention_types and "
-        "layer_kinds choose it layer by layer.",
+        "Token mixer of a layer, by the name of a registered part. attention_types and "
+        "layer_kinds set it per layer.",
     )
     layer_pattern: str = key(
         "",
-        'A letter of layer_kinds for each layer: a cycle that is repeated ("GGG*"), or a prefix, a '
-        'cycle and a suffix ("DD(EE*)D"). Empty: all layers are alike.',
+        'One letter of layer_kinds per layer: a repeated cycle ("GGG*"), or a prefix, a cycle and'
+        ' a suffix ("DD(EE*)D"). Empty: all layers are alike.',
     )
     layer_kinds: Annotated[LayerKinds, PlainValidator(LayerKinds.of)] = key(
         LayerKinds(),
-        "What the letters of layer_pattern stand for: {letter: {key: value}}, with any keys of a "
+        "Meaning of the letters of layer_pattern: {letter: {key: value}}, with any keys of a "
         'layer\'s parts: {G: {mixer: linear_attention}, "*": {mixer: attention}}.',
     )
     block_arrangement: Literal["sequential", "parallel"] = key(
@@ -73,51 +72,51 @@ class Block(Section):
     )
     parallel_residual_shared_norm: bool = key(
         False,
-        "One norm before both parts of a parallel layer (GPT-J, fattorib/transformer's fused "
-        "residuals) instead of one each.",
-        only_if={"block_arrangement": ["parallel"]},
+        "Share one norm between both branches of a parallel layer (GPT-J, fused residuals of "
+        "fattorib/transformer).",
+        only_if={"block_arrangement": "parallel"},
     )
     normalization_type: Annotated[str, Name("norm")] = key(
         "rms_norm",
-        "Norm before each part. scale_norm: g x / |x|, one g for all dimensions (Nguyen and "
-        "Salazar 2019). scale_norm_centered: LayerNorm with one scale and no bias, GPT-Neo's "
-        "scalenorm.",
+        "Norm before each branch. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar "
+        "2019). scale_norm_centered: LayerNorm with a scalar scale and no bias (GPT-Neo's "
+        "scalenorm).",
     )
     normalization_bias: bool = key(
-        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
+        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": "layer_norm"}
     )
-    normalization_layer_epsilon: Positive = key(1e-5, "Added to the variance inside norms.")
+    normalization_layer_epsilon: Positive = key(1e-5, "Epsilon added to the variance in norms.")
     normalization_zero_centered: bool = key(
         False,
-        "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
-        "weight decay pulls the norm to 1 instead of 0.",
+        "Store norm scales as their difference from 1 (Gemma): they start at 0, and weight decay "
+        "pulls them to 1.",
     )
     block_norm_parametric: bool = key(
         True,
-        "Whether the norms before the parts of a layer have scale and bias (TokenFormer: false). "
-        "The final norm always has.",
+        "Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has"
+        " them.",
     )
     use_rezero: bool = key(
         False,
-        "Multiply what a part adds to the stream by a learned number that starts at 0, and leave "
-        "out the norms before parts (ReZero).",
+        "ReZero: multiply each branch by a learned scalar that starts at 0, without norms before "
+        "branches.",
     )
     use_macaron: bool = key(
         False,
-        "Half a feed-forward before attention and half a one after it (Macaron).",
-        only_if={"block_arrangement": ["sequential"]},
+        "Macaron: half a feed-forward before attention and half after it.",
+        only_if={"block_arrangement": "sequential"},
     )
     macaron_prenorm: bool = key(
         True,
-        "Whether the first half has a norm and a gate as other parts have; GPT-Neo's has neither.",
-        only_if={"use_macaron": [True]},
+        "Give the first half a norm and a gate like other branches; GPT-Neo has neither.",
+        only_if="use_macaron",
     )
     connection_type: Annotated[str, Name("connection", "auto")] = key(
         "auto",
-        "What layers read of those before them: residual is the last output, dense sums of all; "
-        "auto is dense with dense_conn, and residual otherwise.",
+        "Input of a layer. residual: the previous output. dense: sums of all previous outputs. "
+        "auto: dense if dense_conn=true, else residual.",
     )
-    share_parameters: bool = key(False, "All layers are one and the same (ALBERT).")
+    share_parameters: bool = key(False, "Share one set of parameters between all layers (ALBERT).")
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
@@ -130,84 +129,84 @@ MIXERS: dict[AttentionKind, str] = {
 SOFTMAX_MIXERS = ("attention", "local_attention")
 ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
 
-_ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
+_ROTARY = {"position_embedding": "rotary"}
 
 
 class Position(Section):
-    """How the model knows where a token stands."""
+    """Position encoding."""
 
     position_embedding: Annotated[str, Name("position")] = key(
         "rotary",
-        "rotary turns queries and keys; learned adds a table to the embedding, axial the mean of "
-        "two small ones; alibi lowers scores with distance.",
+        "rotary rotates queries and keys; learned adds a table to the embedding, axial the mean "
+        "of two smaller tables; alibi penalizes scores by distance.",
     )
     axial_pos_shape: tuple[int, ...] = key(
         (),
-        "Rows of the two tables; position p is row p // b of the first and row p % b of the second "
-        "(GPT-Neo: axial_pos_emb).",
-        only_if={"position_embedding": ["axial"]},
+        "Rows (a, b) of the two tables; position p uses row p // b of the first and p % b of the "
+        "second (GPT-Neo: axial_pos_emb).",
+        only_if={"position_embedding": "axial"},
     )
     alibi_max_bias: Positive = key(
         8.0,
-        "Slopes of n heads are 2^(-alibi_max_bias i / n), i from 1 to n (Press et al. 2022).",
-        only_if={"position_embedding": ["alibi"]},
+        "ALiBi slope of head i of n is 2^(-alibi_max_bias i / n) (Press et al. 2022).",
+        only_if={"position_embedding": "alibi"},
     )
     trainable_position_size: int = key(
         -1,
         "Rows of the learned position table; -1 is max_target_length.",
         unit="tokens",
-        only_if={"position_embedding": ["learned"]},
+        only_if={"position_embedding": "learned"},
         ge=-1,
     )
     rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
     rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key(
         "default",
-        "Rotary frequencies for long texts. linear: all divided by rope_factor. llama3.1: those "
-        "that turn rarely. yarn: the same with another transition, and larger scores.",
+        "Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:"
+        " divide low frequencies. yarn: the same with another transition, and scaled scores.",
         only_if=_ROTARY,
     )
     rope_factor: float = key(
         8.0,
-        "Divides rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
+        "Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
         only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
         ge=1,
     )
     original_max_position_embeddings: Count = key(
         8192,
-        "Length of the texts before frequencies were changed.",
+        "Context length before frequencies were scaled.",
         unit="tokens",
         only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
     )
     low_freq_factor: Positive = key(
         1.0,
-        "Turns in the original length up to which a frequency is divided in full.",
-        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+        "Rotations within the original length up to which a frequency is fully divided.",
+        only_if=_ROTARY | {"rope_type": "llama3.1"},
     )
     high_freq_factor: Positive = key(
         4.0,
-        "Turns in the original length from which a frequency stays as it is.",
-        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+        "Rotations within the original length from which a frequency is unchanged.",
+        only_if=_ROTARY | {"rope_type": "llama3.1"},
     )
     beta_fast: Positive = key(
         32.0,
-        "Turns in the original length from which a frequency stays as it is.",
-        only_if=_ROTARY | {"rope_type": ["yarn"]},
+        "Rotations within the original length from which a frequency is unchanged.",
+        only_if=_ROTARY | {"rope_type": "yarn"},
     )
     beta_slow: Positive = key(
         1.0,
-        "Turns in the original length up to which a frequency is divided in full.",
-        only_if=_ROTARY | {"rope_type": ["yarn"]},
+        "Rotations within the original length up to which a frequency is fully divided.",
+        only_if=_ROTARY | {"rope_type": "yarn"},
     )
     rotary_pct: float = key(
         1.0,
-        "Share of each head's dimensions that rotary turns (GPT-NeoX: 0.25).",
+        "Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25).",
         only_if=_ROTARY,
         gt=0,
         le=1,
     )
     rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key(
         "float32",
-        "Format that sines and cosines are rounded to. The released MUDDFormer was trained with "
+        "Dtype to which sines and cosines are rounded. The released MUDDFormer was trained with "
         "bfloat16, MUDDPythia with float16.",
         only_if=_ROTARY,
     )
@@ -218,17 +217,17 @@ class Attention(Section):
 
     attention_projections: Annotated[str, Name("projection")] = key(
         "dense",
-        "What makes queries, keys, values and the output: matrices, or Pattention over slots "
-        "(TokenFormer).",
+        "Projections to queries, keys, values and output: dense matrices, or Pattention over "
+        "slots (TokenFormer).",
     )
     attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key(
         "autoselected",
-        "Backend. blocked: causal in blocks of query rows, half the products of dot_product. "
-        "flash: a kernel that writes no scores to memory, JAX's splash attention on TPU, cuDNN's "
-        "on GPU. autoselected: flash where it can be, else blocked.",
+        "Attention backend. blocked: causal in blocks of query rows, half the FLOPs of "
+        "dot_product. flash: a kernel that keeps scores out of memory, splash attention on TPU, "
+        "cuDNN on GPU. autoselected: flash if supported, else blocked.",
     )
     attention_block_size: Count = key(
-        128, "Query rows of a block.", unit="tokens",
+        128, "Query rows per block.", unit="tokens",
         only_if={"attention": ["autoselected", "blocked"]},
     )  # fmt: skip
     context_parallel_strategy: Literal["all_gather", "ring"] = key(
@@ -239,52 +238,52 @@ class Attention(Section):
     )
     context_parallel_load_balance: bool = key(
         True,
-        "Give each device of the ring tokens from both ends of the sequence, which evens out "
-        "causal attention and halves its time. No effect on the result.",
-        only_if={"context_parallel_strategy": ["ring"]},
+        "Give each device of the ring tokens from both ends of the sequence, which halves the "
+        "time of causal attention. Does not change the result.",
+        only_if={"context_parallel_strategy": "ring"},
     )
-    causal: bool = key(True, "Attend to earlier tokens only. mlm_training=true switches it off.")
-    qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
-    proj_bias: bool = key(False, "Bias on the attention output projection.")
-    use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")
+    causal: bool = key(True, "Mask later tokens. mlm_training=true turns it off.")
+    qkv_bias: bool = key(False, "Biases of the query, key and value projections.")
+    proj_bias: bool = key(False, "Bias of the attention output projection.")
+    use_qk_norm: bool = key(False, "RMSNorm with scale on each head of q and k, before rotary.")
     attn_logits_soft_cap: NonNegative = key(
-        0.0, "Caps attention scores at c * tanh(score / c); 0 is off."
+        0.0, "Soft cap c of attention scores: c * tanh(score / c); 0 disables."
     )
     attention_scale: float | None = key(
-        None, "Multiplies scores; null is 1 / sqrt(head_dim). GPT-Neo: 1.", gt=0
+        None, "Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1.", gt=0
     )
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(
         (),
-        "Kinds of attention by layer, patterns and how often each comes: [[[global, local], 12]] "
-        "are 24 layers in turns. local sees sliding_window_size tokens; linear costs as much for a "
-        "token of a long text as of a short one (not where causal=false meets several documents); "
-        "a layer of kind none has a feed-forward alone. Empty: all global.",
+        "Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24 "
+        "alternating layers. local attends to sliding_window_size tokens; linear has constant "
+        "cost per token (except with causal=false and several documents); none is a feed-forward "
+        "alone. Empty: all global.",
     )
     sliding_window_size: Count = key(
         256,
-        "Tokens that a token of a local layer sees, itself included; without a causal mask, also "
+        "Tokens that a query of a local layer sees, itself included; without a causal mask also "
         "as many after it.",
         unit="tokens",
     )
     linear_attention_chunk: Count = key(
-        64, "Tokens that a linear layer multiplies at once. No effect on the result.", unit="tokens"
+        64, "Chunk length of linear attention. Does not change the result.", unit="tokens"
     )
     linear_attention_epsilon: NonNegative = key(
-        1e-6, "Added to the sums of keys that linear attention divides by."
+        1e-6, "Epsilon added to the normalizer of linear attention."
     )
     num_mem_kv: Natural = key(
-        0, "Learned keys and values that every token of a global layer sees as well."
+        0, "Learned keys and values that every token of a global layer also attends to."
     )
     none_doubles_residual: bool = key(
-        False, "Layers of kind none double the stream, as a defect of GPT-Neo does."
+        False, "Double the residual stream in layers of kind none, as a bug of GPT-Neo does."
     )
     static_sgu: bool = key(
         False,
-        "Half of the channels skip attention and are summed over the tokens before with fixed "
-        "weights 1 / (distance + 2) (fattorib/transformer).",
+        "Static SGU: half of the channels skip attention and are summed over earlier tokens with "
+        "fixed weights 1 / (distance + 2) (fattorib/transformer).",
     )
     static_sgu_kernel: Natural = key(
-        128, "Largest distance of that sum.", unit="tokens", only_if={"static_sgu": [True]}
+        128, "Largest distance of the static SGU sum.", unit="tokens", only_if="static_sgu"
     )
 
     @property
@@ -307,25 +306,25 @@ class FeedForward(Section):
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key(
         "mlp",
-        "mlp: an MLP, plain or gated. pattention: Pattention over slots (TokenFormer). Or the name "
-        "of another registered part.",
+        "mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name "
+        "of a registered part.",
     )
     mlp_activations: tuple[MLPActivation, ...] = key(
         ("silu", "linear"),
-        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
-        "gelu is the tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus "
-        "and proottanh learn a few numbers.",
-        only_if={"feed_forward_type": ["mlp"]},
+        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is '
+        "the tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and "
+        "proottanh have learned scalars.",
+        only_if={"feed_forward_type": "mlp"},
     )
-    ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
+    ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
     dynamic_mlp_dim: bool = key(
         False,
-        "Move feed-forward width from early to late layers (MUDDFormer): from half of mlp_dim in "
-        "the first to one and a half of it in the last, in multiples of mlp_dim_multiple.",
-        only_if={"feed_forward_type": ["mlp"]},
+        "Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the"
+        " first to 1.5 mlp_dim in the last, in multiples of mlp_dim_multiple.",
+        only_if={"feed_forward_type": "mlp"},
     )
     mlp_dim_multiple: Count = key(
-        128, "What widths of dynamic_mlp_dim are rounded to.", only_if={"dynamic_mlp_dim": [True]}
+        128, "Multiple to which widths of dynamic_mlp_dim are rounded.", only_if="dynamic_mlp_dim"
     )
 
     @property
@@ -343,58 +342,60 @@ class FeedForward(Section):
         return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
 
 
-_EXPERTS: dict[str, Iterable[Any]] = {"feed_forward_type": ["mlp"]}
-_TWO: dict[str, Iterable[Any]] = {"num_experts_per_tok": [2]}
+_EXPERTS = {"feed_forward_type": "mlp"}
+_TWO = {"num_experts_per_tok": 2}
 
 
 class MixtureOfExperts(Section):
-    """A feed-forward of experts, of which each token visits a few."""
+    """Mixture of experts in place of the MLP."""
 
-    num_experts: Count = key(1, "Experts of a layer; 1 is an ordinary MLP.", only_if=_EXPERTS)
-    num_experts_per_tok: Count = key(1, "Experts that each token visits.")
+    num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_EXPERTS)
+    num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
     moe_layers: tuple[int, ...] | None = key(
         None, "Layers with experts, counted from 0; null is all."
     )
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(
-        None, "As mlp_activations, for experts; null is the same (GPT-Neo: [relu])."
+        None,
+        "Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu]).",
     )
     capacity_factor: float = key(
         -1.0,
-        "An expert takes at most this times tokens / experts of a group in training; -1 is as many "
-        "as come (dropless).",
+        "Expert capacity in training: this factor times tokens / experts of a group; -1 is "
+        "dropless.",
         ge=-1,
     )
     eval_capacity_factor: float = key(
         -1.0,
-        "The same in evaluation (GPT-Neo: 2). While text is generated experts take what comes.",
+        "Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens.",
         ge=-1,
     )
     moe_group_size: CountOrAuto = key(
         -1,
-        "Tokens that share the places of experts: a part of a sequence; -1 is a whole one.",
+        "Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole "
+        "sequence.",
         unit="tokens",
     )
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     router_z_loss_weight: NonNegative = key(
-        0.0, "Weight of the squared log of the router's normaliser (ST-MoE: 0.001)."
+        0.0, "Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."
     )
     moe_second_policy: Literal["all", "none", "threshold", "random"] = key(
         "all",
-        "When a token's second expert is visited in training. threshold: where its gate is above "
+        "Use of a token's second expert in training. threshold: if its gate exceeds "
         "moe_second_threshold. random: with probability gate / moe_second_threshold (GPT-Neo).",
         only_if=_TWO,
     )
     moe_second_policy_eval: Literal["all", "none", "threshold"] = key(
-        "all", "The same outside of training.", only_if=_TWO
+        "all", "As moe_second_policy, outside training.", only_if=_TWO
     )
-    moe_second_threshold: NonNegative = key(0.2, "See moe_second_policy.", only_if=_TWO)
+    moe_second_threshold: NonNegative = key(0.2, "Threshold of moe_second_policy.", only_if=_TWO)
 
 
-_QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}
-_FEED_FORWARD: dict[str, Iterable[Any]] = {"feed_forward_type": ["pattention"]}
+_QKV_AND_OUTPUT = {"attention_projections": "pattention"}
+_FEED_FORWARD = {"feed_forward_type": "pattention"}
 _ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
-_L2: dict[str, Iterable[Any]] = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
+_L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
 
 
@@ -403,12 +404,14 @@ class Pattention(Section):
 
     slot_num: CountOrAuto = key(
         -1,
-        "Slots of each of query, key, value and the output projection; the feed-forward has 4 "
-        "times as many. -1 is emb_dim.",
+        "Slots of each query, key, value and output projection; the feed-forward has 4 times as "
+        "many. -1 is emb_dim.",
         only_if_any=_ANYWHERE,
     )
     qkv_slot_num: CountOrAuto = key(
-        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
+        -1,
+        "Slots of each query, key and value projection; -1 is slot_num.",
+        only_if=_QKV_AND_OUTPUT,
     )
     proj_slot_num: CountOrAuto = key(
         -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
@@ -420,49 +423,59 @@ class Pattention(Section):
         "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
     ] = key(
         "l2_norm_gelu",
-        "Theta, over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm takes "
-        "gelu first, l2_norm has none; softmax is n times softmax; gelu_layer_norm a LayerNorm of "
-        "gelu. n is the number of slots.",
+        "Theta over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm "
+        "applies gelu first, l2_norm has no gelu; softmax is n times softmax; gelu_layer_norm is "
+        "a LayerNorm of gelu. n is the number of slots.",
         only_if_any=_ANYWHERE,
     )
     gelu_approximate: bool = key(
         True,
-        "gelu by tanh, as TokenFormer's JAX code; false is the exact one, as its PyTorch code.",
+        "Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch"
+        " code).",
         only_if={"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]},
         only_if_any=_ANYWHERE,
     )
     score_norm_epsilon: float | None = key(
         None,
-        "Added to the norm of Theta, outside its root. null: 1e-5 with l2_norm_gelu, else 1e-8. "
-        "TokenFormer's PyTorch code has 0.",
+        "Epsilon added to the norm in Theta, outside the square root. null: 1e-5 with "
+        "l2_norm_gelu, else 1e-8. TokenFormer's PyTorch code has 0.",
         only_if=_L2,
         only_if_any=_ANYWHERE,
         ge=0,
     )
     zoom_dim: NonNegative = key(
         0.0,
-        "Number that stands for n in sqrt(n), so that slots can be added without a change of "
-        "scale; 4 times as much in the feed-forward. 0 is the number of slots.",
+        "Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 "
+        "times as much in the feed-forward. 0 is the number of slots.",
         only_if=_L2,
         only_if_any=_ANYWHERE,
     )
     qkv_zoom_dim: float = key(
-        -1.0, "That of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+        -1.0,
+        "zoom_dim of query, key and value; -1 is zoom_dim.",
+        only_if=_QKV_AND_OUTPUT | _L2,
+        ge=-1,
     )
     proj_zoom_dim: float = key(
-        -1.0, "That of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+        -1.0,
+        "zoom_dim of the output projection; -1 is zoom_dim.",
+        only_if=_QKV_AND_OUTPUT | _L2,
+        ge=-1,
     )
     ffn_zoom_dim: float = key(
-        -1.0, "That of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD | _L2, ge=-1
+        -1.0,
+        "zoom_dim of the feed-forward; -1 is 4 * zoom_dim.",
+        only_if=_FEED_FORWARD | _L2,
+        ge=-1,
     )
     qkv_scale_factor: float = key(
-        1.0, "Multiplies Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
+        1.0, "Factor of Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
     )
     proj_scale_factor: float = key(
-        1.0, "Multiplies Theta in the output projection.", only_if=_QKV_AND_OUTPUT
+        1.0, "Factor of Theta in the output projection.", only_if=_QKV_AND_OUTPUT
     )
     ffn_scale_factor: float = key(
-        1.0, "Multiplies Theta in the feed-forward.", only_if=_FEED_FORWARD
+        1.0, "Factor of Theta in the feed-forward.", only_if=_FEED_FORWARD
     )
 
     def num_slots(self, place: SlotPlace, emb_dim: int) -> int:

@@ -14,21 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, layering, values
-from MaxText.config.catalogue import Key, all_keys, build, is_of_layer
-from MaxText.config.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
-from MaxText.config.maxtext_keys import VALUE_NOTES, absent
-from MaxText.config.problems import ConfigurationError, Problem, nearest, nearest_fact
+from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
+from MaxText.config.catalog import Key, all_keys, is_of_layer, unflatten
+from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
+from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
 
-_DELIBERATE = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+_SET_BY_USER = (Source.CONFIG_FILE, Source.ENVIRONMENT, Source.COMMAND_LINE, Source.ARGUMENT)
 
-__all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
+__all__ = ["LoadedConfig", "Origin", "Setting", "Source", "configure", "load"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A configuration and the origins of its values."""
 
     # resolved: every default filled in, every -1 and empty name that another key decides
@@ -39,7 +39,11 @@ class Loaded:
 
     def typed(self, name: str) -> bool:
         """Returns whether a key was set for this start of the program, outside of files."""
-        return self.origins[name].layer in (Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+        return self.origins[name].source in (
+            Source.ENVIRONMENT,
+            Source.COMMAND_LINE,
+            Source.ARGUMENT,
+        )
 
 
 def load(
@@ -47,8 +51,8 @@ def load(
     program: str | None = None,
     *,
     for_compare: bool = False,
-    own: OwnConfiguration | None = None,
-) -> Loaded:
+    own: CheckpointConfig | None = None,
+) -> LoadedConfig:
     """Resolves a command line.
 
     Args:
@@ -60,19 +64,19 @@ def load(
     Raises:
       ConfigurationError: A UserError that lists every problem.
     """
-    gathered = import_modules.gather(arguments, {}, os.environ, own)
+    collected = import_modules.collect(arguments, {}, os.environ, own)
     if for_compare:
-        gathered.for_compare = {}
-    return _resolve(gathered, program)
+        collected.sweep_blocks = {}
+    return _resolve(collected, program)
 
 
 def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
     """Returns the configuration of a config file and Python values, checked as in `load`."""
     arguments = [] if config_file is None else [str(config_file)]
-    return _resolve(import_modules.gather(arguments, overrides, os.environ), None).config
+    return _resolve(import_modules.collect(arguments, overrides, os.environ), None).config
 
 
-class _Winners(NamedTuple):
+class _Merged(NamedTuple):
     """The winning settings."""
 
     typed: dict[str, Any]  # values by key
@@ -85,38 +89,40 @@ class _Winners(NamedTuple):
         """The winning setting of each key."""
         return {setting.name: setting for setting in self.kept}
 
-    def is_deliberate(self, name: str) -> bool:
+    def is_set_by_user(self, name: str) -> bool:
         """Returns whether the user set another value than the default for this run."""
         is_default = self.typed[name] == all_keys()[name].default
-        return self.origins[name].layer in _DELIBERATE and not is_default
+        return self.origins[name].source in _SET_BY_USER and not is_default
 
 
-def _resolve(gathered: Gathered, program: str | None) -> Loaded:
-    layering.announce(gathered.notices)
-    problems = list(gathered.problems)
-    problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
-    winners = _winners(gathered.settings, problems)
+def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
+    sources.print_notices(collected.notices)
+    problems = list(collected.problems)
+    problems += [
+        sources.sweep_not_supported(name, one.place) for name, one in collected.sweep_blocks.items()
+    ]
+    winners = _merge(collected.settings, problems)
     typed, origins, kept, wrong = winners
-    _derive(typed, origins, gathered.config_path)
-    idle = _without_effect(winners)
-    problems += _inert_family(origins, kept)
-    config = build({name: value for name, value in typed.items() if name not in wrong})
-    broken, of_rules = _broken_rules(config, winners, program)
+    _derive(typed, origins, collected.config_path)
+    idle = _find_unused_keys(winners)
+    problems += _find_unused_decoder_block(origins, kept)
+    config = unflatten({name: value for name, value in typed.items() if name not in wrong})
+    broken, of_rules = _check_rules(config, winners, program)
     # What rules miss may stand in a file that could not be read.
-    problems += [] if gathered.is_file_missing else broken
+    problems += [] if collected.is_file_missing else broken
     idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
     if typed["strict_config"] is True:
         problems += idle.values()
     if problems:
         raise ConfigurationError(problems)
-    layering.announce([_notice(name, problem) for name, problem in idle.items()])
-    return Loaded(config, origins, gathered.config_path, tuple(kept))
+    sources.print_notices([_notice(name, problem) for name, problem in idle.items()])
+    return LoadedConfig(config, origins, collected.config_path, tuple(kept))
 
 
-def _winners(settings: Sequence[Setting], problems: list[Problem]) -> _Winners:
+def _merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
-    origins = {name: Origin(Layer.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}
+    origins = {name: Origin(Source.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}
     typed["logical_axis_rules"] = ()
     kept: list[Setting] = []
     wrong: set[str] = set()
@@ -127,8 +133,8 @@ def _winners(settings: Sequence[Setting], problems: list[Problem]) -> _Winners:
             continue
         try:
             value = _typed(setting, key)
-        except values.WrongValue as error:
-            problems.append(_wrong(setting, key, str(error)))
+        except values.InvalidValueError as error:
+            problems.append(_type_error(setting, key, str(error)))
             wrong.add(key.name)
             continue
         # configs/base.yml lists every key so that people can read it. Its values are the schema's
@@ -144,7 +150,7 @@ def _winners(settings: Sequence[Setting], problems: list[Problem]) -> _Winners:
         typed["logical_axis_rules"] = axis_rules.merge(
             axis_rules.default_rules(), typed["logical_axis_rules"]
         )
-    return _Winners(typed, origins, kept, wrong)
+    return _Merged(typed, origins, kept, wrong)
 
 
 def _typed(setting: Setting, key: Key) -> Any:
@@ -152,12 +158,12 @@ def _typed(setting: Setting, key: Key) -> Any:
         return import_modules.names_in(setting)
     value = setting.value
     # A text key takes what was typed as it is: prompt=[hello] is no list.
-    from_shell = setting.origin.layer in (Layer.COMMAND_LINE, Layer.ENVIRONMENT)
+    from_shell = setting.origin.source in (Source.COMMAND_LINE, Source.ENVIRONMENT)
     if key.annotation is str and from_shell and not isinstance(value, str):
-        value = values.Plain(setting.origin.raw)
+        value = values.UntypedScalar(setting.origin.raw)
     converted = converted_value(value, key)
-    if key.out_of_bounds(converted):
-        raise values.WrongValue(f"{values.show(converted)} is not {key.bounds_text}")
+    if key.violates_bounds(converted):
+        raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
     return converted
 
 
@@ -165,7 +171,7 @@ def converted_value(value: Any, key: Key) -> Any:
     """Converts a value to a key's type.
 
     Raises:
-      values.WrongValue: It has another type.
+      values.InvalidValueError: It has another type.
     """
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
@@ -177,35 +183,37 @@ def converted_value(value: Any, key: Key) -> Any:
 
 def _unknown(setting: Setting) -> Problem:
     name = setting.written
-    if name in layering.FOR_COMPARE:
-        return layering.unexpanded(name, setting.place)
-    if name in layering.FILE_KEYS:
+    if name in sources.SWEEP_KEYS:
+        return sources.sweep_not_supported(name, setting.place)
+    if name in sources.FILE_KEYS:
         return Problem(f"{name}: only a YAML file can set it", (setting.place,))
-    close = nearest(name, all_keys())
-    if reason := absent(name, tuple(close)):
+    close = close_matches(name, all_keys())
+    if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
-    facts = (*nearest_fact(name, all_keys()), ("all keys", "configs/base.yml, or --help"))
+    facts = (*close_matches_fact(name, all_keys()), ("all keys", "configs/base.yml, or --help"))
     return Problem(f"{name}: unknown key", (setting.place,), facts)
 
 
-def accepted(key: Key) -> str:
+def format_accepted(key: Key) -> str:
     """Returns text about the values a key takes."""
     if key.name == "logical_axis_rules":
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
     bounds = f", {key.bounds_text}" if key.bounds_text else ""
-    return values.describe(key.annotation) + bounds
+    return values.type_name(key.annotation) + bounds
 
 
-def _wrong(setting: Setting, key: Key, message: str) -> Problem:
-    facts = [("accepted", accepted(key))]
+def _type_error(setting: Setting, key: Key, message: str) -> Problem:
+    facts = [("accepted", format_accepted(key))]
     if key.choices and isinstance(setting.value, str):
-        facts += nearest_fact(setting.value, [str(choice) for choice in key.choices if choice])
+        facts += close_matches_fact(
+            setting.value, [str(choice) for choice in key.choices if choice]
+        )
         if note := VALUE_NOTES.get((key.name, setting.value)):
             facts.append(("note", note))
     if dict(key.bounds).get("ne") is not None:
-        facts.append(("meaning", key.meaning))
+        facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
     return Problem(f"{key.name}: {message}", (setting.place,), tuple(facts))
@@ -216,7 +224,7 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
 
     def set_derived(name: str, value: Any, note: str) -> None:
         typed[name] = value
-        origins[name] = Origin(Layer.DERIVED, raw=values.to_yaml(value), note=note)
+        origins[name] = Origin(Source.DERIVED, raw=values.to_yaml(value), note=note)
 
     if typed["steps"] == -1 and typed["learning_rate_schedule_steps"] != -1:
         set_derived(
@@ -225,31 +233,31 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
     elif typed["learning_rate_schedule_steps"] == -1:
         set_derived("learning_rate_schedule_steps", typed["steps"], "from steps")
 
-    if typed["mlm_training"] and origins["causal"].layer == Layer.DEFAULT:
+    if typed["mlm_training"] and origins["causal"].source == Source.DEFAULT:
         set_derived("causal", False, "from mlm_training")
 
     if typed["eval_interval"] == 0:
         set_derived("eval_interval", -1, "0 is never, too")
 
     reads_records = typed["dataset_type"] == "grain" and typed["grain_train_files"]
-    by_user = origins["eval_interval"].layer in (Layer.COMMAND_LINE, Layer.ARGUMENT)
+    by_user = origins["eval_interval"].source in (Source.COMMAND_LINE, Source.ARGUMENT)
     nothing_held_out = not (typed["grain_eval_files"] or typed["dataset_path"])
     if reads_records and nothing_held_out and typed["eval_interval"] != -1 and not by_user:
-        layering.announce(["note: no evaluation: grain_eval_files names no records for it"])
+        sources.print_notices(["note: no evaluation: grain_eval_files names no records for it"])
         set_derived("eval_interval", -1, "without records to evaluate on")
 
     # What to train on is one choice: the key that was set last beats the others.
     for name in ("dataset_path", "grain_train_files") if typed["dataset_mix"] else ():
-        if typed[name] and origins[name].layer.rank < origins["dataset_mix"].layer.rank:
+        if typed[name] and origins[name].source.rank < origins["dataset_mix"].source.rank:
             set_derived(name, "", "because of dataset_mix")
-        elif typed[name] and origins[name].layer.rank > origins["dataset_mix"].layer.rank:
+        elif typed[name] and origins[name].source.rank > origins["dataset_mix"].source.rank:
             set_derived("dataset_mix", (), f"because of {name}")
 
     sizes = typed["ici_expert_parallelism"], typed["dcn_expert_parallelism"]
     if typed["num_experts"] > 1 and any(size not in (0, 1) for size in sizes):
         for name, factor in (("capacity_factor", 1.25), ("eval_capacity_factor", 2.0)):
-            if typed[name] == -1 and origins[name].layer in (Layer.DEFAULT, Layer.DECODER_BLOCK):
-                layering.announce([f"note: {name}={factor:g}: experts are on several devices"])
+            if typed[name] == -1 and origins[name].source in (Source.DEFAULT, Source.DECODER_BLOCK):
+                sources.print_notices([f"note: {name}={factor:g}: experts are on several devices"])
                 set_derived(name, factor, "for experts on several devices")
 
     if not typed["run_name"]:
@@ -267,14 +275,14 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         base = typed["base_output_directory"]
         parent, _, last = name.rstrip("/").rpartition("/")
         if base and base.rstrip("/") != parent:
-            layering.announce([f"note: base_output_directory={base}: run_name is a whole path"])
+            sources.print_notices([f"note: base_output_directory={base}: run_name is a whole path"])
         set_derived("base_output_directory", parent or "/", "from run_name, a whole path")
         set_derived("run_name", last, "from the last part of the path given as run_name")
     elif not typed["base_output_directory"]:
         set_derived("base_output_directory", "./maxtext_output", "because it is empty")
 
 
-def _without_effect(winners: _Winners) -> dict[str, Problem]:
+def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
     """Returns keys that were set on purpose and have no effect under the chosen parts, and why.
 
     Values of a preset, bundle or base file are silently inert, as is one of the config file if a
@@ -284,14 +292,14 @@ def _without_effect(winners: _Winners) -> dict[str, Problem]:
     typed, origins, _, wrong = winners
     last, problems = winners.last, {}
     for name, key in all_keys().items():
-        layer = origins[name].layer
-        if name in wrong or not winners.is_deliberate(name):
+        layer = origins[name].source
+        if name in wrong or not winners.is_set_by_user(name):
             continue
         for group in key.conditions:
             if any(other in wrong or typed[other] in group[other] for other in group):
                 continue
-            chosen_by = [origins[other].layer for other in group]
-            if any(by is not Layer.DERIVED and by.rank > layer.rank for by in chosen_by):
+            chosen_by = [origins[other].source for other in group]
+            if any(by is not Source.DERIVED and by.rank > layer.rank for by in chosen_by):
                 continue
             as_it_is = " and ".join(f"{other}={values.to_yaml(typed[other])}" for other in group)
             needed = (
@@ -314,21 +322,25 @@ def _notice(name: str, problem: Problem) -> str:
     return f"{kind}: {problem.what} ({problem.where[0]})"
 
 
-def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> list[Problem]:
+def _find_unused_decoder_block(
+    origins: Mapping[str, Origin], kept: Sequence[Setting]
+) -> list[Problem]:
     """Returns the problem of a decoder_block over a saved configuration, which sets every part."""
-    saved = [s for s in kept if s.origin.layer is Layer.SAVED_CONFIG and s.name == "decoder_block"]
-    if not saved or origins["decoder_block"].layer is Layer.SAVED_CONFIG:
+    saved = [
+        s for s in kept if s.origin.source is Source.SAVED_CONFIG and s.name == "decoder_block"
+    ]
+    if not saved or origins["decoder_block"].source is Source.SAVED_CONFIG:
         return []
     chosen = [setting for setting in kept if setting.name == "decoder_block"][-1]
-    if chosen.value == saved[-1].value or chosen.origin.layer is Layer.PRESET:
+    if chosen.value == saved[-1].value or chosen.origin.source is Source.PRESET:
         return []
     what = "decoder_block: has no effect over a saved configuration, which sets every part"
     facts = (("instead", "start from a config file that is not saved, or set the parts"),)
     return [Problem(what, (chosen.place, saved[-1].place), facts)]
 
 
-def _broken_rules(
-    config: Config, winners: _Winners, program: str | None
+def _check_rules(
+    config: Config, winners: _Merged, program: str | None
 ) -> tuple[list[Problem], dict[str, Problem]]:
     """Returns problems, and keys without effect by name."""
     last, origins = winners.last, winners.origins
@@ -338,7 +350,7 @@ def _broken_rules(
         if winners.wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
             continue
         # A derived value is only as wrong as the key it comes from, which has a rule of its own.
-        if len(rule.keys) == 1 and origins[rule.keys[0]].layer is Layer.DERIVED:
+        if len(rule.keys) == 1 and origins[rule.keys[0]].source is Source.DERIVED:
             continue
         if message := rule.check(config):
             named = [name for name in rule.keys if re.search(rf"\b{name}\b", message)]
@@ -352,8 +364,8 @@ def _broken_rules(
             # A message begins with the key that has no effect.
             first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
             subjects = [first[0]] if first else rule.keys
-            by_user = [name for name in subjects if winners.is_deliberate(name)]
-            if not rule.is_idle:
+            by_user = [name for name in subjects if winners.is_set_by_user(name)]
+            if not rule.finds_unused:
                 problems.append(problem)
             elif by_user:
                 idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
@@ -362,6 +374,6 @@ def _broken_rules(
 
 def _defaults(names: Sequence[str], origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
     defaults = [
-        f"{name}={origins[name].raw}" for name in names if origins[name].layer is Layer.DEFAULT
+        f"{name}={origins[name].raw}" for name in names if origins[name].source is Source.DEFAULT
     ]
     return (("default", ", ".join(defaults)),) if defaults else ()

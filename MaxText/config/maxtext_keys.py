@@ -13,21 +13,21 @@ import yaml
 from MaxText.config import values
 
 
-class Absent(NamedTuple):
+class UnsupportedKey(NamedTuple):
     """The reason that a key does not exist here."""
 
     why: str  # the reason, in words
-    instead: str = ""  # the key of ours that serves its purpose, if one does
+    replacement: str = ""  # the key of ours that serves its purpose, if one does
     # values that are ignored with a note: those that switch the thing off, any because none would
     # change a result here, or nothing
     accepts: Literal["off", "any", "nothing"] = "off"
 
     @property
     def sentence(self) -> str:
-        return f"{self.why}; use {self.instead}" if self.instead else self.why
+        return f"{self.why}; use {self.replacement}" if self.replacement else self.why
 
 
-class Translation(NamedTuple):
+class KeyMapping(NamedTuple):
     """The meaning here of another program's `key=value`."""
 
     name: str  # key of ours; empty where nothing has to be set
@@ -53,21 +53,21 @@ def _read() -> dict[str, Any]:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def _absent(row: dict[str, Any]) -> Absent:
-    return Absent(row["why"], row.get("use", ""), row.get("accepts", "off"))
+def _unsupported(row: dict[str, Any]) -> UnsupportedKey:
+    return UnsupportedKey(row["why"], row.get("use", ""), row.get("accepts", "off"))
 
 
 _TABLES = _read()
 # Old name -> ours, where both mean exactly the same.
 ALIASES: dict[str, str] = _TABLES["aliases"]
-UNAVAILABLE = {key: _absent(row) for row in _TABLES["absent"] for key in row["keys"]}
+UNSUPPORTED = {key: _unsupported(row) for row in _TABLES["absent"] for key in row["keys"]}
 # Families too large to list; the first prefix that fits counts.
-_FAMILIES = {row["prefix"]: _absent(row) for row in _TABLES["prefixes"]}
+_FAMILIES = {row["prefix"]: _unsupported(row) for row in _TABLES["prefixes"]}
 # (key, value) -> what to choose for a value of MaxText that is not among ours.
 VALUE_NOTES = {(key, value): note for key, value, note in _TABLES["value_notes"]}
 # (key, value) -> ours. Values in lower case; null stands for all ways to write nothing.
 TRANSLATIONS = {
-    (key, value): Translation(*ours) if len(ours) == 2 else Translation("", why=ours[0])
+    (key, value): KeyMapping(*ours) if len(ours) == 2 else KeyMapping("", why=ours[0])
     for key, value, *ours in _TABLES["translations"]
 }
 # Key of another program -> (whose it is, key of ours). Values mean something else there (a global
@@ -82,7 +82,7 @@ REFERENCE_KEYS = {
 _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
-def translation(name: str, value: Any) -> Translation | None:
+def find_mapping(name: str, value: Any) -> KeyMapping | None:
     """Returns the meaning of another program's `key=value`, or None."""
     if values.is_null(value):
         spelled = "null"
@@ -91,22 +91,22 @@ def translation(name: str, value: Any) -> Translation | None:
     if found := TRANSLATIONS.get((name, spelled or "null")):
         return found
     families = (one for start, one in _FAMILIES.items() if name.startswith(start))
-    reason = UNAVAILABLE.get(name) or next((one for one in families if one.accepts == "any"), None)
+    reason = UNSUPPORTED.get(name) or next((one for one in families if one.accepts == "any"), None)
     if reason and (reason.accepts == "any" or (reason.accepts == "off" and spelled in _OFF)):
-        return Translation("", why=reason.sentence)
+        return KeyMapping("", why=reason.sentence)
     return None
 
 
-def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
+def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
     """Returns why a key of another program is refused, None for any other name.
 
     Args:
       known: Names close to it among our keys.
     """
-    if name in UNAVAILABLE:
-        return UNAVAILABLE[name]
+    if name in UNSUPPORTED:
+        return UNSUPPORTED[name]
     if name in REFERENCE_KEYS:
-        return Absent(*REFERENCE_KEYS[name])
+        return UnsupportedKey(*REFERENCE_KEYS[name])
     if known:
         return None
     return next((reason for prefix, reason in _FAMILIES.items() if name.startswith(prefix)), None)

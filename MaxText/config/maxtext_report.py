@@ -1,18 +1,18 @@
 """Report on a YAML file that was written for MaxText or one of its forks."""
 
 from MaxText.config import config_files, values
-from MaxText.config.catalogue import Key, all_keys
-from MaxText.config.loading import accepted, converted_value
-from MaxText.config.maxtext_keys import ALIASES, VALUE_NOTES, absent, translation
-from MaxText.config.problems import nearest
+from MaxText.config.catalog import Key, all_keys
+from MaxText.config.loading import converted_value, format_accepted
+from MaxText.config.maxtext_keys import ALIASES, VALUE_NOTES, find_mapping, find_unsupported
+from MaxText.config.problems import close_matches
 
 _HEADINGS = {
-    "understood": "Understood as they are",
-    "changed": "Understood under another name or in other words",
+    "understood": "Supported",
+    "changed": "Supported under another name or value",
     "idle": "Accepted, without effect here",
     "refused": "Known keys with values that are not accepted: change these",
-    "ignored": "Not here: leave these out",
-    "unknown": "Not recognised: leave these out or correct them",
+    "ignored": "Not supported: remove these",
+    "unknown": "Unknown: remove or correct these",
 }
 
 
@@ -22,9 +22,9 @@ def report(path: str) -> str:
     entries, problems = config_files.read(file)
     groups: dict[str, list[str]] = {heading: [] for heading in _HEADINGS}
     for entry in entries:
-        group, line = _judge(entry)
+        group, line = _classify(entry)
         groups[group].append(f"  {entry.name}: {line}")
-    lines = [f"{config_files.display(file)}, {len(entries)} keys"]
+    lines = [f"{config_files.short_path(file)}, {len(entries)} keys"]
     for group, found in groups.items():
         if found:
             lines += ["", f"{_HEADINGS[group]} ({len(found)}):", *found]
@@ -33,16 +33,16 @@ def report(path: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _judge(entry: config_files.Entry) -> tuple[str, str]:
+def _classify(entry: config_files.YamlEntry) -> tuple[str, str]:
     if entry.name == "base_config":
         return "understood", f"{entry.raw} (its own keys are not part of this report)"
     name = ALIASES.get(entry.name, entry.name)
-    if found := translation(name, entry.value):
+    if found := find_mapping(name, entry.value):
         return "changed" if found.name else "idle", f"{entry.raw} {found.sentence}"
     key = all_keys().get(name)
     if key is None:
-        close = nearest(entry.name, all_keys())
-        if reason := absent(entry.name, tuple(close)):
+        close = close_matches(entry.name, all_keys())
+        if reason := find_unsupported(entry.name, tuple(close)):
             return "ignored", reason.sentence
         return "unknown", f"nearest: {', '.join(close)}" if close else "nothing like it"
     if refusal := _refusal(entry, key):
@@ -50,11 +50,11 @@ def _judge(entry: config_files.Entry) -> tuple[str, str]:
     return ("understood", entry.raw) if name == entry.name else ("changed", f"{name}: {entry.raw}")
 
 
-def _refusal(entry: config_files.Entry, key: Key) -> str:
+def _refusal(entry: config_files.YamlEntry, key: Key) -> str:
     try:
         converted = converted_value(entry.value, key)
-    except values.WrongValue as error:
+    except values.InvalidValueError as error:
         note = VALUE_NOTES.get((key.name, str(entry.value)), "")
-        return f"{error}" + (f" ({note})" if note else f"; {accepted(key)}")
-    outside = key.out_of_bounds(converted)
+        return f"{error}" + (f" ({note})" if note else f"; {format_accepted(key)}")
+    outside = key.violates_bounds(converted)
     return f"{entry.raw} is not {key.bounds_text}" if outside else ""

@@ -28,9 +28,7 @@ def _kv_heads(base_num_query_heads, base_num_kv_heads):
 def _head_dim(head_dim, dimensions):
     emb, heads = dimensions.emb_dim, dimensions.num_query_heads
     if head_dim == -1 and emb % heads:
-        return (
-            f"head_dim=-1 divides the width by the query heads, but {emb} / {heads} is no integer"
-        )
+        return f"head_dim=-1 is emb_dim / query heads, but {emb} / {heads} is not an integer"
 
 
 @rule("head_dim", "base_emb_dim", "base_num_query_heads")
@@ -40,7 +38,7 @@ def _rotary(rotary_pct, model, dimensions):
     turned = int(dimensions.head_dim * rotary_pct)
     if turned < 2 or turned % 2:
         return (
-            f"rotary turns pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
+            f"rotary rotates pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
             f"{rotary_pct:g} gives {turned}, not an even number from 2"
         )
 
@@ -54,7 +52,7 @@ def _rotary_bands(rope_type, model, **bands):
     if low and model.position.position_embedding == "rotary" and bands[low] >= bands[high]:
         return (
             f"{low}={bands[low]:g} must be below {high}={bands[high]:g}: "
-            "frequencies between the two are divided in part"
+            "frequencies between the two are interpolated"
         )
 
 
@@ -71,8 +69,8 @@ def _learned_positions(trainable_position_size, max_target_length, model):
     is_learned = model.position.position_embedding == "learned"
     if is_learned and -1 != trainable_position_size < max_target_length:
         return (
-            f"trainable_position_size={trainable_position_size} has no row for every place of a "
-            f"window of max_target_length={max_target_length} tokens"
+            f"trainable_position_size={trainable_position_size} is less than "
+            f"max_target_length={max_target_length}"
         )
 
 
@@ -102,7 +100,7 @@ def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
 def _zooms(**zooms):
     for name, zoom in zooms.items():
         if -1 < zoom < 0:
-            return f"{name}={zoom:g} has no root; use 0 or more, or -1 for what zoom_dim says"
+            return f"{name}={zoom:g} has no square root; use 0 or more, or -1 for zoom_dim"
 
 
 @rule("base_emb_dim", "base_num_query_heads")
@@ -116,7 +114,7 @@ def _heads_of_slots(head_dim, attention_projections, dimensions):
         )
 
 
-@rule(is_idle=True)
+@rule(finds_unused=True)
 def _drop_path(drop_path_schedule, drop_path):
     if drop_path_schedule == "linear" and drop_path == 0:
         return (
@@ -142,8 +140,8 @@ def _mlp_dims(dynamic_mlp_dim, mlp_dim_multiple, model, dimensions):
 
 @rule("dense_conn")
 def _scan(scan_layers, model):
-    if scan_layers is True and model.scan_refused is not None:
-        return f"scan_layers=true: {model.scan_refused}"
+    if scan_layers is True and model.scan_unsupported_reason is not None:
+        return f"scan_layers=true: {model.scan_unsupported_reason}"
 
 
 @rule()
@@ -159,7 +157,7 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
         return f"layer_pattern: layer_kinds has no letter {unknown[0]}, only {', '.join(known)}"
     kinds = layer_kinds.as_dict()
     if model.attention.attention_types and any("mixer" in keys for keys in kinds.values()):
-        return "layer_pattern: attention_types chooses the mixers of layers as well"
+        return "layer_pattern: attention_types also sets the mixers of layers; set one of them"
     for letter, keys in kinds.items():
         position = keys.get("position_embedding", "none")
         if position not in ("none", model.position.position_embedding):
@@ -201,7 +199,7 @@ def _parts(model):
 @rule("dense_conn")
 def _dense_connection(connection_type, dense_conn):
     if connection_type == "dense" and not dense_conn:
-        return "connection_type=dense is switched on by dense_conn=true"
+        return "connection_type=dense needs dense_conn=true"
     if dense_conn and connection_type not in ("auto", "dense"):
         return f"dense_conn=true and connection_type={connection_type} exclude each other"
 
@@ -221,7 +219,7 @@ def _no_decode_state(model):
 def _attention_types(attention_types, model, dimensions):
     if any(times < 1 or not pattern for pattern, times in attention_types):
         return (
-            "attention_types: pairs of a pattern, which names a kind or more, and 1 or more times"
+            "attention_types: each entry is a pattern of one or more kinds and a count of 1 or more"
         )
     given, num_layers = model.attention.num_kinds, dimensions.num_layers
     if attention_types and given != num_layers:
@@ -242,7 +240,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
-@rule(*_READ_BY, "attention_types", is_idle=True)
+@rule(*_READ_BY, "attention_types", finds_unused=True)
 def _read_by_no_layer(model, **keys):
     section, mixers = model.attention, set(model.mixers)
     for name, readers in _READ_BY.items():
@@ -258,7 +256,7 @@ def _read_by_no_layer(model, **keys):
 @rule("attention_types")
 def _linear(position_embedding, model):
     if "linear_attention" in model.mixers and position_embedding == "alibi":
-        return "position_embedding=alibi lowers scores, and linear attention has none"
+        return "position_embedding=alibi biases attention scores, and linear attention has none"
 
 
 @rule()
@@ -279,22 +277,24 @@ def _axial(axial_pos_shape, position_embedding, max_target_length):
         )
 
 
-@rule(is_idle=True)
+@rule(finds_unused=True)
 def _no_block_norms(use_rezero, normalization_type, block_norm_parametric):
     if use_rezero and normalization_type.startswith("scale_norm"):
         return (
-            f"use_rezero=true leaves norms before parts out, normalization_type="
-            f"{normalization_type} chooses one for them"
+            f"use_rezero=true has no norms before branches, so normalization_type="
+            f"{normalization_type} has no effect on them"
         )
     if use_rezero and not block_norm_parametric:
-        return "use_rezero=true leaves norms before parts out; block_norm_parametric has no effect"
+        return (
+            "use_rezero=true has no norms before branches, so block_norm_parametric has no effect"
+        )
 
 
 @rule()
 def _rezero(use_rezero, parallel_residual_shared_norm, model):
     is_parallel = model.block.block_arrangement == "parallel"
     if use_rezero and is_parallel and parallel_residual_shared_norm:
-        return "parallel_residual_shared_norm=true: use_rezero=true leaves no norm to share"
+        return "parallel_residual_shared_norm=true: use_rezero=true has no norm to share"
 
 
 @rule("dense_ways")
@@ -358,7 +358,7 @@ def _head(causal, model):
         return "head_qk=true points back at earlier tokens, but causal=false"
 
 
-@rule(*MixtureOfExperts.model_fields, is_idle=True)
+@rule(*MixtureOfExperts.model_fields, finds_unused=True)
 def _no_experts(**keys):
     for name, field in MixtureOfExperts.model_fields.items():
         if keys["num_experts"] == 1 and keys[name] != field.default:
@@ -390,8 +390,8 @@ def _experts(feed_forward_type, mlp_activations, config, dimensions):
     if section.moe_activations is None:
         for name in set(mlp_activations) & set(get_args(NotElementwise)):
             return (
-                f"mlp_activations: {name} is no function of one number, which those of experts "
-                "are\nmoe_activations=[gelu]"
+                f"mlp_activations: {name} is not elementwise, as experts require\n"
+                "moe_activations=[gelu]"
             )
     if feed_forward_type == "pattention":
         return "num_experts: experts are MLPs; with feed_forward_type=pattention there is none"
@@ -419,8 +419,7 @@ def _expert_axis(num_experts, capacity_factor, model, **sizes):
 def _dense_weights(dense_dynamic, dense_static, model):
     if model.dense_connections.dense_conn and not (dense_dynamic or dense_static):
         return (
-            "dense_dynamic=false and dense_static=false leave sums without weights; one of them "
-            "has to be true"
+            "dense_dynamic=false and dense_static=false: sums need weights; set one of them to true"
         )
 
 
@@ -431,9 +430,9 @@ def _dense_ways(dense_ways, mudd_postnorm, model):
     if not dense_ways:
         return "dense_ways: the list is empty; name at least one of q, k, v, r"
     if len(set(dense_ways)) != len(dense_ways):
-        return f"dense_ways: {', '.join(dense_ways)} names a way twice"
+        return f"dense_ways: {', '.join(dense_ways)} names a stream twice"
     if mudd_postnorm == "residual" and "r" not in dense_ways:
-        return "mudd_postnorm=residual: dense_ways has no way r that could be normalised"
+        return "mudd_postnorm=residual: dense_ways has no stream r to normalize"
 
 
 @rule("dense_sources", "base_num_decoder_layers")

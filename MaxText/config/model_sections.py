@@ -1,4 +1,4 @@
-"""Keys that choose and size the model, a class for each part."""
+"""Keys of the model, one section per part."""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -33,23 +33,26 @@ RematPolicy = Literal[
     "qkv_proj_offloaded",
 ]  # fmt: skip
 
+WeightInit = Literal[
+    "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
+]  # fmt: skip
+
 # ((section, key), value) of keys that a layer has other values of than the model.
 Overrides = tuple[tuple[tuple[str, str], Any], ...]
 
-# What to set where layers cannot be cut into stages, as a line of a message.
+# Remedy in messages about layers that cannot be split into stages.
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
 
 
 class Shape(Section):
-    """Sizes of the model."""
+    """Model sizes."""
 
     decoder_block: str = key(
-        "llama2", "Family whose part choices are the defaults: a file of configs/decoder_blocks/."
+        "llama2", "Model family that sets default part choices: a file of configs/decoder_blocks/."
     )
-    # Upper bounds are far beyond any model. They tell a slip of the keyboard before shapes that
-    # nothing can hold, and lists of layers that fill the memory.
+    # Upper bounds are far beyond any model: they catch typos before shapes exhaust memory.
     global_parameter_scale: int = key(
-        1, "Power of two by which the base_* sizes are scaled up to multiply the parameters.",
+        1, "Power of two that scales the base_* sizes to multiply the parameters.",
         ge=1, le=2**20,
     )  # fmt: skip
     base_emb_dim: int = key(
@@ -57,22 +60,20 @@ class Shape(Section):
     )
     base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1, le=100_000)
     base_num_kv_heads: int = key(
-        16, "Key/value heads before scaling; fewer than query heads is grouped-query.",
+        16, "Key/value heads before scaling; fewer than query heads is grouped-query attention.",
         ge=1, le=100_000,
     )  # fmt: skip
     base_mlp_dim: int = key(
         7168, "Hidden width of the feed-forward before scaling.", ge=1, le=10_000_000,
-        only_if={"feed_forward_type": ["mlp"]},
+        only_if={"feed_forward_type": "mlp"},
     )  # fmt: skip
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
-    head_dim: CountOrAuto = key(
-        128, "Width of one head; -1 is emb_dim / query heads.", le=1_000_000
-    )
+    head_dim: CountOrAuto = key(128, "Width of a head; -1 is emb_dim / query heads.", le=1_000_000)
     vocab_size: int = key(
-        32_000, "Rows of the token table, padding rows included.", ge=1, le=2**31 - 1
+        32_000, "Rows of the token table, including padding rows.", ge=1, le=2**31 - 1
     )
     max_target_length: int = key(
-        2048, "Sequence length of a training window.", unit="tokens", ge=1, le=2**31 - 1
+        2048, "Sequence length in training.", unit="tokens", ge=1, le=2**31 - 1
     )
 
     @property
@@ -97,38 +98,34 @@ class Shape(Section):
 
 
 class Embedding(Section):
-    """From tokens to the first hidden state."""
+    """Token embedding."""
 
     scale_embedding: bool = key(
         False,
-        "Multiply the rows of the token table by sqrt(emb_dim) when they are looked up (Gemma). "
-        "embedding_init_std should be small then.",
+        "Multiply token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with "
+        "it.",
     )
 
 
 class Head(Section):
-    """From the last hidden state to logits."""
+    """Output head."""
 
     head_type: Annotated[str, Name("head", "auto")] = key(
         "auto",
-        "linear: a matrix or the token table. auto: linear, or head_qk where head_qk=true.",
+        "linear: a matrix or the tied token table. auto: linear, or head_qk if head_qk=true.",
     )
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
     logits_bias: bool = key(
-        False,
-        "A bias of an output head that is not tied.",
-        only_if={"logits_via_embedding": [False]},
+        False, "Bias of an untied output head.", only_if={"logits_via_embedding": False}
     )
-    final_norm: bool = key(True, "A norm after the last layer.")
+    final_norm: bool = key(True, "Norm after the last layer.")
     final_normalization_type: Annotated[str, Name("norm", "auto")] = key(
-        "auto",
-        "The norm after the last layer; auto: that of the blocks, normalization_type.",
-        only_if={"final_norm": [True]},
+        "auto", "Type of the final norm; auto is normalization_type.", only_if="final_norm"
     )
     head_qk: bool = key(
         False,
-        "Add to the logit of each id how well earlier tokens with that id match the current one "
-        "(Head-QK, fattorib/transformer).",
+        "Head-QK: add to the logit of each id the scores between the current token and earlier "
+        "tokens with that id (fattorib/transformer).",
         only_if={"head_type": ["auto", "head_qk"]},
     )
     head_qk_dim: Count = key(
@@ -137,49 +134,51 @@ class Head(Section):
         only_if_any={"head_qk": [True], "head_type": ["head_qk"]},
     )
     normalize_embedding_logits: bool = key(
-        True, "Divide tied logits by sqrt(emb_dim).", only_if={"logits_via_embedding": [True]}
+        True, "Divide tied logits by sqrt(emb_dim).", only_if="logits_via_embedding"
     )
     logits_embedding_dtype: Literal["auto", "bfloat16"] = key(
         "auto",
-        "What a tied token table is rounded to for the logits; auto: not. bfloat16 is what "
-        "TokenFormer's JAX program does, whatever dtype is.",
-        only_if={"logits_via_embedding": [True]},
+        "Dtype to which a tied token table is rounded for logits; auto: none. bfloat16 matches "
+        "TokenFormer's JAX program, whatever dtype is.",
+        only_if="logits_via_embedding",
     )
-    logits_dot_in_fp32: bool = key(False, "Multiply by the head in float32 whatever dtype is.")
-    final_logits_soft_cap: NonNegative = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.")
+    logits_dot_in_fp32: bool = key(
+        False, "Compute the head's matmul in float32, whatever dtype is."
+    )
+    final_logits_soft_cap: NonNegative = key(
+        0.0, "Soft cap c of logits: c * tanh(logit / c); 0 disables."
+    )
 
     @property
     def name(self) -> str:
         """The registered head."""
-        return (
-            ("head_qk" if self.head_qk else "linear")
-            if self.head_type == "auto"
-            else self.head_type
-        )
+        if self.head_type != "auto":
+            return self.head_type
+        return "head_qk" if self.head_qk else "linear"
 
 
 class Objective(Section):
-    """What is minimised."""
+    """Training objective."""
 
     loss_type: Annotated[str, Name("objective")] = key(
         "cross_entropy",
-        "entmax: the loss of alpha-entmax, which gives most ids probability 0 (Peters et al. "
-        "2019; GPT-Neo: entmax_loss). It has no perplexity; decode with decode_entmax_alpha.",
+        "entmax: alpha-entmax loss, which gives most ids probability 0 (Peters et al. 2019; "
+        "GPT-Neo: entmax_loss). It has no perplexity; decode with decode_entmax_alpha.",
     )
     entmax_alpha: float = key(
-        1.3, "From 1, which is softmax, to 2, sparsemax.", ge=1, le=2,
-        only_if={"loss_type": ["entmax"]},
+        1.3, "Alpha, from 1 (softmax) to 2 (sparsemax).", ge=1, le=2,
+        only_if={"loss_type": "entmax"},
     )  # fmt: skip
     z_loss_multiplier: NonNegative = key(
         0.0,
-        "Weight of log(Z)^2, which keeps the logits' normaliser near 1 (PaLM, section 5). Entmax "
-        "has no such normaliser.",
-        only_if={"loss_type": ["cross_entropy"]},
+        "Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section "
+        "5). Entmax has no normalizer.",
+        only_if={"loss_type": "cross_entropy"},
     )
     num_vocab_tiling: Count = key(
         1,
-        "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never "
-        "exists.",
+        "Sequence chunks in which logits and loss are computed, so that [B,T,V] is never "
+        "materialized.",
     )
     parts: ObjectiveParts = ObjectiveParts()
 
@@ -188,22 +187,27 @@ DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 
 
 class Dropout(Section):
-    """Dropout rates. The three specific ones take dropout_rate where they are null."""
+    """Dropout rates."""
 
-    enable_dropout: bool = key(True, "Master switch of all rates; false sets them to 0.")
-    dropout_rate: Fraction = key(0.0, "Rate for every place that has none of its own.")
-    embedding_dropout_rate: float | None = key(None, "On the embedding output.", ge=0, lt=1)
-    attention_dropout_rate: float | None = key(None, "On attention probabilities.", ge=0, lt=1)
+    enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
+    dropout_rate: Fraction = key(0.0, "Default dropout rate.")
+    embedding_dropout_rate: float | None = key(
+        None, "Dropout rate of the embedding output; null is dropout_rate.", ge=0, lt=1
+    )
+    attention_dropout_rate: float | None = key(
+        None, "Dropout rate of attention probabilities; null is dropout_rate.", ge=0, lt=1
+    )
     residual_dropout_rate: float | None = key(
-        None, "On what attention and feed-forward add to the residual stream.", ge=0, lt=1
+        None,
+        "Dropout rate of branch outputs before the residual addition; null is dropout_rate.",
+        ge=0,
+        lt=1,
     )
     drop_path: Fraction = key(
-        0.0,
-        "Probability that a sequence leaves out what a part of a layer adds to the residual "
-        "stream, each on its own (stochastic depth).",
+        0.0, "Probability that a sequence skips a branch of a layer (stochastic depth)."
     )
     drop_path_schedule: Literal["constant", "linear"] = key(
-        "constant", "linear: from 0 in the first layer to drop_path in the last."
+        "constant", "linear: increase from 0 in the first layer to drop_path in the last."
     )
 
     def rate(self, place: str) -> float:
@@ -217,19 +221,9 @@ class Dropout(Section):
 
 
 class Initialization(Section):
-    """Starting values of the weights."""
+    """Weight initialization."""
 
-    weight_init: Literal[
-        "fan_in",
-        "gpt2",
-        "neox",
-        "xavier",
-        "xavier_uniform",
-        "normal",
-        "tokenformer",
-        "wang",
-        "gpt_neo",
-    ] = key(
+    weight_init: WeightInit = key(
         "fan_in",
         "fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). "
         "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out). "
@@ -238,17 +232,19 @@ class Initialization(Section):
         "1/sqrt(d head_dim).",
     )
     init_std: Positive = key(
-        0.02, "Standard deviation.", only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]}
+        0.02,
+        "Standard deviation of the initial weights.",
+        only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]},
     )
     init_scale_by_depth: bool = key(
         False,
-        "Divide outputs by sqrt(layers) (GPT-Neo: scale_by_depth, of the feed-forward alone).",
+        "Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward"
+        " only).",
         only_if={"weight_init": ["normal", "gpt_neo"]},
     )
     init_scale_by_in: bool = key(
         False,
-        "Divide by sqrt of the number of inputs as well (GPT-Neo: scale_by_in, of the feed-forward "
-        "alone).",
+        "Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only).",
         only_if={"weight_init": ["normal", "gpt_neo"]},
     )
     embedding_init_std: float | None = key(
@@ -261,51 +257,51 @@ class Initialization(Section):
 
 
 class Numerics(Section):
-    """Number formats."""
+    """Dtypes and matmul precision."""
 
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = key(
         "auto",
-        "Activations. auto: float32 on CPU, where bfloat16 takes twice the time; else bfloat16.",
+        "Dtype of activations. auto: float32 on CPU, where bfloat16 is half as fast; else "
+        "bfloat16.",
     )
-    weight_dtype: Literal["float32", "bfloat16"] = key("float32", "Parameters.")
+    weight_dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of parameters.")
     matmul_precision: Literal["default", "high", "highest"] = key(
-        "default", "Precision of matrix products for float32 inputs on accelerators."
+        "default", "Precision of matmuls with float32 inputs on accelerators."
     )
 
 
 class Memory(Section):
-    """Compile time and memory against speed. No effect on the result."""
+    """Layer scan and rematerialization. They do not change the result."""
 
     scan_layers: Literal["auto"] | bool = key(
         "auto",
-        "One compiled layer walked by a scan (true) or all layers unrolled (false). "
-        "auto: unrolled for few small layers on CPU, where layers differ, and with dense_conn; "
-        "else scanned.",
+        "Scan over one compiled layer (true) or unroll all layers (false). auto: unroll few small"
+        " layers on CPU, layers that differ, and with dense_conn; else scan.",
     )
     remat_policy: RematPolicy = key(
         "auto",
-        "What the backward pass computes again. full: all of a layer; minimal: all but matrix "
-        "products; none: nothing. auto: none for unrolled layers on CPU, else full.",
+        "Rematerialization in the backward pass. full: recompute whole layers; minimal: all but "
+        "matmuls; none: nothing. auto: none for unrolled layers on CPU, else full.",
     )
 
 
 class Pipeline(Section):
-    """How layers and rows are cut where a mesh has several stages. No effect on the result."""
+    """Pipeline schedule on a mesh with several stages. It does not change the result."""
 
     num_pipeline_microbatches: CountOrAuto = key(
         -1,
-        "Parts into which the rows of a microbatch are cut once more, to flow through the stages; "
-        "-1: as many as stages. More leave stages idle for less of the time.",
+        "Microbatches that flow through the stages, split from a microbatch of gradient "
+        "accumulation; -1: number of stages. More of them shrink the pipeline bubble.",
     )
     num_pipeline_repeats: CountOrAuto = key(
         -1,
-        "How often a row passes through all stages (circular schedule); -1: what "
-        "num_layers_per_pipeline_stage leaves. More leave stages idle for less of the time.",
+        "Passes of a sequence through all stages (circular schedule); -1: derived from "
+        "num_layers_per_pipeline_stage. More of them shrink the pipeline bubble.",
     )
     num_layers_per_pipeline_stage: CountOrAuto = key(
         -1,
-        "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
-        "leaves, and if that is -1, too, one pattern of kinds.",
+        "Layers that a stage computes before the next stage; -1: derived from "
+        "num_pipeline_repeats, or one cycle of layer kinds if that is -1 too.",
     )
 
     def microbatches(self, num_stages: int) -> int:
@@ -447,15 +443,15 @@ class Model(Section):
             )
         if per_stage % period:
             raise ValueError(
-                f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are no multiple of "
-                f"the {period} after which kinds of attention repeat: all stages run the same "
-                f"program\n" + self._fitting_stages(num_stages)
+                f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are not a "
+                f"multiple of the cycle of {period} layers: all stages run the same program\n"
+                + self._fitting_stages(num_stages)
             )
         microbatches = asked.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
             raise ValueError(
-                f"num_pipeline_microbatches={microbatches} is below the {num_stages} stages, so "
-                f"that a row would be back at the first stage before its turn comes again "
+                f"num_pipeline_microbatches={microbatches} is less than the {num_stages} stages: "
+                f"a microbatch would return to the first stage too early "
                 f"(num_pipeline_repeats={repeats})\n"
                 f"num_pipeline_microbatches={num_stages}, or more\nnum_pipeline_repeats=1"
             )
@@ -464,11 +460,11 @@ class Model(Section):
     def _unfit_for_stages(self) -> str:
         """Returns why layers cannot be split into stages at all; empty if they can."""
         if self.block.share_parameters:
-            return "share_parameters=true: there is one layer, and nothing to cut into stages"
+            return "share_parameters=true: there is one layer, and nothing to split into stages"
         if self.dense_connections.dense_conn:
             return "dense_conn=true: each layer reads the outputs of all stages before its own"
         if not self.layer_plan.is_whole:
-            return "layers are no repeats of one pattern, so that stages cannot run one program"
+            return "layers are not repeats of one pattern, so stages cannot run the same program"
         return ""
 
     def _fitting_stages(self, num_stages: int) -> str:
@@ -479,7 +475,7 @@ class Model(Section):
         return NO_STAGES
 
     @property
-    def scan_refused(self) -> str | None:
+    def scan_unsupported_reason(self) -> str | None:
         """Why layers cannot be scanned; None if they can."""
         if self.dense_connections.dense_conn:
             return "with dense_conn=true each layer reads another number of outputs"

@@ -11,13 +11,13 @@ from MaxText.errors import UserError
 class Problem:
     what: str  # key and what is wrong with it, one sentence
     where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
-    # labelled lines that help to mend it: accepted values, nearest names, default
+    # labeled lines that help to fix it: accepted values, nearest names, default
     facts: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
         """Returns the message, first line first."""
-        labelled = [("set", place) for place in self.where] + list(self.facts)
-        return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labelled)]
+        labeled = [("set", place) for place in self.where] + list(self.facts)
+        return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 
 
 class ConfigurationError(UserError):
@@ -33,7 +33,7 @@ class ConfigurationError(UserError):
         super().__init__("\n".join(lines))
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Returns the known names most like `name`, best first; also finds words in another order."""
     words = name.lower().replace("-", "_").replace(".", "_").strip("_")
     scores = []
@@ -47,9 +47,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return [candidate for _, candidate in sorted(scores)[:count]]
 
 
-def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[tuple[str, str], ...]:
+def close_matches_fact(
+    name: str, known: Iterable[str], form: str = "{}"
+) -> tuple[tuple[str, str], ...]:
     """Returns the nearest names as a fact of a problem; none if there are none."""
-    close = nearest(name, known)
+    close = close_matches(name, known)
     return (("nearest", ", ".join(map(form.format, close))),) if close else ()
 
 

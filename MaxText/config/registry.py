@@ -81,12 +81,12 @@ _registered: dict[tuple[str, str], Registration] = {}
 _changed: list[Callable[[], None]] = []
 
 
-def when_changed(forget: Callable[[], None]) -> None:
+def on_change(forget: Callable[[], None]) -> None:
     """Registers a callback for whenever a part is registered, to invalidate derived data."""
     _changed.append(forget)
 
 
-def _tell() -> None:
+def _notify() -> None:
     for forget_derived in _changed:
         forget_derived()
 
@@ -108,7 +108,7 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
     def add(given: Any) -> Any:
         if kind not in KINDS:
             raise RegistrationError(
-                f"{place}: there are no parts of kind {kind!r}: {', '.join(KINDS)}"
+                f"{place}: unknown kind of part {kind!r}, known: {', '.join(KINDS)}"
             )
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
@@ -121,14 +121,14 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
         if keys is not None:
             _check_keys(keys, f"{place}: {kind} {name!r}")
         _registered[kind, name] = Registration(kind, name, given, keys, place)
-        _tell()
+        _notify()
         return given
 
     return add
 
 
 def _check_keys(keys: type[Section], who: str) -> None:
-    from MaxText.config.catalogue import all_keys
+    from MaxText.config.catalog import all_keys
 
     if not (isinstance(keys, type) and issubclass(keys, Section)):
         raise RegistrationError(f"{who}: keys has to be a class derived from Section")
@@ -170,7 +170,7 @@ def forget(module_file: str) -> None:
     """Removes what a file has registered, so that it can be imported again."""
     for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
         del _registered[key]
-    _tell()
+    _notify()
 
 
 def keep_only(parts: Iterable[Registration]) -> None:
@@ -179,7 +179,7 @@ def keep_only(parts: Iterable[Registration]) -> None:
     if kept != _registered:
         _registered.clear()
         _registered.update(kept)
-        _tell()
+        _notify()
 
 
 class Parts(Section):

@@ -1,4 +1,4 @@
-"""Rules that judge combinations of keys, one small function each.
+"""Rules that check combinations of keys, one small function each.
 
 A rule is skipped if one of its keys already has a problem. Rules that need the number of devices
 are checked where it is known.
@@ -10,11 +10,11 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.schema import Config
 
 _OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
-_Judge = TypeVar("_Judge", bound=Callable[..., str | None])
+_Check = TypeVar("_Check", bound=Callable[..., str | None])
 
 RULES: list["Rule"] = []
 
@@ -25,15 +25,15 @@ class Rule(NamedTuple):
     keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
     # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
     # try instead.
-    judge: Callable[..., str | None]
+    function: Callable[..., str | None]
     arguments: tuple[str, ...]  # names of keys, or of _OBJECTS
     programs: tuple[str, ...]  # scripts (without .py) for which the rule holds; empty is all
     # whether it finds a key that does nothing, which is an error under strict_config only
-    is_idle: bool
+    finds_unused: bool
 
     def check(self, config: Config) -> str | None:
         """Returns what is wrong with a configuration, or None."""
-        return self.judge(**{name: _getter(name)(config) for name in self.arguments})
+        return self.function(**{name: _getter(name)(config) for name in self.arguments})
 
 
 @functools.cache
@@ -42,21 +42,21 @@ def _getter(name: str) -> Callable[[Config], Any]:
     return operator.attrgetter(path) if path else lambda config: config
 
 
-def rule(*more: str, programs: str = "", is_idle: bool = False) -> Callable[[_Judge], _Judge]:
-    """Registers a function whose parameters are keys that it judges, or names of _OBJECTS.
+def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable[[_Check], _Check]:
+    """Registers a function whose parameters are keys that it checks, or names of _OBJECTS.
 
     Args:
       more: Other keys to blame; a function that takes **keys gets their values as well.
       programs: Names separated by blanks.
     """
 
-    def register(judge: _Judge) -> _Judge:
-        parameters = inspect.signature(judge).parameters.values()
+    def register(function: _Check) -> _Check:
+        parameters = inspect.signature(function).parameters.values()
         arguments = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
         keys = (*(name for name in arguments if name not in _OBJECTS), *more)
         if len(arguments) < len(parameters):
             arguments += more
-        RULES.append(Rule(keys, judge, tuple(arguments), tuple(programs.split()), is_idle))
-        return judge
+        RULES.append(Rule(keys, function, tuple(arguments), tuple(programs.split()), finds_unused))
+        return function
 
     return register

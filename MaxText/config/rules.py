@@ -43,7 +43,7 @@ def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, con
         )
 
 
-@rule("warmup_steps", is_idle=True)
+@rule("warmup_steps", finds_unused=True)
 def _endless_warmup(steps, learning_rate_schedule_steps, config):
     length, warmup = learning_rate_schedule_steps, config.schedule.num_warmup_steps
     if 0 < length < warmup and config.schedule.lr_schedule_type != "wsd":
@@ -74,10 +74,10 @@ def _length_stages(sequence_length_stages, max_target_length, mlm_training):
         if length < 1 or max_target_length % length:
             return (
                 f"sequence_length_stages: {length} does not divide max_target_length="
-                f"{max_target_length}, and each window is cut into rows of that length"
+                f"{max_target_length}, and each sequence is split into that length"
             )
     if steps and mlm_training:
-        return "sequence_length_stages does not work with mlm_training=true: CLS begins a window"
+        return "sequence_length_stages does not work with mlm_training=true: CLS begins a sequence"
 
 
 @rule(*_CONTEXT)
@@ -91,7 +91,7 @@ def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
     for whose, length in lengths.items():
         if length % parts:
             shown = " ".join(f"{name}={size}" for name, size in sizes.items())
-            return f"{_CONTEXT[0]}: {whose} is no multiple of {parts} ({shown})"
+            return f"{_CONTEXT[0]}: {whose} is not a multiple of {parts} ({shown})"
 
 
 @rule(*_CONTEXT, "attention_dropout_rate", "dropout_rate")
@@ -99,8 +99,9 @@ def _ring(context_parallel_strategy, model, **keys):
     splits = any(keys[name] not in (0, 1) for name in _CONTEXT)
     if splits and context_parallel_strategy == "ring" and model.dropout.rate("attention"):
         return (
-            "context_parallel_strategy=ring computes probabilities again in the backward pass and "
-            "drops none of them\ncontext_parallel_strategy=all_gather\nattention_dropout_rate=0"
+            "context_parallel_strategy=ring recomputes probabilities in the backward pass and does "
+            "not support attention dropout\n"
+            "context_parallel_strategy=all_gather\nattention_dropout_rate=0"
         )
 
 
@@ -112,10 +113,7 @@ def _tokenizer_fits(tokenizer_vocab_size, vocab_size, config):
     preparation = config.preparation
     reads_text = config.data.dataset_type != "synthetic" and preparation.prepare_source
     if reads_text and not preparation.tokenizer_path and tokenizer_vocab_size > vocab_size:
-        return (
-            f"tokenizer_vocab_size={tokenizer_vocab_size} makes ids that "
-            f"vocab_size={vocab_size} has no row for"
-        )
+        return f"tokenizer_vocab_size={tokenizer_vocab_size} is larger than vocab_size={vocab_size}"
 
 
 @rule()
@@ -131,7 +129,7 @@ def _mixture(dataset_mix, num_epoch):
         location, stitch, sampling, weight = mix_part(part)
         if sampling not in SAMPLINGS:
             known = ", ".join(SAMPLINGS)
-            return f"dataset_mix: sampling {sampling!r} of {location} is none of {known}"
+            return f"dataset_mix: sampling {sampling!r} of {location} is not one of {known}"
         if stitch < 1:
             return f"dataset_mix: {location} has stitch {stitch}, which must be 1 or more"
         if weight <= 0:
@@ -141,8 +139,8 @@ def _mixture(dataset_mix, num_epoch):
         return f"dataset_mix: {twice[0]} is named twice; give it one weight"
     if len(dataset_mix) > 1 and num_epoch != -1:
         return (
-            f"num_epoch={num_epoch}: the sources of a mixture end at different times, "
-            "so it repeats them without end\nleave num_epoch=-1 and set steps"
+            f"num_epoch={num_epoch}: a mixture repeats its sources without end, as their lengths "
+            "differ\nleave num_epoch=-1 and set steps"
         )
 
 
@@ -150,7 +148,7 @@ def _mixture(dataset_mix, num_epoch):
 def _needs_dataset(dataset_path, grain_train_files, dataset_mix, dataset_type):
     if dataset_type == "grain" and not (dataset_path or grain_train_files or dataset_mix):
         return (
-            "dataset_path: no data set is named\n"
+            "dataset_path: no dataset is set\n"
             "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)\n"
             "dataset_path=FOLDER, which prepare_data.py wrote, or token records as they are\n"
             "grain_train_files=PATTERN, records of text or tokens\n"
@@ -176,7 +174,7 @@ def _strided(prepare_record, prepare_output_format, prep_min_length, prep_stride
     if prepare_output_format != "parquet":
         return (
             f"prepare_record=strided has labels, which prepare_output_format="
-            f"{prepare_output_format} does not hold\nprepare_output_format=parquet"
+            f"{prepare_output_format} cannot store\nprepare_output_format=parquet"
         )
     for name, number in (("prep_min_length", prep_min_length), ("prep_stride", prep_stride)):
         if number > prep_max_length:
@@ -187,11 +185,11 @@ def _strided(prepare_record, prepare_output_format, prep_min_length, prep_stride
 def _causal(causal, mlm_training):
     if not causal and not mlm_training:
         return (
-            "causal=false lets each token see the one it has to predict\n"
+            "causal=false lets each token attend to the one that it predicts\n"
             "mlm_training=true (predict hidden tokens instead)"
         )
     if causal and mlm_training:
-        return "mlm_training=true predicts from both sides, but causal=true hides one of them"
+        return "mlm_training=true predicts from both sides, but causal=true masks later tokens"
 
 
 @rule()
@@ -216,7 +214,7 @@ def _something_to_score(dataset_path, grain_eval_files, dataset_mix, dataset_typ
             return "dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)"
     elif not (grain_eval_files or dataset_path or dataset_mix):
         return (
-            "nothing to score is named\n"
+            "no data or tasks to evaluate on are set\n"
             "load_parameters_path=RUN without config file: what the run was trained on\n"
             "dataset_path=FOLDER, whose eval_split is read\n"
             "grain_eval_files=PATTERN, records of text or tokens\n"
@@ -225,40 +223,23 @@ def _something_to_score(dataset_path, grain_eval_files, dataset_mix, dataset_typ
 
 
 @rule(programs="eval")
-def _stride_fits(eval_stride, max_target_length):
+def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatron_order):
     if eval_stride > max_target_length:
         return (
-            f"eval_stride={eval_stride} is above the window, max_target_length="
-            f"{max_target_length}: the tokens between two windows would not be scored\n"
-            f"eval_stride={max_target_length} or less"
+            f"eval_stride={eval_stride} is above max_target_length={max_target_length}: the tokens "
+            f"between two windows would not be scored\neval_stride={max_target_length} or less"
         )
-
-
-@rule(programs="eval")
-def _stride_masked(eval_stride, mlm_training):
-    if eval_stride != -1 and mlm_training:
-        return (
-            "eval_stride moves a window along the text that a causal model goes on with, and "
-            "mlm_training=true predicts hidden tokens\neval_stride=-1"
-        )
-
-
-@rule(programs="eval")
-def _stride_truncated(eval_stride, use_truncation):
-    if eval_stride != -1 and use_truncation:
-        return (
-            "eval_stride scores every token, and use_truncation=true drops what is longer than a "
-            "window\nuse_truncation=false\neval_stride=-1"
-        )
-
-
-@rule(programs="eval")
-def _stride_order(eval_stride, megatron_order):
-    if eval_stride != -1 and megatron_order != "stored":
-        return (
-            f"eval_stride reads documents as they are stored, and megatron_order={megatron_order} "
-            "has samples of its own\nmegatron_order=stored\neval_stride=-1"
-        )
+    if eval_stride == -1:
+        return None
+    if mlm_training:
+        what, remedy = "slides a window over the text of a causal model", "mlm_training=false"
+    elif use_truncation:
+        what, remedy = "scores every token", "use_truncation=false"
+    elif megatron_order != "stored":
+        what, remedy = "reads documents in stored order", "megatron_order=stored"
+    else:
+        return None
+    return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
 
 
 @rule()
@@ -268,7 +249,7 @@ def _task_files(eval_tasks, lambada_path, wikitext_path):
             return f"eval_tasks names {task}, and {task}_path names no file of it"
 
 
-@rule(is_idle=True)
+@rule(finds_unused=True)
 def _idle_task_files(eval_tasks, lambada_path, wikitext_path):
     for task, path in (("lambada", lambada_path), ("wikitext", wikitext_path)):
         if path and task not in eval_tasks:
@@ -278,17 +259,17 @@ def _idle_task_files(eval_tasks, lambada_path, wikitext_path):
             )
 
 
-@rule(is_idle=True)
+@rule(finds_unused=True)
 def _harness(harness_tasks, harness_task_path, harness_num_fewshot):
     if not harness_tasks and (harness_task_path or harness_num_fewshot != -1):
         name = "harness_task_path" if harness_task_path else "harness_num_fewshot"
         return f"{name}: has no effect without harness_tasks\nharness_tasks=[NAME,...]"
 
 
-@rule(is_idle=True)
+@rule(finds_unused=True)
 def _target_loss(target_eval_loss, eval_interval):
     if target_eval_loss and eval_interval == -1:
-        return "target_eval_loss can never be seen: eval_interval=-1 evaluates never"
+        return "target_eval_loss has no effect: eval_interval=-1 never evaluates"
 
 
 # ---- Checkpoints and growth (docs/how-to/train_and_grow_tokenformer.md)
@@ -297,7 +278,7 @@ def _target_loss(target_eval_loss, eval_interval):
 @rule()
 def _one_start(load_parameters_path, load_full_state_path):
     if load_parameters_path and load_full_state_path:
-        return "load_parameters_path and load_full_state_path: only one can be the start"
+        return "load_parameters_path and load_full_state_path exclude each other; set one of them"
 
 
 # Of the moment of growth. growth_old_slots_learning_rate lasts: whether it has slots to act on is
@@ -309,14 +290,14 @@ def _one_start(load_parameters_path, load_full_state_path):
     "growth_allow_shrinking",
     "load_parameters_path_slot_number",
     "load_parameters_zero_init",
-    is_idle=True,
+    finds_unused=True,
 )
 def _grows_from(load_parameters_path, **keys):
     for name, value in keys.items():
         if not load_parameters_path and value != Checkpoint.model_fields[name].default:
             return (
                 f"{name}: has no effect without load_parameters_path, the smaller model; a run "
-                "that has grown goes on without either\nload_parameters_path=RUN"
+                "that has grown resumes without either\nload_parameters_path=RUN"
             )
 
 
@@ -330,8 +311,8 @@ def _one_mode(growth_mode, load_parameters_zero_init):
 def _moments(growth_moments, opt_type):
     if growth_moments == "warmed" and opt_type not in ("adamw", "muon"):
         return (
-            "growth_moments=warmed is about Adam's second moments, which opt_type="
-            f"{opt_type} has not\ngrowth_moments=reused\ngrowth_moments=zeroed"
+            "growth_moments=warmed needs Adam's second moments, which opt_type="
+            f"{opt_type} does not have\ngrowth_moments=reused\ngrowth_moments=zeroed"
         )
 
 
@@ -358,7 +339,7 @@ def _stages(config):
         return str(error)
 
 
-@rule(*Pipeline.model_fields, *_STAGES, programs="train train_compile", is_idle=True)
+@rule(*Pipeline.model_fields, *_STAGES, programs="train train_compile", finds_unused=True)
 def _nothing_to_pipeline(config, **keys):
     asked = [name for name in Pipeline.model_fields if keys[name] != -1]
     if config.mesh.num_stages == 1 and asked:
@@ -369,8 +350,8 @@ def _nothing_to_pipeline(config, **keys):
 def _no_stages(config):
     if config.mesh.num_stages > 1:
         return (
-            "weights are run one batch after another, so that stages of a pipeline would wait for "
-            f"each other\n{NO_STAGES} ici_fsdp_parallelism=-1"
+            "inference runs one batch after another, so pipeline stages would wait for each other\n"
+            f"{NO_STAGES} ici_fsdp_parallelism=-1"
         )
 
 
@@ -378,7 +359,7 @@ def _no_stages(config):
 def _stages_and_sample(sample_tokens, config):
     if config.mesh.num_stages > 1 and sample_tokens:
         return (
-            "sample_tokens generates text, which a mesh with stages of a pipeline cannot\n"
+            "sample_tokens: a mesh with pipeline stages cannot generate text\n"
             "sample_tokens=0, and decode.py after the run"
         )
 
@@ -387,7 +368,7 @@ def _stages_and_sample(sample_tokens, config):
 def _target_named(compile_topology):
     if not compile_topology:
         return (
-            "which machine to compile for is not named\n"
+            "compile_topology: no target machine is set\n"
             "compile_topology=v5p-8, or another one of docs/how-to/compile_ahead_of_time.md"
         )
 
@@ -412,7 +393,7 @@ _FILTERS = {
 }  # fmt: skip
 
 
-@rule(*_FILTERS, is_idle=True)
+@rule(*_FILTERS, finds_unused=True)
 def _nothing_to_filter(decode_sampling_temperature, config, **filters):
     on = [name for name, off in _FILTERS.items() if filters[name] != off]
     draws = config.decoding.decode_sampling_strategy != "greedy"
@@ -423,7 +404,9 @@ def _nothing_to_filter(decode_sampling_temperature, config, **filters):
 @rule()
 def _stop_strings(decode_stop):
     if "" in decode_stop:
-        return "decode_stop: an empty string is everywhere; write the strings at which a text ends"
+        return (
+            "decode_stop: an empty string matches everywhere; list the strings at which a text ends"
+        )
 
 
 @rule()
@@ -439,15 +422,15 @@ def _one_text_to_compare(autoregressive_decode_assert, prompt_file, decode_num_s
 def _generates(causal):
     if not causal:
         return (
-            "causal=false (which mlm_training=true means): a model that sees later tokens cannot "
-            "generate text token by token"
+            "causal=false (which mlm_training=true implies): a bidirectional model cannot generate "
+            "text token by token"
         )
 
 
 # ---- The run
 
 
-@rule(is_idle=True)
+@rule(finds_unused=True)
 def _profile(profiler, skip_first_n_steps_for_profiler, steps):
     if profiler and 0 < steps <= skip_first_n_steps_for_profiler:
         return (
@@ -478,7 +461,7 @@ def _compiles(**keys):
             try:
                 re.compile(pattern)
             except re.error as error:
-                return f"{name}: {pattern!r} is not a regular expression: {error}"
+                return f"{name}: {pattern!r} is not a valid regular expression: {error}"
 
 
 def _no_negative_factor(**keys):

@@ -31,13 +31,13 @@ _PLAIN_TAGS = {
 }  # fmt: skip
 
 
-class Plain(str):
+class UntypedScalar(str):
     """Text of an unquoted scalar of undecided type."""
 
     __slots__ = ()
 
 
-class WrongValue(ValueError):
+class InvalidValueError(ValueError):
     """A value that does not fit its key; the message completes 'key: ...'."""
 
 
@@ -49,14 +49,15 @@ def from_node(node: yaml.Node) -> Any:
         nonlocal items
         items += 1
         if depth > _MAX_DEPTH:
-            raise WrongValue(f"is nested more than {_MAX_DEPTH} levels deep")
+            raise InvalidValueError(f"is nested more than {_MAX_DEPTH} levels deep")
         if items > _MAX_ITEMS:
-            raise WrongValue(f"has more than {_MAX_ITEMS:,} items")
+            raise InvalidValueError(f"has more than {_MAX_ITEMS:,} items")
         if node.tag.removeprefix(_YAML_TAG) not in _PLAIN_TAGS:
             tag = node.tag.replace(_YAML_TAG, "!!")
-            raise WrongValue(f"has the tag {tag}, and only plain values are read")
+            raise InvalidValueError(f"has the tag {tag}, and only plain values are read")
         if isinstance(node, yaml.ScalarNode):
-            return str(node.value) if node.style in ("'", '"', "|", ">") else Plain(node.value)
+            is_quoted = node.style in ("'", '"', "|", ">")
+            return str(node.value) if is_quoted else UntypedScalar(node.value)
         if isinstance(node, yaml.SequenceNode):
             return [read(item, depth + 1) for item in node.value]
         return {str(read(name, depth + 1)): read(item, depth + 1) for name, item in node.value}
@@ -77,17 +78,17 @@ def from_text(text: str) -> Any:
         is_kinds = isinstance(node, yaml.MappingNode) and text.lstrip().startswith("{")
         if isinstance(node, yaml.SequenceNode) or is_kinds:
             return from_node(node)
-    except (yaml.YAMLError, WrongValue, RecursionError):
-        return Plain(text)
+    except (yaml.YAMLError, InvalidValueError, RecursionError):
+        return UntypedScalar(text)
     is_quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
-    return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else Plain(text)
+    return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else UntypedScalar(text)
 
 
 def convert(value: Any, annotation: Any) -> Any:
     """Converts a value to bool, int, float, str, a Literal, a tuple or a union of these.
 
     Raises:
-      WrongValue: The value has another type or is not among the choices.
+      InvalidValueError: The value has another type or is not among the choices.
     """
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -106,9 +107,9 @@ def _convert_union(value: Any, parts: tuple[Any, ...]) -> Any:
         if part is not type(None):
             try:
                 return convert(value, part)
-            except WrongValue:
+            except InvalidValueError:
                 continue
-    raise WrongValue(f"{show(value)} is not {describe(Union[parts])}")  # noqa: UP007
+    raise InvalidValueError(f"{format_value(value)} is not {type_name(Union[parts])}")  # noqa: UP007
 
 
 def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
@@ -118,27 +119,27 @@ def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
                 return nothing
     if isinstance(value, str) and value in choices:
         return str(value)
-    raise WrongValue(f"{show(value)} is not among the choices")
+    raise InvalidValueError(f"{format_value(value)} is not among the choices")
 
 
 def _convert_list(value: Any, parts: tuple[Any, ...]) -> Any:
     if is_null(value) or (isinstance(value, str) and not value):
         value = []
     if not isinstance(value, list | tuple):
-        raise WrongValue(f"{show(value)} is not a list; lists are written [a,b]")
+        raise InvalidValueError(f"{format_value(value)} is not a list; lists are written [a,b]")
     if len(parts) == 2 and parts[1] is Ellipsis:
         return tuple(convert(item, parts[0]) for item in value)
     if len(value) != len(parts):
-        raise WrongValue(f"{show(value)} has {len(value)} parts, {len(parts)} are needed")
+        raise InvalidValueError(f"{format_value(value)} has {len(value)} parts, not {len(parts)}")
     return tuple(convert(item, part) for item, part in zip(value, parts, strict=True))
 
 
 def _to_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    if isinstance(value, Plain) and value.lower() in _TRUE | _FALSE:
+    if isinstance(value, UntypedScalar) and value.lower() in _TRUE | _FALSE:
         return value.lower() in _TRUE
-    raise WrongValue(f"{show(value)} is not true or false")
+    raise InvalidValueError(f"{format_value(value)} is not true or false")
 
 
 def _number(value: Any) -> float | int | None:
@@ -146,7 +147,7 @@ def _number(value: Any) -> float | int | None:
         return None
     if isinstance(value, int | float):
         return value
-    if not isinstance(value, Plain):
+    if not isinstance(value, UntypedScalar):
         return None
     for read in (int, float):
         try:
@@ -161,9 +162,9 @@ def _to_int(value: Any) -> int:
     # An int of a thousand digits is no float, so that isfinite() would fail.
     is_integer = isinstance(number, int) or (number is not None and number.is_integer())
     if number is None or not is_integer:
-        raise WrongValue(f"{show(value)} is not an integer")
+        raise InvalidValueError(f"{format_value(value)} is not an integer")
     if abs(number) > _LARGEST_INTEGER:
-        raise WrongValue(f"{show(value)} is beyond integers of 64 bits")
+        raise InvalidValueError(f"{format_value(value)} is beyond integers of 64 bits")
     return int(number)
 
 
@@ -174,7 +175,7 @@ def _to_float(value: Any) -> float:
     except OverflowError:
         converted = math.inf
     if not math.isfinite(converted):
-        raise WrongValue(f"{show(value)} is not a finite number")
+        raise InvalidValueError(f"{format_value(value)} is not a finite number")
     return converted
 
 
@@ -182,11 +183,11 @@ def _to_str(value: Any) -> str:
     if is_null(value):
         return ""
     if not isinstance(value, str):
-        raise WrongValue(f"{show(value)} is not text")
+        raise InvalidValueError(f"{format_value(value)} is not text")
     # Half of a surrogate pair stands for a byte that is no UTF-8; it can be neither printed nor
     # stored. No system has a NUL in a name.
     if "\0" in value or _HALF_PAIR.search(value):
-        raise WrongValue(f"{value!a} is not UTF-8 text without NUL")
+        raise InvalidValueError(f"{value!a} is not UTF-8 text without NUL")
     return str(value)
 
 
@@ -195,25 +196,25 @@ _SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
 
 def is_null(value: Any) -> bool:
     """Returns whether a value is null, none, ~ or an empty YAML value."""
-    return value is None or (isinstance(value, Plain) and value.lower() in _NULL)
+    return value is None or (isinstance(value, UntypedScalar) and value.lower() in _NULL)
 
 
-def describe(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(part) for part in parts)
+        return " or ".join(type_name(part) for part in parts)
     if origin is Literal:
         return "one of " + ", ".join(choice or '"" (empty)' for choice in parts)
     if origin is tuple and len(parts) == 2 and parts[1] is Ellipsis:
-        return f"a list [...], each: {describe(parts[0])}"
+        return f"a list [...], each: {type_name(parts[0])}"
     if origin is tuple:
-        return "[" + ", ".join(describe(part) for part in parts) + "]"
+        return "[" + ", ".join(type_name(part) for part in parts) + "]"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
     return names.get(annotation, "null")
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, str):
         return repr(str(value))
     return "null" if value is None else to_yaml(value)
@@ -229,7 +230,7 @@ def to_yaml(value: Any) -> str:
         return str(value)
     if isinstance(value, float):
         return _float_text(value)
-    if isinstance(value, Plain):
+    if isinstance(value, UntypedScalar):
         return str(value)
     if hasattr(value, "as_dict"):  # LayerKinds
         value = value.as_dict()

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.config import values
-from MaxText.config.layering import Layer
-from MaxText.config.loading import Loaded, load
-from MaxText.config.saved import flat
+from MaxText.config.loading import LoadedConfig, load
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
+from MaxText.config.sources import Source
 from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
 from MaxText.conversion.family import Family
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
@@ -77,7 +77,7 @@ def convert(request: Request, show: Show) -> None:
         _to_run(request, weights, loaded, show)
 
 
-def _configuration(request: Request) -> Loaded | None:
+def _configuration(request: Request) -> LoadedConfig | None:
     if request.source_kind == "hf" or (request.source_kind == "run" and not request.arguments):
         return None  # the source has its own configuration
     if request.arguments:
@@ -89,7 +89,7 @@ def _configuration(request: Request) -> Loaded | None:
     )
 
 
-def _named(loaded: Loaded | None) -> Config:
+def _named(loaded: LoadedConfig | None) -> Config:
     assert loaded is not None, "checkpoints of other programs need a configuration"
     return loaded.config
 
@@ -109,7 +109,7 @@ def show_memory(peak: int, show: Show) -> None:
     show(f"Peak memory, besides the program: about {size}")
 
 
-def _to_run(request: Request, weights: WeightSource, loaded: Loaded | None, show: Show) -> None:
+def _to_run(request: Request, weights: WeightSource, loaded: LoadedConfig | None, show: Show) -> None:
     show_memory(imported_run.peak_bytes(weights), show)
     source = weights.folder if isinstance(weights, HFWeights) else None
     if isinstance(weights, HFWeights):
@@ -128,9 +128,9 @@ def _to_run(request: Request, weights: WeightSource, loaded: Loaded | None, show
         given = [
             name
             for name, origin in loaded.origins.items()
-            if origin.layer not in (Layer.DEFAULT, Layer.DERIVED)
+            if origin.source not in (Source.DEFAULT, Source.DERIVED)
         ]
-        keys = model_keys(flat(loaded.config), {"decoder_block", *given})
+        keys = model_keys(flatten(loaded.config), {"decoder_block", *given})
         note = {"path": request.source}
         if isinstance(weights, MaxTextWeights):
             note["query_scaling"] = weights.query_scaling

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
 from MaxText.config import values as typed_values
-from MaxText.config.catalogue import Key, all_keys, flat
+from MaxText.config.catalog import Key, all_keys, flatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import Problem
@@ -129,12 +129,12 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     for key in [all_keys()[name] for name in setting.keys] if taken_as_it_is else ():
         try:
             number = typed_values.convert(value, key.annotation)
-        except typed_values.WrongValue as error:
+        except typed_values.InvalidValueError as error:
             return f"{name}: {error}"
         # -1 means "computed" for some of our keys only.
         if key.annotation is int and number < 1:
             return f"{name}={number} is not >= 1"
-        if key.out_of_bounds(number):
+        if key.violates_bounds(number):
             return f"{name}={number} is not {key.bounds_text}"
     wanted = setting.default_when_absent(config) if setting.is_computed else REQUIRED
     if wanted not in (value, REQUIRED):
@@ -265,7 +265,7 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
             names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
     if names and names >= {name for _, keys in block.layer_kinds for name, _ in keys}:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
-    return {name: value for name, value in flat(config).items() if name in names}
+    return {name: value for name, value in flatten(config).items() if name in names}
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
@@ -316,7 +316,7 @@ def _shown(value: Any) -> str:
 
 def model_config_values(config: Config) -> dict[str, Any]:
     """Returns the model keys in normalized form, with sizes after scaling."""
-    values, dimensions = flat(config), config.model.shape.dimensions
+    values, dimensions = flatten(config), config.model.shape.dimensions
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
     # A position table determines the length; a rotary model has no table.
     if values["trainable_position_size"] == -1:

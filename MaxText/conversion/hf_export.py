@@ -17,7 +17,7 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
-from MaxText.config.catalogue import build, flat
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.conversion.family import Family
@@ -233,7 +233,7 @@ def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSour
     ratios = {name: ratio for name, ratio in ratios.items() if ratio != 1}
     if not ratios or section.normalize_type not in (*_LAST, *_INSIDE):
         return weights, ""
-    without = build(flat(config) | _NO_ZOOM)
+    without = unflatten(flatten(config) | _NO_ZOOM)
     try:
         family = find_family(without, asked)
     except UserError:

@@ -25,7 +25,7 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.saved import flat, section_lines
+from MaxText.config.serialization import flatten, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
@@ -148,7 +148,7 @@ def write_run(
     }
     step = epath.Path(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
     metadata = {
-        **checkpoint_metadata(flat(weights.config), unflatten(lazy)),
+        **checkpoint_metadata(flatten(weights.config), unflatten(lazy)),
         checkpoint_files.PARAMETERS_ONLY: True,
         **extra_metadata,
     }

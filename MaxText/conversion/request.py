@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config.catalogue import all_keys
-from MaxText.config.layering import ARGUMENT, YAML_PATH
-from MaxText.config.maxtext_keys import ALIASES, absent
-from MaxText.config.problems import nearest
+from MaxText.config.catalog import all_keys
+from MaxText.config.maxtext_keys import ALIASES, find_unsupported
+from MaxText.config.problems import close_matches
+from MaxText.config.sources import ARGUMENT, YAML_PATH
 from MaxText.conversion.families.registry import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
 from MaxText.conversion.hf_checkpoint import is_file, is_hf_checkpoint, local_path
@@ -124,9 +124,9 @@ def _check_spelling(request: Request) -> None:
     """Refuses misspelled options; the configuration refuses unknown keys."""
     known = all_keys()
     for name, text in request.keys.items():
-        if name in known or name in ALIASES or absent(name):
+        if name in known or name in ALIASES or find_unsupported(name):
             continue
-        close = nearest(name, {*_NAMES, "verify", *known})
+        close = close_matches(name, {*_NAMES, "verify", *known})
         if {*_NAMES, "verify"}.intersection(close):
             raise UserError(
                 f"{name}={text}: no such option or key. Did you mean {_spelled(close)}?"
@@ -134,7 +134,7 @@ def _check_spelling(request: Request) -> None:
 
 
 def _unknown(argument: str) -> str:
-    close = nearest(argument.lstrip("-").partition("=")[0], [*_NAMES, "verify", GROW])
+    close = close_matches(argument.lstrip("-").partition("=")[0], [*_NAMES, "verify", GROW])
     meant = f" Did you mean {_spelled(close[:1])}?" if close else ""
     if not argument.startswith("-") and os.path.exists(local_path(argument)):
         meant = f" Write from={argument} or to={argument}."
@@ -144,7 +144,7 @@ def _unknown(argument: str) -> str:
 def _parse_from_and_to(request: Request, given: dict[str, str]) -> None:
     for name in ("from", "to"):
         if not given.get(name):
-            alike = nearest(name, request.keys)
+            alike = close_matches(name, request.keys)
             meant = f" Did you mean {name}= by {alike[0]}=?" if alike else ""
             raise UserError(
                 f"{name}= is missing.{meant} Usage: convert.py from=SOURCE to=TARGET; see --help."

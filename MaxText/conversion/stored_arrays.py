@@ -14,9 +14,9 @@ from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
 from MaxText.checkpointing.matching import ArraySpec, array_specs
 from MaxText.checkpointing.orbax_errors import translate_errors
 from MaxText.config import import_modules
-from MaxText.config.catalogue import build
-from MaxText.config.saved import under_todays_names
+from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
+from MaxText.config.serialization import with_current_names
 from MaxText.conversion.weight_source import (
     WeightSource,
     abstract_model,
@@ -134,7 +134,7 @@ class RunWeights(WeightSource):
                 f"{self.stored} has no configuration. Add it: convert.py CONFIG.yml from=..."
             )
         import_modules.check_named(flat, str(self.stored))
-        return build(under_todays_names(flat, str(self.stored)))
+        return unflatten(with_current_names(flat, str(self.stored)))
 
     def read(self, name: str) -> np.ndarray:
         return self._arrays.read(_PARAMS + name)

@@ -10,9 +10,9 @@ from MaxText.config.registry import lookup
 from MaxText.conversion.family import Family, WeightMapping, numbered
 from MaxText.conversion.tensor_layout import TensorLayout
 from MaxText.errors import UserError
-from MaxText.layers.arrangements import mixer_of
+from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TensorMap:
         found = []
         for layer, one in enumerate(self.model.section.layers):
             feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
-            for folder, part in (("self_attention", mixer_of(one)), ("mlp", feed_forward)):
+            for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
                 for param, hf_name in part.hugging_face_names.items() if part else ():
                     name = f"{folder}/{param}"
                     if info := self.model.parameters.get(self.model.stored(layer, name)[0]):
@@ -150,7 +150,7 @@ class TensorMap:
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.param_names[0]))
 
 
-def _linear(info: ParameterInfo) -> TensorLayout:
+def _linear(info: ParamSpec) -> TensorLayout:
     """Returns torch.nn.Linear's layout, [outputs, inputs], for matrices."""
     names = [name for name in info.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]

@@ -24,7 +24,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
-from MaxText.parallelism.mesh import Layout, check_lengths, rows_of_batch, rows_of_update
+from MaxText.parallelism.mesh import Layout, check_lengths, global_batch_size, microbatch_size
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -87,7 +87,7 @@ class Program:
         """Shapes and shardings of the TrainState."""
         config, section = self.config, _weights_of(self.config.model)
         shapes = _state_shapes(section, config.optimizer, config.schedule, config.guard)
-        return self.layout.laid_out(shapes, self.model.parameters)
+        return self.layout.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -148,10 +148,10 @@ def make_program(
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
     config = config.model_copy(update={"model": section})
-    rows = rows_of_batch(config.batch, layout)
-    rows_of_batch(config.batch, layout, config.evaluation.eval_per_device_batch_size)
+    rows = microbatch_size(config.batch, layout)
+    microbatch_size(config.batch, layout, config.evaluation.eval_per_device_batch_size)
     length = section.shape.max_target_length
-    plan_batches(config.batch, length, lambda size: rows_of_update(config.batch, layout, size))
+    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, layout, size))
     check_lengths(length, config.batch, layout)
     return Program(config, tuple(choices), layout, sizes, abstract_model(section), rows, length)
 

@@ -26,7 +26,7 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.hardware import Hardware
 from MaxText.layers.attention_core import softmax_windows
-from MaxText.layers.mixture_of_experts import places
+from MaxText.layers.moe import expert_capacity
 
 # Remat policies that recompute the output projection of attention.
 _RECOMPUTE_OUT_PROJ = ("full", "save_qkv_proj", "qkv_proj_offloaded")
@@ -145,7 +145,7 @@ def _expert_bytes(program: Program) -> float:
     experts = section.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
         return 0.0
-    group, capacity = places(experts, program.length, experts.capacity_factor)
+    group, capacity = expert_capacity(experts, program.length, experts.capacity_factor)
     filled = experts.num_experts * capacity / group
     layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
     passes = 3 if section.memory.remat_policy in _RECOMPUTE_QKV else 2
@@ -175,8 +175,8 @@ def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
     """
     chip = hardware.chip
     place = MESH_AXES.index(axis)
-    within, across = program.sizes.within[place], program.sizes.across[place]
-    several = [name for name, size in zip(MESH_AXES, program.sizes.within, strict=True) if size > 1]
+    within, across = program.sizes.ici[place], program.sizes.dcn[place]
+    several = [name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1]
     links = chip.links / chip.devices
     if chip.torus and axis in several:
         inside = len(several) - 1

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from MaxText.config.registry import registrations
 from MaxText.cost.flops import FlopCount, count_flops
-from MaxText.layers.arrangements import mixer_of
-from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
-from MaxText.layers.head import head_of
+from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible, query_block
+from MaxText.layers.block_variants import mixer_class
+from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
 from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, format_table, share
 
@@ -54,12 +54,12 @@ class ModelCost:
         if not section.attention.causal:
             return [(0, 0)]
         itemsize = jnp.dtype(section.numerics.dtype).itemsize
-        parts = [(mixer_of(layer), layer) for layer in section.layers]
+        parts = [(mixer_class(layer), layer) for layer in section.layers]
         return [
             part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
             if part is not None
             else (0, 0)
-            for part, layer in [*parts, head_of(section)]
+            for part, layer in [*parts, head_and_layer(section)]
         ]
 
     @property
@@ -80,7 +80,7 @@ class ModelCost:
         if not section.causal:
             rule = f"not causal, a query counts all {length:,} keys"
         else:
-            keys = keys_by_rule(length, causal=True)
+            keys = average_keys_visible(length, causal=True)
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
         if section.num_mem_kv:
             rule += f", and {section.num_mem_kv} learned ones"
@@ -89,7 +89,7 @@ class ModelCost:
         if rows == length:
             computed += f" all {length:,}"
         else:
-            keys = keys_multiplied(section, length)
+            keys = average_keys_computed(section, length)
             computed += f" {keys:,.6g}, in blocks of {rows:,} query rows"
         # In registration order.
         layers = {layer.section.block.mixer: layer for layer in model.layers}

@@ -28,9 +28,9 @@ weights in matmuls, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
 
 S, the keys of a query, has two definitions:
 
-- by the MFU rule (`keys_by_rule`): T without a mask, (T+1)/2 under a causal mask (MaxText's rule:
-  T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
-- as executed by the backend (`keys_multiplied`), masked products included.
+- by the MFU rule (`average_keys_visible`): T without a mask, (T+1)/2 under a causal mask
+  (MaxText's rule: T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
+- as executed by the backend (`average_keys_computed`), masked products included.
 
 `FlopCount.per_token` uses the rule; `FlopCount.executed_per_token` counts what is executed, with
 rematerialization, unfilled expert capacity, and every expert on backends without ragged matmuls
@@ -50,13 +50,13 @@ from typing import NamedTuple
 from MaxText.config.model_sections import Layer
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import lookup
-from MaxText.layers.arrangements import block_of, mixer_of
-from MaxText.layers.head import head_of
-from MaxText.layers.mixture_of_experts import places
+from MaxText.layers.block_variants import block_class, mixer_class
+from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
+from MaxText.layers.moe import expert_capacity
 from MaxText.layers.part import Flops
 from MaxText.layers.part import Part as LayerPart
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _DEPTH_SUMS = "sums over depth"
@@ -192,7 +192,7 @@ def _entries(model: Model, length: int) -> Iterator[_Entry]:
             by_rule, executed = _of_weights(model, name, info, length)
             flops = Flops(by_rule, executed, kept=0 if info.is_recomputed else executed)
             yield _Entry(info.owner, info.row, flops, is_declared=False)
-    head, whole = head_of(section)
+    head, whole = head_and_layer(section)
     if head.reads_table(head.keys_of(whole)):
         table = 2 * model.parameters[_TOKEN_TABLE].size
         yield _Entry("head", "head", Flops(table, table), is_declared=False)
@@ -200,8 +200,8 @@ def _entries(model: Model, length: int) -> Iterator[_Entry]:
         yield _Entry("layers", row, Flops(0.0, 0.0))
     for layer in section.layers:
         feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
-        for branch, part in (("self_attention", mixer_of(layer)), ("mlp", feed_forward)):
-            is_last = branch in block_of(layer).not_recomputed
+        for branch, part in (("self_attention", mixer_class(layer)), ("mlp", feed_forward)):
+            is_last = branch in block_class(layer).not_recomputed
             for entry in _declared("layers", part, layer, length):
                 if is_last and not entry.flops.backward:
                     # Without a gradient, nothing is needed again.
@@ -222,7 +222,7 @@ def _declared(
         yield _Entry(owner, row, flops._replace(executed=executed))
 
 
-def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
+def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[float, float]:
     """Returns FLOPs per token of a matrix over all layers, by the rule and executed."""
     section, times = model.section, 1
     if section.block.share_parameters and info.owner == "layers":
@@ -234,7 +234,7 @@ def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tu
     visited = whole * experts.num_experts_per_tok / experts.num_experts
     if experts.capacity_factor < 0:
         return visited, visited
-    group, capacity = places(experts, length, experts.capacity_factor)
+    group, capacity = expert_capacity(experts, length, experts.capacity_factor)
     return visited, whole * capacity / group
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import re
 
-from MaxText.config.problems import nearest
+from MaxText.config.problems import close_matches
 from MaxText.errors import UserError
 
 GB = 1e9
@@ -166,7 +166,7 @@ def find(name: str) -> Hardware:
 
 def _unknown(name: str) -> UserError:
     words = [*CHIPS, *ALIASES]
-    close = nearest(re.sub(r"^\d+x|-\d+$", "", name), words)
+    close = close_matches(re.sub(r"^\d+x|-\d+$", "", name), words)
     meant = f" Nearest: {', '.join(close)}." if close else ""
     return UserError(
         f"hardware={name}: unknown.{meant}\n"

@@ -52,7 +52,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     plan = plan_batches(
         config.batch,
         model.section.shape.max_target_length,
-        lambda size: mesh.rows_of_update(config.batch, layout, size),
+        lambda size: mesh.global_batch_size(config.batch, layout, size),
     )
     stage = plan.stages[-1]
     data = config.data

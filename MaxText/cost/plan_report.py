@@ -142,7 +142,7 @@ def _days_and_cost(plan: Plan, seconds: float, tokens: float, price: float | Non
 
 def _mesh_words(program: Program) -> str:
     words = program.layout.words
-    sizes = zip(MESH_AXES, program.sizes.across, strict=True)
+    sizes = zip(MESH_AXES, program.sizes.dcn, strict=True)
     if across := [f"{axis} {size}" for axis, size in sizes if size > 1]:
         words += f"; across slices {', '.join(across)}"
     if (schedule := program.schedule) is not None:

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
-from MaxText.config.catalogue import build
+from MaxText.config.catalog import unflatten
 from MaxText.config.model_sections import Pipeline
 from MaxText.config.rules import RULES
-from MaxText.config.saved import differences, flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import diff_configs, flatten
 from MaxText.cost.abstract_step import Program, abstract_model
 from MaxText.cost.communication import communication_costs
 from MaxText.cost.hardware import Hardware
@@ -45,7 +45,7 @@ class _Mesh:
 
 def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
     """Returns at most MAX_PROPOSALS plans that fit, the shortest step first."""
-    search = _Search(flat(config), hardware, peak)
+    search = _Search(flatten(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None
     for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
@@ -80,7 +80,7 @@ class NothingFits(UserError):
 
 def searched_overrides(plan: Plan, config: Config) -> dict[str, str]:
     """Returns a plan's searched keys and values as typed on the command line."""
-    changed = differences(flat(config), flat(plan.program.config))
+    changed = diff_configs(flatten(config), flatten(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
     # YAML needs these quotes, the command line does not.
     return {name: changed[name][1].strip('"') for name in searched if name in changed}
@@ -155,7 +155,7 @@ class _Search:
 
     def _program(self, changes: dict[str, Any]) -> Program | None:
         """Returns the program with other keys; None if a rule rejects them."""
-        config = build(self.given | changes)
+        config = unflatten(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
         if any(rule.check(config) for rule in blamed):

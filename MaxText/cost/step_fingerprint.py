@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import MaxText
-from MaxText.config.catalogue import by_section, flat
+from MaxText.config.catalog import flatten, keys_by_section
 from MaxText.config.model_sections import Model
 from MaxText.config.schema import Config
 from MaxText.config.values import to_yaml
@@ -24,7 +24,7 @@ _KEYS = ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor"
 _IRRELEVANT_KEYS = ("sharding_tolerance",)
 
 # Sources that a step is traced from.
-_SOURCES = ("layers", "training", "parallelism/constraints.py", "parallelism/mesh.py")
+_SOURCES = ("layers", "training", "parallelism/logical_sharding.py", "parallelism/mesh.py")
 
 # Flags that change output paths or autotuning, but not the program.
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
@@ -37,9 +37,9 @@ def fingerprint(config: Config, section: Model, layout: Layout, state: Any) -> d
     cuDNN.
     """
     device = layout.mesh.devices.flat[0]
-    values = flat(config.model_copy(update={"model": section}))
+    values = flatten(config.model_copy(update={"model": section}))
     names = [
-        key.name for section, keys in by_section().items() for key in keys
+        key.name for section, keys in keys_by_section().items() for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS
     ]  # fmt: skip
     flags = {

@@ -20,7 +20,7 @@ from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cach
 from MaxText.cost.jaxpr_graph import SizeOf, Traced, plain_size, tiled_size, traced
 from MaxText.cost.liveness import PeakMemory, peak_memory
 from MaxText.layers.batch import batch_shapes
-from MaxText.parallelism.constraints import Rules, axis_rules
+from MaxText.parallelism.logical_sharding import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout
 from MaxText.training.objective import loss_sums, num_tokens
 

@@ -17,7 +17,7 @@ from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.cost.step_memory import MemoryEstimate, trace
 from MaxText.layers.attention_core import softmax_windows
-from MaxText.layers.attention_flops import keys_multiplied
+from MaxText.layers.attention_flops import average_keys_computed
 from MaxText.layers.flash_attention import splash_operations
 
 BANDWIDTH_SHARE = 0.8  # share of memory bandwidth that an elementwise loop reaches
@@ -111,7 +111,7 @@ def _splash_keys(program: Program) -> float:
     section = program.local_model.section
     _, length = program.local_batch().tokens_BT.shape
     windows = softmax_windows(section)
-    keys = [keys_multiplied(section.attention, length, window) for window in windows]
+    keys = [average_keys_computed(section.attention, length, window) for window in windows]
     return sum(keys) / max(len(keys), 1)
 
 
@@ -131,12 +131,12 @@ def context_parallel_attention_flops(program: Program) -> float:
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
     for window in softmax_windows(section):
-        keys = keys_multiplied(attention, program.length, window)
+        keys = average_keys_computed(attention, program.length, window)
         if not (ring or flash):
             keys = program.length  # all keys, including those masked by windows
         elif window is None and attention.causal and not balanced:
             keys *= 2 - 1 / parts
-        exceeding += max(keys - keys_multiplied(attention, traced_length, window), 0.0)
+        exceeding += max(keys - average_keys_computed(attention, traced_length, window), 0.0)
     # Forward, twice backward; again what is not kept, the kernel's scores in any case.
     kept = section.memory.remat_policy in ("none", "minimal_with_context")
     times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)

@@ -75,7 +75,7 @@ class _Scorer:
         self._text_bytes = text_bytes
         self._show = show
         per_device = config.evaluation.eval_per_device_batch_size
-        self._batch_size = mesh.rows_of_batch(config.batch, trained.layout, per_device)
+        self._batch_size = mesh.microbatch_size(config.batch, trained.layout, per_device)
         self._shape = trained.model.section.shape
         self._counts_correct = config.masking.mlm_training
         self._step = trained.layout.jit(
@@ -106,7 +106,7 @@ class _Scorer:
         progress = log_progress(f"{name} (batches)", self._show)
         began = time.perf_counter()
         for batch in batches:
-            placed = self._trained.layout.place(batch, self._batch_size)
+            placed = self._trained.layout.to_global_batch(batch, self._batch_size)
             step, seconds = self._step_for(placed, tables)
             compiling += seconds
             new = step(self._trained.params, placed, tables)

@@ -45,7 +45,7 @@ def parse_request(loaded: Loaded) -> EvaluationRequest:
     return EvaluationRequest(config, scores_data, loaded.typed("tokenizer_path"))
 
 
-def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
+def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
     """Scores what the command line requests; prints and writes the scores.
 
     Returns the written JSON. Raises UserError for missing weights or data, and for unscorable

@@ -229,8 +229,8 @@ class MaxTextLM(TemplateLM):
         from MaxText.inference.engine import Engine
 
         trained = self._trained
-        # Copied because `in_parts` donates its argument, and scoring still needs the weights.
-        parts = trained.model.in_parts(jax.tree.map(jnp.copy, trained.params))
+        # Copied because `unstack_params` donates its argument, and scoring still needs the weights.
+        parts = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
 
         @functools.cache
         def engine_for(sampling: "SamplingParams") -> Engine:
@@ -246,7 +246,7 @@ class MaxTextLM(TemplateLM):
     ) -> Iterator[tuple[int, str]]:
         """Yields (context index, continuation)."""
         from MaxText.inference.generate import StoppingCriteria, generate
-        from MaxText.parallelism.mesh import rows_of_batch
+        from MaxText.parallelism.mesh import microbatch_size
 
         kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
         until = [stop for stop in kwargs.pop("until", None) or [] if stop]
@@ -264,7 +264,7 @@ class MaxTextLM(TemplateLM):
             engine_for(_sampling_params(kwargs)),
             [(self.tok_encode(context) or [self._prefix_id])[-room:] for context in contexts],
             StoppingCriteria(max_new_tokens, self._eos_ids | {self._eot_id}, tuple(until)),
-            batch_size=rows_of_batch(config.batch, self._trained.layout, per_device),
+            batch_size=microbatch_size(config.batch, self._trained.layout, per_device),
             seed=config.decoding.decode_seed,
             decode=self._text_tokenizer.decode_all,
         )

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 import yaml
 
 from MaxText.config import values
-from MaxText.config.catalogue import all_keys
-from MaxText.config.layering import ARGUMENT, YAML_PATH
+from MaxText.config.catalog import all_keys
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import Problem, nearest
+from MaxText.config.problems import Problem, close_matches
+from MaxText.config.sources import ARGUMENT, YAML_PATH
 from MaxText.cost.plan_args import parse_amount
 
 Match = Literal["params", "flops", "tokens", "time"]
@@ -130,7 +130,7 @@ def _suggest(name: str) -> list[str]:
     keys = all_keys()
     if not name or name in keys or name in ALIASES:
         return []
-    close = nearest(name, [*OPTIONS, *keys])
+    close = close_matches(name, [*OPTIONS, *keys])
     return close if close and close[0] in OPTIONS else []
 
 
@@ -175,7 +175,7 @@ def _remote(words: Sequence[str]) -> list[Problem]:
 def _choice(name: str, text: str, choices: Sequence[str]) -> str:
     if text in choices:
         return text
-    close = nearest(text, choices)
+    close = close_matches(text, choices)
     facts = [("accepted", ", ".join(choices))]
     facts += [("nearest", close[0])] if close else []
     raise _ArgumentError(f"{name}: {text!r} is not a valid choice", *facts)
@@ -228,13 +228,13 @@ def _free(text: str) -> tuple[str, ...]:
         if name in _FREE_NAMES:
             continue
         if name not in keys:
-            close = nearest(name, [*_FREE_NAMES, *keys])
+            close = close_matches(name, [*_FREE_NAMES, *keys])
             raise _ArgumentError(
                 f"free: {name!r} is neither {', '.join(_FREE_NAMES)} nor a key",
                 *([("nearest", ", ".join(close))] if close else []),
             )
         if keys[name].annotation is not int:
-            kind = values.describe(keys[name].annotation)
+            kind = values.type_name(keys[name].annotation)
             raise _ArgumentError(f"free: {name} is not a whole number but {kind}")
     return names
 
@@ -243,9 +243,9 @@ def _sweep(text: str) -> Any:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
-            raise values.WrongValue("is empty")
+            raise values.InvalidValueError("is empty")
         return values.from_node(node)
-    except (yaml.YAMLError, values.WrongValue) as error:
+    except (yaml.YAMLError, values.InvalidValueError) as error:
         reason = getattr(error, "problem", None) or str(error)
         raise _ArgumentError(
             f"sweep: {text!r} cannot be read: {reason}",

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config.catalogue import build
-from MaxText.config.saved import differences, flat
+from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
+from MaxText.config.serialization import diff_configs, flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.stages import KEPT_AT_THE_END, source_keys
@@ -213,7 +213,7 @@ def _differences(old: Plan, new: Plan) -> list[str]:
         lines.append("configurations: " + " -> ".join(names))
     for label in new.identities:
         if label in old.identities:
-            changes = differences(old.identities[label], new.identities[label])
+            changes = diff_configs(old.identities[label], new.identities[label])
             lines += [
                 f"{label}: {name}: {before} -> {after}" for name, (before, after) in changes.items()
             ]
@@ -281,10 +281,10 @@ def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
 
 def run_config(config: Config, changes: Mapping[str, Any], folder: Path, seed: int) -> Config:
     """Returns a run's config: solved keys, seeds, folder, final evaluation."""
-    keys = flat(config) | dict(changes)
+    keys = flatten(config) | dict(changes)
     if keys["eval_interval"] == -1:
         keys["eval_interval"] = keys["steps"]
-    return build(
+    return unflatten(
         keys
         | {
             "run_name": folder.name,

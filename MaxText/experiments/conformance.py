@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing.matching import array_specs, path_name
-from MaxText.config.catalogue import flat
+from MaxText.config.catalog import flatten
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
@@ -90,7 +90,7 @@ class Subject:
         self.configure, self.decodes = configure, decodes
         self.config = config = configure()
         scans, model = config.model.memory.scan_layers, config.model
-        can_scan = model.layer_plan.repeats > 0 and model.scan_refused is None
+        can_scan = model.layer_plan.repeats > 0 and model.scan_unsupported_reason is None
         other = configure(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, 2)
@@ -422,7 +422,7 @@ def _devices(subject: Subject) -> str | None:
         params = jax.tree.map(
             lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
         )
-        placed = layout.place(jax.tree.map(np.asarray, batch), 8)
+        placed = layout.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         loss = functools.partial(subject.loss, model=model, batch=placed)
         found = layout.jit(jax.value_and_grad(loss))(params)
         words = _overrides(sizes)
@@ -460,7 +460,7 @@ def _resume(subject: Subject) -> str | None:
 
 def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
-    values, arrays = flat(subject.config), _by_name(subject.params)
+    values, arrays = flatten(subject.config), _by_name(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
     source = SourceCheckpoint("SMALL", None, metadata, array_specs(arrays), read, {}, read, None)
     own = (item for section in subject.config.model.parts.sections for item in section)
@@ -522,9 +522,9 @@ def _step_on_devices(subject: Subject) -> str | None:
         layout = make_layout(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = _trainer(config)
         abstract = layout.abstract_state(initialize, model.parameters)
-        state = layout.draw_state(initialize, abstract, 0)
+        state = layout.init_state(initialize, abstract, 0)
         before = _by_name(state.params)
-        placed = layout.place(jax.tree.map(np.asarray, batch), 8)
+        placed = layout.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         step, _ = layout.compile_step(step, abstract, jax.eval_shape(lambda: placed))
         for _ in range(2):
             state, _ = step(state, placed)

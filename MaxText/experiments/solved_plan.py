@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from MaxText.config.catalogue import build
-from MaxText.config.saved import flat
+from MaxText.config.catalog import unflatten
+from MaxText.config.serialization import flatten
 from MaxText.config.values import to_yaml
 from MaxText.experiments.compare_args import CompareArgs
 from MaxText.experiments.comparison_plan import (
@@ -77,7 +77,7 @@ def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
         dataclasses.replace(
             variant,
             stages=tuple(
-                build(flat(config) | planned.changes)
+                unflatten(flatten(config) | planned.changes)
                 for config, planned in zip(
                     variant.stages, plan.planned[variant.label].stages, strict=True
                 )
@@ -99,7 +99,7 @@ def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
             variant.stages, planned, stage_numbers(len(planned)), strict=True
         ):
             who = variant.label if number is None else f"{variant.label} stage {number}"
-            lines.append(f"{who}: {_format_changes(flat(config), stage.changes)}")
+            lines.append(f"{who}: {_format_changes(flatten(config), stage.changes)}")
     return lines
 
 

@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from MaxText.config.catalogue import all_keys, build
+from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.rules import RULES
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, WIDTH, Match
 from MaxText.experiments.costs import cost
@@ -186,7 +186,7 @@ class _Search:
         self.free = free
         self.key = KEY_OF.get(free, free)
         self._stages = stages
-        self._flats = [flat(stage) for stage in stages]
+        self._flats = [flatten(stage) for stage in stages]
         self._amount = amount
         self._starts = [self._start(keys) for keys in self._flats]
         self.start = sum(self._starts) if free == STEPS else self._starts[-1]
@@ -339,12 +339,12 @@ def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
 
     A schedule that spans the whole run keeps doing so.
     """
-    values = flat(config)
+    values = flatten(config)
     if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
         changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
-    if any(all_keys()[name].out_of_bounds(value) for name, value in changes.items()):
+    if any(all_keys()[name].violates_bounds(value) for name, value in changes.items()):
         return None
-    result = build(values | changes)
+    result = unflatten(values | changes)
     return None if validation_errors(result) else result
 
 
@@ -369,5 +369,5 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
 
 
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    before, after = flat(old), flat(new)
+    before, after = flatten(old), flatten(new)
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}

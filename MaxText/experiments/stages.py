@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.config import values
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 
 # Placeholder for the previous stage's folder, which differs for each run.
 PREVIOUS = "the_stage_before"
@@ -26,13 +26,14 @@ SET_PER_STAGE = {
 
 
 def read_stages(value: Any) -> list[dict[str, Any]]:
-    """Returns each stage's keys; WrongValue unless two or more mappings."""
+    """Returns each stage's keys; InvalidValueError unless two or more mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
-        raise values.WrongValue(
-            f"{values.show(value)} is not a list of mappings; write one mapping of keys per stage"
+        raise values.InvalidValueError(
+            f"{values.format_value(value)} is not a list of mappings; write one mapping of "
+            "keys per stage"
         )
     if len(value) < 2:
-        raise values.WrongValue("a chain needs two or more stages")
+        raise values.InvalidValueError("a chain needs two or more stages")
     return [dict(stage) for stage in value]
 
 
@@ -52,13 +53,13 @@ KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion"
 
 def keys_that_differ(stages: Sequence[Config]) -> set[str]:
     """Returns the keys that differ between stages."""
-    first, *others = map(flat, stages)
+    first, *others = map(flatten, stages)
     return {name for name in first for other in others if other[name] != first[name]}
 
 
 def prefix_with_stage(stages: Sequence[Config], left_out: Sequence[str]) -> Mapping[str, Any]:
     """Returns keys_that_differ keys named "<key> of stage <n>"; empty for a single run."""
-    flats = [flat(stage) for stage in stages]
+    flats = [flatten(stage) for stage in stages]
     return {
         f"{name} of stage {number}": keys[name]
         for name in sorted(keys_that_differ(stages) - set(left_out))

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from MaxText.config.catalogue import all_keys, build
-from MaxText.config.saved import flat
+from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import Plan, Run, run_config, stage_name, stage_numbers
 from MaxText.experiments.train_subprocess import tail, train
@@ -68,14 +68,14 @@ def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
 
 def short_config(config: Config, folder: Path) -> Config:
     """Returns the configuration of a short run that only trains."""
-    keys = flat(run_config(config, {}, folder, seed=0))
+    keys = flatten(run_config(config, {}, folder, seed=0))
     # Initial weights do not affect the step time, and may not exist yet.
     beginning = {
         name: key.default
         for name, key in all_keys().items()
         if name.startswith(("load_parameters_", "growth_"))
     }
-    return build(
+    return unflatten(
         keys
         | beginning
         | {

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config import layering, values
-from MaxText.config.catalogue import all_keys
+from MaxText.config import sources, values
+from MaxText.config.catalog import all_keys
 from MaxText.config.loading import load
 from MaxText.config.problems import ConfigurationError, Problem
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs
 from MaxText.experiments.stages import (
     SET_PER_STAGE,
@@ -68,7 +68,7 @@ class Variant:
 
         For a chain: keys of the last stage, total steps, and each stage's value of differing keys.
         """
-        keys = {name: value for name, value in flat(self.config).items() if name not in _PLACE}
+        keys = {name: value for name, value in flatten(self.config).items() if name not in _PLACE}
         steps = sum(stage.run.steps for stage in self.stages)
         return keys | {"steps": steps} | dict(prefix_with_stage(self.stages, _PLACE))
 
@@ -93,17 +93,17 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
         sweep, place = request.sweep, "command line, sweep=..."
-        in_file = layering.gather([path], {}, os.environ).for_compare if path else {}
+        in_file = sources.collect([path], {}, os.environ).sweep_blocks if path else {}
         if sweep is None and "sweep" in in_file:
             sweep, place = in_file["sweep"].value, in_file["sweep"].place
         if chain := in_file.get("stages"):
             try:
                 stages_of[source] = read_stages(chain.value), chain.place
-            except values.WrongValue as error:
+            except values.InvalidValueError as error:
                 found.append(Problem(f"stages: {error}", (chain.place,)))
         try:
             assignments = [{}] if sweep is None else expand_sweep(sweep)
-        except values.WrongValue as error:
+        except values.InvalidValueError as error:
             found.append(Problem(f"sweep: {error}", (place,)))
             assignments = [{}]
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
@@ -120,7 +120,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
             except ConfigurationError as error:
                 found += error.problems
             else:
-                swept = (layering.ALIASES.get(name, name) for name in assignment)
+                swept = (sources.ALIASES.get(name, name) for name in assignment)
                 variants.append(Variant(label, source, tuple(swept), stages))
     if len(entries) == 1 and not found:
         found.append(
@@ -137,7 +137,9 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
         raise ConfigurationError(list(dict.fromkeys(found)))
     for one, other in itertools.combinations(variants, 2):
         if one.identity == other.identity:
-            layering.announce([f"note: {one.label} and {other.label} are the same configuration"])
+            sources.print_notices(
+                [f"note: {one.label} and {other.label} are the same configuration"]
+            )
     return variants
 
 
@@ -175,7 +177,7 @@ def _load_stages(
 
 
 def _own_name(name: str) -> str:
-    return layering.ALIASES.get(name, name)
+    return sources.ALIASES.get(name, name)
 
 
 def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
@@ -225,36 +227,37 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
     """Expands a sweep into a list of key-value mappings.
 
     A mapping of keys to lists is their product, with the last key varying fastest. A list of
-    mappings concatenates their products. A scalar counts as a list of one. Raises WrongValue for
-    anything else, or an empty sweep.
+    mappings concatenates their products. A scalar counts as a list of one. Raises
+    InvalidValueError for anything else, or an empty sweep.
     """
     if isinstance(sweep, list):
         if not sweep:
-            raise values.WrongValue("the list of variants is empty")
+            raise values.InvalidValueError("the list of variants is empty")
         return [variant for part in sweep for variant in _product(part)]
     return _product(sweep)
 
 
 def _product(part: Any) -> list[dict[str, Any]]:
     if not isinstance(part, dict):
-        raise values.WrongValue(
-            f"{values.show(part)} is not a mapping; write {{key: [value, value]}}, or a list of "
+        raise values.InvalidValueError(
+            f"{values.format_value(part)} is not a mapping; write {{key: [value, value]}}, or "
+            "a list of "
             "these"
         )
     if not part:
-        raise values.WrongValue("a mapping without keys has no variants")
+        raise values.InvalidValueError("a mapping without keys has no variants")
     choices = []
     for name, value in part.items():
         items = value if isinstance(value, list) else [value]
         if not items:
-            raise values.WrongValue(f"{name} has an empty list of values")
+            raise values.InvalidValueError(f"{name} has an empty list of values")
         choices.append([(name, item) for item in items])
     return [dict(combination) for combination in itertools.product(*choices)]
 
 
 def to_override(value: Any) -> str:
     """Formats a sweep value as it would be typed after `key=`."""
-    if isinstance(value, values.Plain):
+    if isinstance(value, values.UntypedScalar):
         return str(value)
     if isinstance(value, list):
         return "[" + ", ".join(to_override(item) for item in value) + "]"

@@ -11,7 +11,7 @@ import numpy as np
 
 from MaxText.checkpointing.matching import ArraySpec, mismatches
 from MaxText.layers.pattention import slots_by_place
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 SLOTS = "slots"
 LAYERS = "layers"
@@ -112,7 +112,7 @@ class IncompatibleShapesError(Exception):
         self.problems = problems
 
 
-def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
+def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> GrowthPlan:
     """Compares stored and wanted parameters; raises IncompatibleShapesError with all problems."""
     if reason := _fixed_depth(stored, wanted):
         raise IncompatibleShapesError([reason])
@@ -136,7 +136,7 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]) -
 
 
 def _fixed_depth(
-    stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParameterInfo]
+    stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]
 ) -> str | None:
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
@@ -172,11 +172,11 @@ def _has_connections(names: Iterable[str]) -> bool:
     return any(name.startswith("connections/") for name in names)
 
 
-def _spec(info: ParameterInfo) -> ArraySpec:
+def _spec(info: ParamSpec) -> ArraySpec:
     return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
 
 
-def _forbidden_change(old: ArraySpec, info: ParameterInfo) -> str | None:
+def _forbidden_change(old: ArraySpec, info: ParamSpec) -> str | None:
     """Describes forbidden size changes ("" for another rank), or None."""
     if len(old.shape) != len(info.shape):
         return ""
@@ -188,14 +188,14 @@ def _forbidden_change(old: ArraySpec, info: ParameterInfo) -> str | None:
     return f" ({', '.join(changed)})" if changed else None
 
 
-def _resize(name: str, old: ArraySpec, info: ParameterInfo) -> AxisResize | None:
+def _resize(name: str, old: ArraySpec, info: ParamSpec) -> AxisResize | None:
     if name not in info.logical_axes:
         return None
     axis = info.logical_axes.index(name)
     return AxisResize(axis, old.shape[axis], info.shape[axis])
 
 
-def _role(info: ParameterInfo) -> Role | None:
+def _role(info: ParamSpec) -> Role | None:
     axes = [axis for axis in info.logical_axes if axis != LAYERS]
     if SLOTS not in axes:
         return None

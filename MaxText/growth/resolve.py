@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.catalogue import build, flat
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.growth import zoom
@@ -69,7 +69,7 @@ def resolve_growth(
                 "smaller model: a new run has no old slots."
             )
         return ResolvedGrowth(config)
-    return resolve_growth_from(config, open_source(section.load_parameters_path, flat(config)))
+    return resolve_growth_from(config, open_source(section.load_parameters_path, flatten(config)))
 
 
 def _as_recorded(
@@ -127,7 +127,7 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
     from MaxText.conversion.weight_source import abstract_model
 
     section = config.checkpoint
-    growth = source.plan(abstract_model(config).parameters, flat(config))
+    growth = source.plan(abstract_model(config).parameters, flatten(config))
     _check_slot_number(section.load_parameters_path_slot_number, growth, source)
     mode = section.mode_of_growth
     if growth.changes:
@@ -181,7 +181,7 @@ def _settled_without_change(
 
 
 def _with(config: Config, keys: Mapping[str, Any]) -> Config:
-    return build(flat(config) | dict(keys)) if keys else config
+    return unflatten(flatten(config) | dict(keys)) if keys else config
 
 
 def _words(keys: Mapping[str, float]) -> str:

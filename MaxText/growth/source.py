@@ -9,7 +9,7 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.matching import ArraySpec, ConfigHint, format_mismatches
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan, IncompatibleShapesError, plan
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 KEY = "load_parameters_path"
 _PARAMS = "params/"
@@ -32,7 +32,7 @@ class SourceCheckpoint(NamedTuple):
     )  # the checkpoint; None for a Hugging Face checkpoint
 
     def plan(
-        self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
+        self, parameters: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]
     ) -> GrowthPlan:
         """Returns the plan for a model; raises UserError with all misfits."""
         try:

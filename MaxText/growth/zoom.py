@@ -7,7 +7,7 @@ zoom_dim (model.pattention in the configuration) keeps the n of training.
 from collections.abc import Mapping
 from typing import Any
 
-from MaxText.config.catalogue import all_keys, build
+from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
@@ -73,7 +73,7 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     if not values:
         return None
     # A checkpoint of an earlier version may hold keys that were removed since.
-    return build({name: value for name, value in values.items() if name in all_keys()})
+    return unflatten({name: value for name, value in values.items() if name in all_keys()})
 
 
 def source_zoom_dims(

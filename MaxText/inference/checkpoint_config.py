@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from MaxText.config import import_modules
-from MaxText.config.catalogue import all_keys
-from MaxText.config.layering import OwnConfiguration
-from MaxText.config.loading import Loaded
+from MaxText.config.catalog import all_keys
+from MaxText.config.loading import LoadedConfig
 from MaxText.config.loading import load as load_arguments
-from MaxText.config.saved import under_todays_names
+from MaxText.config.serialization import with_current_names
+from MaxText.config.sources import CheckpointConfig
 
 _KEY = "load_parameters_path"
 _NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
@@ -17,13 +17,13 @@ _NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset
 _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 
 
-def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
+def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     """Resolves a command line that may name only load_parameters_path.
 
     The weights supply the configuration if there is neither a config file nor a preset. Raises
     UserError for configuration problems, or if there are no weights at the path.
     """
-    gathered = import_modules.gather(arguments, {}, os.environ)
+    gathered = import_modules.collect(arguments, {}, os.environ)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
     known = all_keys()
     mistaken = gathered.problems or any(s.name not in known for s in gathered.settings)
@@ -35,21 +35,21 @@ def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
     if own is not None and any(gathered.last(name) for name in _NAMES_DATA):
         # The user chose other data, so none of the training data keys apply.
         values = {name: own.values[name] for name in own.values if name not in _NAMES_DATA}
-        own = OwnConfiguration(values, own.place)
+        own = CheckpointConfig(values, own.place)
     return load_arguments(arguments, program, own=own)
 
 
-def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded:
+def for_training(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     """Resolves train.py's command line; only Hugging Face weights supply one."""
     from MaxText.conversion import hf_checkpoint
 
-    path = import_modules.gather(arguments, {}, os.environ).last(_KEY)
+    path = import_modules.collect(arguments, {}, os.environ).last(_KEY)
     if path is None or not hf_checkpoint.is_hf_checkpoint(str(path.origin.raw)):
         return load_arguments(arguments, program)
     return load(arguments, program)
 
 
-def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | None:
+def _own_configuration(path: str, given: dict[str, Any]) -> CheckpointConfig | None:
     from MaxText.conversion import hf_checkpoint
     from MaxText.conversion.hf_config import config_from_hf, resolve_family
 
@@ -57,7 +57,7 @@ def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | N
         folder = hf_checkpoint.resolve_hf_path(path, _KEY)
         config_json = hf_checkpoint.read_json(folder / hf_checkpoint.CONFIG)
         keys = config_from_hf(resolve_family(config_json, path), config_json, path, given)
-        return OwnConfiguration(keys, path)
+        return CheckpointConfig(keys, path)
     from MaxText.checkpointing import checkpoint_files
 
     stored = checkpoint_files.resolve_checkpoint(path, _KEY)
@@ -66,7 +66,7 @@ def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | N
         return None
     import_modules.check_named(flat, str(stored))
     of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
-    values = under_todays_names(flat, str(stored)).items()
-    return OwnConfiguration(
+    values = with_current_names(flat, str(stored)).items()
+    return CheckpointConfig(
         {name: value for name, value in values if name in of_weights}, str(stored)
     )

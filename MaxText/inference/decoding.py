@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from MaxText.config.inference_sections import Decoding
-from MaxText.config.loading import Loaded
+from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
@@ -36,7 +36,7 @@ class UnexpectedOutputError(UserError):
     exit_code = 1
 
 
-def decode(loaded: Loaded, write: Write) -> None:
+def decode(loaded: LoadedConfig, write: Write) -> None:
     """Generates completions for the configured prompts.
 
     Raises UserError without usable weights, tokenizer, prompts or output file, and
@@ -49,7 +49,7 @@ def decode(loaded: Loaded, write: Write) -> None:
     tokenizer = open_tokenizer(
         config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
     )
-    batch_size = rows_of_batch(config.batch, trained.layout)
+    batch_size = microbatch_size(config.batch, trained.layout)
     if jax.process_index() > 0:  # all hosts generate the same texts
         write, output = lambda text: None, JsonlWriter("", "")
     engine = Engine(

@@ -55,7 +55,7 @@ class Engine:
 
     Attributes:
       window: Maximum sequence length in tokens.
-      row_multiple: Required divisor of the batch size, from data sharding.
+      batch_divisor: Required divisor of the batch size, from data sharding.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Engine:
     ):
         """Compiles nothing yet.
 
-        A step is several times faster with `params` from Model.in_parts. Ids from `num_ids`
+        A step is several times faster with `params` from Model.unstack_params. Ids from `num_ids`
         (tokenizer vocabulary size) on are never sampled.
         """
         self.window = model.section.shape.max_target_length
-        self.row_multiple = layout.num_batch_parts
+        self.batch_divisor = layout.num_batch_parts
         self._model, self._params = model, params
         self._sampling, self._num_ids = sampling, num_ids
         # Sampled tokens are replicated, so that every host can read them.
@@ -94,7 +94,7 @@ class Engine:
         """Prefills prompts and draws a token for each.
 
         Args:
-          prompts: 1 to `window` ids each; their number is a multiple of row_multiple.
+          prompts: 1 to `window` ids each; their number is a multiple of batch_divisor.
           names: Two numbers per prompt. Draws depend only on these, the seed and the tokens.
           num_drawn: Trailing tokens of each prompt that were drawn earlier.
           room: Expected final length. Affects speed only.

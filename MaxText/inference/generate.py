@@ -72,12 +72,12 @@ def generate(
     only on its prompt, name and the seed, not on its batch. Raises UserError for non-finite logits.
 
     Args:
-      batch_size: Rounded up to a multiple of engine.row_multiple.
+      batch_size: Rounded up to a multiple of engine.batch_divisor.
       names: Two non-negative numbers per prompt that seed its draws; default (index, 0).
       decode: Detokenizer for the text of completions.
     """
     assert decode is not None or not stopping.stop_strings, "stop strings need text"
-    num_rows = -(-min(batch_size, len(prompts)) // engine.row_multiple) * engine.row_multiple
+    num_rows = -(-min(batch_size, len(prompts)) // engine.batch_divisor) * engine.batch_divisor
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in range(0, len(order), num_rows):
         batch = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from MaxText.config import import_modules
-from MaxText.config.catalogue import build, flat
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.runtime import compilation_cache, start_up
@@ -50,7 +50,7 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
     model = Model(section)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
-    given = open_parameters(path, key, abstract, flat(config), show)
+    given = open_parameters(path, key, abstract, flatten(config), show)
     params = jax.block_until_ready(given.read())
     for warning in import_modules.changes(given.metadata):
         show(warning)
@@ -75,7 +75,7 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
         return config
     metadata = checkpoint_files.resolve_checkpoint(path, key).try_metadata()
     keys = zoom.inherited(zoom.stored_config(metadata), config)
-    return build(flat(config) | keys) if keys else config
+    return unflatten(flatten(config) | keys) if keys else config
 
 
 def weights_path(config: Config) -> tuple[str, str]:

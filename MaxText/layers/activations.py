@@ -133,11 +133,11 @@ LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # ini
 class LearnedActivation(nnx.Module):
     """An activation with a few learned scalars, shared by all features."""
 
-    def __init__(self, name: str, building: Init, rngs: nnx.Rngs):
+    def __init__(self, name: str, init: Init, rngs: nnx.Rngs):
         self.function, first_values = LEARNED[name]
         self.names = tuple(first_values)
         for parameter, value in first_values.items():
-            number = weight(rngs, (), (), constant(value), dtype=building.weight_dtype)
+            number = weight(rngs, (), (), constant(value), dtype=init.weight_dtype)
             setattr(self, parameter, number)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -10,23 +10,23 @@ from MaxText.config.layer_sections import Attention as AttentionSection
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import lookup, register
-from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
-from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
+from MaxText.layers.attention_core import AttentionSpec, PersistentKV, dot_product_attention
+from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
-from MaxText.layers.flash_attention import TILE, flash_attention, serves
-from MaxText.layers.key_value_cache import KeyValueCache, WindowCache
+from MaxText.layers.flash_attention import TILE, flash_attention, supports_shape
+from MaxText.layers.key_value_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.ring_attention import ring_attention
-from MaxText.layers.rotary import rotate
+from MaxText.layers.rotary import apply_rotary
 from MaxText.layers.weights import Init, weight
-from MaxText.parallelism.constraints import constrain, sharding_in_force, split_axes
+from MaxText.parallelism.logical_sharding import constrain, current_sharding, split_axes
 
-OF_QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
-OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+QUERY_AXES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+KEY_AXES = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
 
-State = KeyValueCache | WindowCache
+State = KeyValueCache | SlidingWindowCache
 
 
 @register("mixer", "attention")
@@ -43,53 +43,53 @@ class Attention(Mixer):
     has_softmax = True
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
-    def __init__(self, model: ModelSection, building: Init, rngs: nnx.Rngs):
+    def __init__(self, model: ModelSection, init: Init, rngs: nnx.Rngs):
         section = model.attention
-        D, N, K, H = building.dimensions[:4]
-        init = building.initializers
+        D, N, K, H = init.dimensions[:4]
+        draw = init.initializers
         self.section = section
         self.has_positions = model.position.position_embedding != "none"
         self.dropout_rate = model.dropout.rate("attention")
-        self.max_length = building.dimensions.max_target_length
-        self.precision = building.precision
+        self.max_length = init.dimensions.max_target_length
+        self.precision = init.precision
         bias = section.qkv_bias
         projection = functools.partial(
-            lookup("projection", section.attention_projections), model, building, rngs
+            lookup("projection", section.attention_projections), model, init, rngs
         )
         q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
-        self.query = projection("qkv", (D,), (N, H), q_axes, init.query, bias)
-        self.key = projection("qkv", (D,), (K, H), kv_axes, init.key_value, bias)
-        self.value = projection("qkv", (D,), (K, H), kv_axes, init.key_value, bias)
+        self.query = projection("qkv", (D,), (N, H), q_axes, draw.query, bias)
+        self.key = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
+        self.value = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
         out_axes = ("q_heads", "kv", "embed")
         self.out = projection(
-            "proj", (N, H), (D,), out_axes, init.attention_output, section.proj_bias
+            "proj", (N, H), (D,), out_axes, draw.attention_output, section.proj_bias
         )
         memories = section.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
             weight(
-                rngs, (memories, K, H), (None, "kv_heads", "kv"), init.memory,
-                dtype=building.weight_dtype,
+                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.memory,
+                dtype=init.weight_dtype,
             )
             if memories
             else None
             for _ in range(2)
         )  # fmt: skip
         norm, epsilon = section.use_qk_norm, model.block.normalization_layer_epsilon
-        self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
-        self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
+        self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
+        self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
 
     @classmethod
-    def window_of(cls, section: AttentionSection) -> int | None:
+    def sliding_window(cls, section: AttentionSection) -> int | None:
         """Returns the window, a query's own token included, or None."""
         return None
 
     @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         section, per_key = keys.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
-        window = cls.window_of(section)
+        window = cls.sliding_window(section)
         memories = section.num_mem_kv if cls.has_memories else 0
-        counted = keys_by_rule(length, causal=section.causal, window=window) + memories
-        multiplied = keys_multiplied(section, length, window)
+        counted = average_keys_visible(length, causal=section.causal, window=window) + memories
+        multiplied = average_keys_computed(section, length, window)
         found = Flops(per_key * counted, per_key * (multiplied + memories))
         is_flash = section.attention == "flash" and length % TILE == 0
         # Both backward kernels recompute scores and the gradient of probabilities.
@@ -100,10 +100,10 @@ class Attention(Mixer):
     def state_bytes(
         cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        of_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
-        if (window := cls.window_of(keys.attention)) is not None:
-            return 0, min(window, length) * of_token
-        return of_token, keys.attention.num_mem_kv * of_token
+        bytes_per_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
+        if (window := cls.sliding_window(keys.attention)) is not None:
+            return 0, min(window, length) * bytes_per_token
+        return bytes_per_token, keys.attention.num_mem_kv * bytes_per_token
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
         return self._run(x_BTD, context, None)[0], {}
@@ -122,11 +122,11 @@ class Attention(Mixer):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None and self.has_positions:
-            q_BTNH, k_BTKH = rotate(q_BTNH, context.rotary), rotate(k_BTKH, context.rotary)
-        q_BTNH = constrain(q_BTNH, *OF_QUERIES)
-        k_BTKH, v_BTKH = constrain(k_BTKH, *OF_KEYS), constrain(v_BTKH, *OF_KEYS)
+            q_BTNH, k_BTKH = (apply_rotary(x, context.rotary) for x in (q_BTNH, k_BTKH))
+        q_BTNH = constrain(q_BTNH, *QUERY_AXES)
+        k_BTKH, v_BTKH = constrain(k_BTKH, *KEY_AXES), constrain(v_BTKH, *KEY_AXES)
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
-        o_BTNH = constrain(o_BTNH, *OF_QUERIES)
+        o_BTNH = constrain(o_BTNH, *QUERY_AXES)
         return tag(self.out(o_BTNH), "out_proj"), state
 
     def values(self, v_BTD: jax.Array, context: Context) -> jax.Array:
@@ -141,8 +141,8 @@ class Attention(Mixer):
         state: State | None,
     ) -> tuple[jax.Array, State | None]:
         section = self.section
-        window = self.window_of(section)
-        scoring = Scoring(
+        window = self.sliding_window(section)
+        spec = AttentionSpec(
             causal=section.causal,
             window=window,
             scale=section.attention_scale,
@@ -152,32 +152,32 @@ class Attention(Mixer):
         )
         if state is not None:
             assert context.positions_BT is not None
-            if isinstance(state, WindowCache):
-                return state.step(q_BTNH, k_BTKH, v_BTKH, context.positions_BT, scoring)
+            if isinstance(state, SlidingWindowCache):
+                return state.step(q_BTNH, k_BTKH, v_BTKH, context.positions_BT, spec)
             assert isinstance(state, KeyValueCache)
             state = state.append(k_BTKH, v_BTKH, context.positions_BT)
-            return state.attend(q_BTNH, context.positions_BT, scoring), state
+            return state.attend(q_BTNH, context.positions_BT, spec), state
         memory = None
         if self.memory_key is not None and self.memory_value is not None:
             memory = (self.memory_key[...], self.memory_value[...])
             memory = jax.tree.map(lambda kept: kept.astype(k_BTKH.dtype), memory)
-        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, scoring, memory, context)
+        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, memory, context)
         if context.capacity is None:
             return o_BTNH, None
         if window is not None:
             assert context.lengths_B is not None
             # The window may be longer than any sequence.
             slots = min(window, self.max_length)
-            return o_BTNH, WindowCache.of_prompt(k_BTKH, v_BTKH, context.lengths_B, slots)
-        return o_BTNH, KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity, memory)
+            return o_BTNH, SlidingWindowCache.from_prefill(k_BTKH, v_BTKH, context.lengths_B, slots)
+        return o_BTNH, KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, memory)
 
     def _softmax(
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
-        scoring: Scoring,
-        memory: Memory | None,
+        spec: AttentionSpec,
+        memory: PersistentKV | None,
         context: Context,
     ) -> jax.Array:
         section = self.section
@@ -185,37 +185,38 @@ class Attention(Mixer):
         drops = self.dropout_rate > 0 and key is not None
         blocked = section.attention != "dot_product"
         block_size = section.attention_block_size if blocked else None
-        of_queries = sharding_in_force(OF_QUERIES, q_BTNH.shape)
-        of_keys = sharding_in_force(OF_KEYS, k_BTKH.shape)
+        query_sharding = current_sharding(QUERY_AXES, q_BTNH.shape)
+        key_sharding = current_sharding(KEY_AXES, k_BTKH.shape)
         # A registered position embedding may have added a bias.
-        flash = section.attention == "flash" and scoring.slopes_N is None
-        flash = flash and serves(q_BTNH, of_queries)
+        flash = section.attention == "flash" and spec.slopes_N is None
+        flash = flash and supports_shape(q_BTNH, query_sharding)
         parts = 1
-        if of_queries is not None and of_keys is not None and split_axes(of_queries, 1):
+        if query_sharding and key_sharding and split_axes(query_sharding, 1):
             if section.context_parallel_strategy == "ring" and not drops:
                 balanced = section.context_parallel_load_balance
                 o_BTNH = ring_attention(
-                    q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys,
+                    q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
                     segments_BT=segments_BT, memory=memory, block_size=block_size,
                     balanced=balanced,
                 )  # fmt: skip
-                return named(o_BTNH)
+                return tag_context(o_BTNH)
             if not flash:
-                whole = (OF_KEYS[0], "activation_kv_length", *OF_KEYS[2:])
+                whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
                 k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
-            parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
+            parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
         if flash:
             assert memory is None, section
             assert not drops, section
             return flash_attention(
-                q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys, segments_BT=segments_BT
-            )
-        o_BTNH = softmax_attention(
-            q_BTNH, k_BTKH, v_BTKH, scoring,
+                q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
+                segments_BT=segments_BT,
+            )  # fmt: skip
+        o_BTNH = dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, spec,
             segments_BT=segments_BT, memory=memory, block_size=block_size, parts=parts,
             dropout_rate=self.dropout_rate, dropout_key=key,
         )  # fmt: skip
-        return named(o_BTNH)
+        return tag_context(o_BTNH)
 
 
 @register("mixer", "local_attention")
@@ -225,20 +226,20 @@ class LocalAttention(Attention):
     has_memories = False
 
     @classmethod
-    def window_of(cls, section: AttentionSection) -> int | None:
+    def sliding_window(cls, section: AttentionSection) -> int | None:
         return section.sliding_window_size
 
     @classmethod
     def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
         window, causal = keys.attention.sliding_window_size, keys.attention.causal
-        counted = keys_by_rule(length, causal=causal, window=window)
-        multiplied = keys_multiplied(keys.attention, length, window)
+        counted = average_keys_visible(length, causal=causal, window=window)
+        multiplied = average_keys_computed(keys.attention, length, window)
         return (
             f"in local layers, of a window of {window:,}, {counted:,.6g}",
             f"in local layers with {multiplied:,.6g}",
         )
 
 
-def named(o_BTNH: jax.Array) -> jax.Array:
+def tag_context(o_BTNH: jax.Array) -> jax.Array:
     """Tags the output for remat policies, as kernels do for theirs."""
     return tag(o_BTNH, "context")

@@ -16,17 +16,18 @@ from jax.sharding import NamedSharding
 from MaxText.config.model_sections import Model
 from MaxText.config.registry import lookup
 from MaxText.layers import capture
+from MaxText.layers.dense import einsum_f32
 from MaxText.layers.dropout import dropout
-from MaxText.parallelism.constraints import split_axes
+from MaxText.parallelism.logical_sharding import split_axes
 
 MAX_BLOCKS = 16  # unrolled query blocks cost compile time: beyond this many they grow instead
 _SMALLEST_WINDOW_BLOCK = 16  # rows; smaller blocks cost more in overhead than they save
 
-Memory = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
+PersistentKV = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class AttentionSpec:
     """Computation and masking of attention scores."""
 
     causal: bool = True
@@ -36,10 +37,10 @@ class Scoring:
     slopes_N: jax.Array | None = None  # ALiBi slopes, float32
     precision: str | None = None
 
-    def scale_of(self, head_dim: int) -> float:
+    def scale_for(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def sees(self, distance: jax.Array) -> jax.Array:
+    def visible(self, distance: jax.Array) -> jax.Array:
         """Returns whether a query sees the key `distance` tokens before it."""
         seen = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is None:
@@ -47,14 +48,14 @@ class Scoring:
         return seen & (distance < self.window) & (distance >= -self.window)
 
 
-def softmax_attention(
+def dot_product_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    scoring: Scoring,
+    spec: AttentionSpec,
     *,
     segments_BT: jax.Array | None = None,  # attention stays within a segment; None is one
-    memory: Memory | None = None,  # additional keys and values that every query sees
+    memory: PersistentKV | None = None,  # additional keys and values that every query sees
     block_size: int | None = None,  # one block if None, or not causal without parts
     parts: int = 1,
     dropout_rate: float = 0.0,
@@ -67,38 +68,38 @@ def softmax_attention(
     about W rows: 2 W products per token (3 W if not causal). If T is split into `parts` on several
     devices, while keys and values are unsharded, a block has rows of each and multiplies all keys.
     """
-    length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
-    run = functools.partial(attend, scoring=scoring, memory=memory, dropout_rate=dropout_rate)
+    length, causal, window = q_BTNH.shape[1], spec.causal, spec.window
+    run = functools.partial(attend, spec=spec, memory=memory, dropout_rate=dropout_rate)
     if parts == 1 and window is not None:
         rows = window_blocks(window, length, causal=causal)
         if rows is not None:
             run = functools.partial(run, dropout_key=dropout_key)
-            return _in_windows(q_BTNH, k_BSKH, v_BSKH, scoring, rows, segments_BT, run)
+            return _local_attention(q_BTNH, k_BSKH, v_BSKH, spec, rows, segments_BT, run)
         block_size = None
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
     own = block = length // parts
     if block_size is not None and (causal or parts > 1):
         block = min(own, max(block_size, -(-own // MAX_BLOCKS)))
-    places = jnp.arange(length)
+    positions = jnp.arange(length)
     outputs = []
     for start in range(0, own, block):
         end = min(start + block, own)
         keys_end = end if causal and parts == 1 else length
 
-        def of_block(x: jax.Array, axis: int, start: int = start, end: int = end) -> jax.Array:
+        def block_rows(x: jax.Array, axis: int, start: int = start, end: int = end) -> jax.Array:
             if parts == 1:
                 return x[:, start:end] if axis else x[start:end]
             x = x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])
             x = jax.lax.slice_in_dim(x, start, end, axis=axis + 1)
             return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-        distance_1TS = (of_block(places, 0)[:, None] - places[:keys_end])[None]
-        mask_BTS = scoring.sees(distance_1TS)
+        distance_1TS = (block_rows(positions, 0)[:, None] - positions[:keys_end])[None]
+        mask_BTS = spec.visible(distance_1TS)
         if segments_BT is not None:
-            same_BTS = of_block(segments_BT, 1)[:, :, None] == segments_BT[:, None, :keys_end]
+            same_BTS = block_rows(segments_BT, 1)[:, :, None] == segments_BT[:, None, :keys_end]
             mask_BTS = mask_BTS & same_BTS
         o_BTNH = run(
-            of_block(q_BTNH, 1),
+            block_rows(q_BTNH, 1),
             k_BKSH[:, :, :keys_end],
             v_BKSH[:, :, :keys_end],
             mask_BTS,
@@ -118,11 +119,11 @@ def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
     return rows if length > (2 if causal else 3) * rows else None
 
 
-def _in_windows(
+def _local_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    scoring: Scoring,
+    spec: AttentionSpec,
     rows: int,
     segments_BT: jax.Array | None,
     run: Callable[..., jax.Array],
@@ -130,14 +131,14 @@ def _in_windows(
     """Attends in blocks of `rows` >= W queries, batched so that the program is small for any T."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
-    behind, before = rows, 0 if scoring.causal else rows
+    behind, before = rows, 0 if spec.causal else rows
     width = behind + rows + before
 
     def blocks(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, num_blocks * rows - length), *((0, 0),) * (x.ndim - 2)))
         return x.reshape(batch * num_blocks, rows, *x.shape[2:])
 
-    def neighbourhoods(x: jax.Array) -> jax.Array:
+    def neighborhoods(x: jax.Array) -> jax.Array:
         """Returns [B * blocks, width, ...]: each block with its neighbors."""
         spare = num_blocks * rows - length
         x = jnp.pad(x, ((0, 0), (behind, spare + before), *((0, 0),) * (x.ndim - 2)))
@@ -150,11 +151,11 @@ def _in_windows(
     distance_1TS = (jnp.arange(rows)[:, None] - (jnp.arange(width) - behind)[None, :])[None]
     # Padding has segment -1, which no token has.
     segments = jnp.zeros((batch, length), jnp.int32) if segments_BT is None else segments_BT
-    of_keys = neighbourhoods(segments + 1) - 1
-    mask = scoring.sees(distance_1TS) & (blocks(segments)[:, :, None] == of_keys[:, None, :])
+    key_segments = neighborhoods(segments + 1) - 1
+    mask = spec.visible(distance_1TS) & (blocks(segments)[:, :, None] == key_segments[:, None, :])
     # Padding queries may see no key, for which softmax would be NaN.
     mask = mask | (jnp.arange(width) == behind)[None, None] & ~mask.any(-1, keepdims=True)
-    k_BKSH, v_BKSH = (neighbourhoods(x).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
+    k_BKSH, v_BKSH = (neighborhoods(x).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
     o = run(blocks(q_BTNH), k_BKSH, v_BKSH, mask, distance_1TS)
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
@@ -163,25 +164,27 @@ def softmax_windows(section: Model) -> list[int | None]:
     """Returns W of each layer with softmax attention; None is full attention."""
     mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
     return [
-        mixer.window_of(layer.section.attention) for mixer, layer in mixers if mixer.has_softmax
+        mixer.sliding_window(layer.section.attention)
+        for mixer, layer in mixers
+        if mixer.has_softmax
     ]
 
 
-def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
+def prepend_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
     """Prepends memories to keys or values, [B, K, M + S, H]."""
     kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
     kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
     return jnp.concatenate([kept, x_BKSH], axis=-2)
 
 
-def copies_of_heads(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, of_queries: NamedSharding, of_keys: NamedSharding
+def kv_head_repeats(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, query_sharding: NamedSharding, key_sharding: NamedSharding
 ) -> int:
     """Returns the repeats of key/value heads to shard like query heads."""
-    axes, num_kv_heads = split_axes(of_queries, 2), k_BSKH.shape[2]
-    if split_axes(of_keys, 2) == axes:
+    axes, num_kv_heads = split_axes(query_sharding, 2), k_BSKH.shape[2]
+    if split_axes(key_sharding, 2) == axes:
         return 1
-    parts = math.prod(of_queries.mesh.shape[axis] for axis in axes)
+    parts = math.prod(query_sharding.mesh.shape[axis] for axis in axes)
     group = q_BTNH.shape[2] // num_kv_heads
     return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
 
@@ -192,9 +195,9 @@ def attend(
     values: jax.Array,
     mask_BTS: jax.Array,  # visible keys; B may be 1
     distance_BTS: jax.Array,  # query position minus key position; B may be 1
-    scoring: Scoring,
+    spec: AttentionSpec,
     *,
-    memory: Memory | None = None,
+    memory: PersistentKV | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
@@ -207,29 +210,23 @@ def attend(
     group = num_heads // num_kv_heads
     if memory is not None:
         # Memories precede the tokens, at distance 0.
-        keys, values = after_memories(memory[0], keys), after_memories(memory[1], values)
+        keys, values = prepend_memories(memory[0], keys), prepend_memories(memory[1], values)
         left = ((0, 0), (0, 0), (len(memory[0]), 0))
         mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, left)
     # One matrix per group: plain matmuls are fast on CPU.
-    scale = scoring.scale_of(head_dim)
+    scale = spec.scale_for(head_dim)
     q_BKRH = (
         (q_BTNH * scale if scale != 1 else q_BTNH)
         .reshape(batch, length, num_kv_heads, group, head_dim)
         .transpose(0, 2, 3, 1, 4)
         .reshape(*keys.shape[:-2], group * length, head_dim)
     )
-    scores_BKRS = jnp.einsum(
-        "...rh,...sh->...rs",
-        q_BKRH,
-        keys,
-        preferred_element_type=jnp.float32,
-        precision=scoring.precision,
-    )
-    if scoring.soft_cap:
-        scores_BKRS = scoring.soft_cap * jnp.tanh(scores_BKRS / scoring.soft_cap)
-    if scoring.slopes_N is not None:
-        slopes_KG11 = scoring.slopes_N.reshape(num_kv_heads, group, 1, 1)
+    scores_BKRS = einsum_f32("...rh,...sh->...rs", q_BKRH, keys, spec.precision)
+    if spec.soft_cap:
+        scores_BKRS = spec.soft_cap * jnp.tanh(scores_BKRS / spec.soft_cap)
+    if spec.slopes_N is not None:
+        slopes_KG11 = spec.slopes_N.reshape(num_kv_heads, group, 1, 1)
         far_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
         bias = (slopes_KG11 * far_B11TS).reshape(
             far_B11TS.shape[0], num_kv_heads, group * length, far_B11TS.shape[-1]
@@ -242,6 +239,6 @@ def attend(
     if capture.is_on():
         capture.record(probabilities.reshape(batch, num_heads, length, -1), "probabilities")
     probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(values.dtype)
-    o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=scoring.precision)
+    o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=spec.precision)
     o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)

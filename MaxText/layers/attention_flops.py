@@ -3,16 +3,18 @@
 from MaxText.config.layer_sections import Attention as AttentionSection
 from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
 from MaxText.layers.flash_attention import TILE
-from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multiplied
+from MaxText.layers.flash_attention import average_keys_computed as flash_keys_multiplied
 
 
-def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
+def average_keys_visible(length: int, *, causal: bool, window: int | None = None) -> float:
     """Returns the average number of visible keys per query, for the MFU."""
     visible = min(window or length, length)
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
-def keys_multiplied(section: AttentionSection, length: int, window: int | None = None) -> float:
+def average_keys_computed(
+    section: AttentionSection, length: int, window: int | None = None
+) -> float:
     """Returns the average keys multiplied per query, masked ones included."""
     if section.attention == "flash" and length % TILE == 0:
         return flash_keys_multiplied(length, causal=section.causal, window=window)
@@ -27,7 +29,7 @@ def keys_multiplied(section: AttentionSection, length: int, window: int | None =
 
 
 def query_block(section: AttentionSection, length: int) -> int:
-    """Returns the query rows per block of softmax_attention."""
+    """Returns the query rows per block of dot_product_attention."""
     if section.attention == "dot_product" or not section.causal:
         return length
     return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)

@@ -10,10 +10,10 @@ from MaxText.config.registry import lookup
 from MaxText.layers.capture import scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
-from MaxText.layers.normalization import normalization
-from MaxText.layers.part import FeedForward, Inputs, Mixer, Scalars, checked
+from MaxText.layers.normalization import make_norm
+from MaxText.layers.part import FeedForward, Inputs, Mixer, Scalars, check_output
 from MaxText.layers.weights import Init
-from MaxText.parallelism.constraints import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
 # activations. Drop path uses the id of dropout plus _PATH.
@@ -51,7 +51,7 @@ class Block(nnx.Module):
 
     def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
         own = layer.section.block
-        return normalization(own, init, rngs, parametric=own.block_norm_parametric)
+        return make_norm(own, init, rngs, parametric=own.block_norm_parametric)
 
     def __call__(
         self, inputs: Inputs, context: Context, state: Any = None
@@ -61,7 +61,7 @@ class Block(nnx.Module):
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
         out, more = self.feed_forward(h_BTD, context)
         y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
-        return y_BTD, summed(scalars, more), state
+        return y_BTD, add_scalars(scalars, more), state
 
     def mixer_input(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         y_BTD = self.pre_self_attention_layer_norm(inputs.q)
@@ -75,20 +75,20 @@ class Block(nnx.Module):
         with scope("self_attention"):
             if state is not None:
                 found = mixer.decode_step(x_BTD, state, context)
-                out, state = checked(mixer, "decode_step", found, normed[0])
+                out, state = check_output(mixer, "decode_step", found, normed[0])
                 return out, {}, state
             if context.capacity is not None:
                 found = mixer.prefill(x_BTD, context)
-                out, state = checked(mixer, "prefill", found, normed[0])
+                out, state = check_output(mixer, "prefill", found, normed[0])
                 return out, {}, state
-            return *checked(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
+            return *check_output(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 
     def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
     def run_mlp(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         with scope("mlp"):
-            return checked(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
+            return check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
         """Applies dropout and drop path to a branch's output."""
@@ -103,11 +103,11 @@ class Block(nnx.Module):
         return drop_path(x_BTD, rate, key)
 
     @property
-    def norms_of_ways(self) -> dict[str, nnx.Module]:
+    def stream_norms(self) -> dict[str, nnx.Module]:
         """Separate norms of the inputs "q", "k" and "v"; empty if they share one."""
         return {}
 
 
-def summed(first: Scalars, second: Scalars) -> Scalars:
+def add_scalars(first: Scalars, second: Scalars) -> Scalars:
     both = {name: first[name] + second[name] for name in first if name in second}
     return first | second | both

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from MaxText.errors import UserError
-from MaxText.parallelism.constraints import split_rows
+from MaxText.parallelism.logical_sharding import split_batch
 
 
 class Shared(dict[str, jax.Array]):
@@ -39,17 +39,17 @@ class Context:
     shared: dict[str, jax.Array] = dataclasses.field(default_factory=Shared)
 
     @property
-    def generates(self) -> bool:
+    def is_decoding(self) -> bool:
         """Whether decode states are kept or read."""
         return self.capacity is not None or self.positions_BT is not None
 
-    def in_parts(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
-        """Returns index -> context of that part of the batch (`split_rows`)."""
-        assert not self.generates, "states of mixers belong to whole batches"
+    def split(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
+        """Returns index -> context of that part of the batch (`split_batch`)."""
+        assert not self.is_decoding, "states of mixers belong to whole batches"
 
         def cut(x: jax.Array) -> jax.Array:
             # The whole batch shares one row.
-            return x[None] if x.shape[0] == 1 else split_rows(x, num_parts)
+            return x[None] if x.shape[0] == 1 else split_batch(x, num_parts)
 
         per_row = jax.tree.map(cut, (self.segments_BT, self.rotary))
 

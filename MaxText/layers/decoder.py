@@ -12,30 +12,30 @@ from MaxText.config.model_sections import NO_STAGES, Layer, RematPolicy
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import lookup
 from MaxText.errors import UserError
-from MaxText.layers.arrangements import block_of
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
+from MaxText.layers.block_variants import block_class
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
-from MaxText.layers.head import head_of
-from MaxText.layers.normalization import normalization
-from MaxText.layers.part import Scalars, described
-from MaxText.layers.pipeline import pipelined
+from MaxText.layers.head import head_and_layer
+from MaxText.layers.normalization import make_norm
+from MaxText.layers.part import Scalars, describe
+from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.stack import (
     LayersOutput,
+    apply_remat,
     apply_scanned,
     apply_unrolled,
-    rematerialized,
     stack,
 )
 from MaxText.layers.weights import Init, initializers
-from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain, current_num_stages
 
 States = tuple[Any, ...]  # decode states: one per layer, then the head's
 
-_OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
+_HEAD_AXES = ("activation_embed_and_logits_batch", "activation_length")
 
 
 class Decoder(nnx.Module):
@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
         assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
         dimensions = section.shape.dimensions
         precision = section.numerics.matmul_precision
-        building = Init(
+        init = Init(
             dimensions=dimensions,
             initializers=initializers(section.initialization, dimensions),
             dtype=jnp.dtype(section.numerics.dtype),
@@ -58,32 +58,32 @@ class Decoder(nnx.Module):
         )
         D, V = dimensions.emb_dim, dimensions.vocab_size
         self.section = section
-        self.dtype = building.dtype
+        self.dtype = init.dtype
         scale = math.sqrt(D) if section.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if section.head.logits_dot_in_fp32 else None
-        self.token_embedder = Embedding(V, "vocab", building, rngs, scale, used_in)
+        self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
         whole = Layer(section, dimensions)
         position = lookup("position", section.position.position_embedding)
-        self.position_embedder = position.build(whole, building, rngs)
+        self.position_embedder = position.build(whole, init, rngs)
         layers = section.layers
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
-            own = dataclasses.replace(building, dimensions=layer.dimensions)
-            return block_of(layer)(layer, own, rngs)
+            own = dataclasses.replace(init, dimensions=layer.dimensions)
+            return block_class(layer)(layer, own, rngs)
 
         self.layers, self.blueprint = stack(
             block, section.layer_plan, rngs, shared=section.block.share_parameters
         )
-        self.connections = lookup("connection", section.connection).build(whole, building, rngs)
+        self.connections = lookup("connection", section.connection).build(whole, init, rngs)
         kind = section.head.final_normalization_type
         self.decoder_norm = (
-            normalization(section.block, building, rngs, kind=None if kind == "auto" else kind)
+            make_norm(section.block, init, rngs, kind=None if kind == "auto" else kind)
             if section.head.final_norm
             else None
         )
-        head, own_keys = head_of(section)
-        self.head = head.build(own_keys, building, rngs)
+        head, own_keys = head_and_layer(section)
+        self.head = head.build(own_keys, init, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V]."""
@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
         memory = self.section.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
-            positions_BT = _places(batch.tokens_BT)
+            positions_BT = _positions(batch.tokens_BT)
         context = Context(
             segments_BT=batch.segments_BT,
             dropout_key=dropout_key,
@@ -111,14 +111,14 @@ class Decoder(nnx.Module):
             **self.position_embedder.for_mixers(positions_BT),
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
-        num_stages = num_stages_in_force()
+        num_stages = current_num_stages()
 
         if num_stages == 1 and memory.scan_layers is not True:
             output = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(self._last(output, memory.remat_policy)), output.scalars
         if not self.connections.keeps_shapes:
             raise UserError(
-                f"{described(self.connections)}: each layer reads another number of arrays, so "
+                f"{describe(self.connections)}: each layer reads another number of arrays, so "
                 "layers cannot be scanned or cut into stages: set scan_layers=false and "
                 f"{NO_STAGES}"
             )
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
 
         carried = self.connections.begin(x_BTD)
         if num_stages > 1:
-            carried, scalars = pipelined(
+            carried, scalars = pipeline_apply(
                 self.layers,
                 self.blueprint,
                 carried,
@@ -147,14 +147,14 @@ class Decoder(nnx.Module):
             )
         x_BTD = self.connections.end(carried)
         if num_stages > 1:  # norm and head run on all stages
-            x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
+            x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
 
     def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
         """Prefills states of `capacity` >= T tokens from right-padded prompts, `lengths_B` >= 1."""
-        positions_BT = _places(tokens_BT)
+        positions_BT = _positions(tokens_BT)
         context = Context(
             capacity=capacity,
             lengths_B=lengths_B,
@@ -199,14 +199,14 @@ class Decoder(nnx.Module):
             apply,
             policy=policy,
             states=states,
-            in_turn=not self.connections.keeps_shapes,
+            sequential=not self.connections.keeps_shapes,
         )
 
     def _layer(
         self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
         # Read inside the rematerialized layer, so that its inputs are recomputed, not saved.
-        inputs, rest = self.connections.read(index, carried, layer.norms_of_ways)
+        inputs, rest = self.connections.read(index, carried, layer.stream_norms)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
@@ -214,7 +214,7 @@ class Decoder(nnx.Module):
         return self.connections.checked(carried, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
-        return rematerialized(self.connections.end, policy, in_scan=False)(output.carried)
+        return apply_remat(self.connections.end, policy, in_scan=False)(output.carried)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
@@ -233,17 +233,17 @@ class Decoder(nnx.Module):
         self,
         h_BTD: jax.Array,
         head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
-        places_BT: jax.Array | None = None,  # positions in the sequence; None is 0..T-1
+        positions_BT: jax.Array | None = None,  # positions in the sequence; None is 0..T-1
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence."""
-        if places_BT is None:
-            places_BT = _places(h_BTD)
-        logits_BTV = self.head(h_BTD, self.token_embedder, head_state, places_BT)
-        return constrain(logits_BTV, *_OF_HEAD, "activation_vocab")
+        if positions_BT is None:
+            positions_BT = _positions(h_BTD)
+        logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
+        return constrain(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
 
 
-def _places(x_BT: jax.Array) -> jax.Array:
+def _positions(x_BT: jax.Array) -> jax.Array:
     return jnp.arange(x_BT.shape[1], dtype=jnp.int32)[None]

@@ -20,16 +20,16 @@ class Dense(nnx.Module):
         outputs: Shape,
         axes: Axes,  # logical axes of the kernel, inputs first
         initializer: Initializer,
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
         used_in: jnp.dtype | None = None,  # dtype of the product; None is that of activations
     ):
         self.num_in_dims = len(inputs)
-        self.dtype = used_in or building.dtype
-        self.precision = building.precision
-        dtype = building.weight_dtype
+        self.dtype = used_in or init.dtype
+        self.precision = init.precision
+        dtype = init.weight_dtype
         self.kernel = weight(
             rngs, inputs + outputs, axes, initializer,
             dtype=dtype, num_in_dims=len(inputs), used_in=self.dtype,
@@ -51,6 +51,11 @@ class Dense(nnx.Module):
         if self.bias is not None:
             y = y + self.bias[...].astype(dtype)
         return y
+
+
+def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
+    """Returns an einsum that accumulates and returns float32."""
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 @register("projection", "dense")

@@ -14,20 +14,20 @@ class Embedding(nnx.Module):
         self,
         num_rows: int,
         row_axis: str,
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
         scale: float | None = None,  # of the embeddings, not of the tied head
         used_in: jnp.dtype | None = None,  # widest dtype it is read in; None is that of activations
     ):
-        D = building.dimensions.emb_dim
-        self.dtype = building.dtype
-        self.precision = building.precision
+        D = init.dimensions.emb_dim
+        self.dtype = init.dtype
+        self.precision = init.precision
         self.scale = scale
-        init = building.initializers
-        initial = init.position if row_axis == "position" else init.embedding
+        draw = init.initializers
+        initial = draw.position if row_axis == "position" else draw.embedding
         self.embedding = weight(
             rngs, (num_rows, D), (row_axis, "embed"), initial,
-            dtype=building.weight_dtype, used_in=used_in or building.dtype,
+            dtype=init.weight_dtype, used_in=used_in or init.dtype,
         )  # fmt: skip
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:

@@ -28,13 +28,13 @@ def _loss_forward(logits_V, targets, alpha):
     shift_1 = _shift(logits_V, alpha)
     p_V = _probabilities(logits_V, shift_1, alpha)
     # Centered, as large logits would cost precision in a loss near 0.
-    centred_V = logits_V - jnp.max(logits_V, axis=-1, keepdims=True)
-    target_logits = jnp.take_along_axis(centred_V, targets[..., None], axis=-1)[..., 0]
+    centered_V = logits_V - jnp.max(logits_V, axis=-1, keepdims=True)
+    target_logits = jnp.take_along_axis(centered_V, targets[..., None], axis=-1)[..., 0]
     inside_V = p_V > 0
     log_p_V = jnp.log(jnp.where(inside_V, p_V, 1.0))
     entropy = jnp.sum(-p_V * jnp.expm1((alpha - 1) * log_p_V), axis=-1) / (alpha * (alpha - 1))
     # Logits may be -inf where p is 0: 0 * -inf would be NaN.
-    expected = jnp.sum(jnp.where(inside_V, p_V * centred_V, 0.0), axis=-1)
+    expected = jnp.sum(jnp.where(inside_V, p_V * centered_V, 0.0), axis=-1)
     # As in cross entropy, only the logits themselves are saved at [..., V].
     return expected - target_logits + entropy, (logits_V, targets, shift_1)
 

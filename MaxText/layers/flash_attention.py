@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from MaxText.config.model_sections import Model as ModelSection
-from MaxText.layers.attention_core import Scoring, copies_of_heads, softmax_windows
-from MaxText.parallelism.constraints import platform, split_axes
+from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_windows
+from MaxText.parallelism.logical_sharding import platform, split_axes
 
 # Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
 # as large compiles five times longer, four times does not fit a v5p.
@@ -29,50 +29,50 @@ _PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}  # matmuls; both backward kernels r
 _KEPT = "context"  # name of the kernel's residuals in remat policies
 
 
-def kernel_refused(
+def kernel_unsupported_reason(
     section: ModelSection, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
     attention, d = section.attention, section.shape.dimensions
     precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
-    windows, in_parts = softmax_windows(section), num_length_parts > 1
-    is_ring = in_parts and attention.context_parallel_strategy == "ring"
+    windows, is_split = softmax_windows(section), num_length_parts > 1
+    is_ring = is_split and attention.context_parallel_strategy == "ring"
     has_alibi = section.position.position_embedding == "alibi"
-    each = f" on each of {num_length_parts} devices" if in_parts else ""
+    each = f" on each of {num_length_parts} devices" if is_split else ""
     refused: list[tuple[Any, str]] = [
         (not windows, "no layer has softmax attention"),
         (has_alibi, "position_embedding=alibi adds to scores"),
-        (attention.num_mem_kv, "num_mem_kv adds keys that are no tokens"),
+        (attention.num_mem_kv, "num_mem_kv adds learned keys"),
         (
             section.dropout.rate("attention"),
-            "dropout of probabilities, which are on the chip alone",
+            "attention dropout, as probabilities are never written to memory",
         ),
-        (precision != "default", f"matmul_precision={precision}: kernels have the default"),
-        (is_ring, "context_parallel_strategy=ring has a form of its own"),
+        (precision != "default", f"matmul_precision={precision}: kernels only support default"),
+        (is_ring, "context_parallel_strategy=ring has its own implementation"),
     ]
     if backend == "gpu":
         refused += [
             (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
-            (d.head_dim % 8, f"head_dim {d.head_dim} is no multiple of 8"),
+            (d.head_dim % 8, f"head_dim {d.head_dim} is not a multiple of 8"),
             (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
-            (any(windows) and not attention.causal, "cuDNN has no windows to both sides"),
-            (in_parts, "sequences are divided over devices"),
-            (num_stages > 1, "stages of a pipeline: JAX cannot batch cuDNN's masks of documents"),
+            (any(windows) and not attention.causal, "cuDNN has no bidirectional windows"),
+            (is_split, "sequences are split over devices"),
+            (num_stages > 1, "pipeline stages: JAX cannot batch cuDNN's document masks"),
         ]
     else:
         length, is_large = d.max_target_length, d.head_dim * dtype.itemsize > _LARGEST_HEAD
         refused += [
-            (dtype.name == "float16", "splash attention does not know dtype=float16"),
-            (is_large, f"head_dim {d.head_dim} is too large for blocks on the chip"),
+            (dtype.name == "float16", "splash attention does not support dtype=float16"),
+            (is_large, f"head_dim {d.head_dim} is too large for a block in VMEM"),
             (
                 length % (TILE * num_length_parts),
-                f"max_target_length {length} is no multiple of {TILE}{each}",
+                f"max_target_length {length} is not a multiple of {TILE}{each}",
             ),
         ]
     return next((reason for holds, reason in refused if holds), None)
 
 
-def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
+def cudnn_failure_reason(section: ModelSection, devices: Iterable[Any]) -> str | None:
     """Returns why cuDNN cannot compile the attention of a model, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
@@ -87,10 +87,10 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
     queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
     for window in dict.fromkeys(softmax_windows(section)):
-        scoring = Scoring(attention.causal, window, attention.attention_scale)
+        spec = AttentionSpec(attention.causal, window, attention.attention_scale)
 
-        def total(q, k, v, segments, scoring=scoring):
-            return _cudnn(None, q, k, v, segments, segments, scoring=scoring).sum()
+        def total(q, k, v, segments, spec=spec):
+            return _cudnn(None, q, k, v, segments, segments, spec=spec).sum()
 
         gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
         try:
@@ -101,10 +101,10 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
     return None
 
 
-def serves(q_BTNH: jax.Array, of_queries: NamedSharding | None) -> bool:
+def supports_shape(q_BTNH: jax.Array, query_sharding: NamedSharding | None) -> bool:
     """Returns whether a kernel takes queries of this shape and sharding."""
     length = q_BTNH.shape[1]
-    own = length if of_queries is None else of_queries.shard_shape(q_BTNH.shape)[1]
+    own = length if query_sharding is None else query_sharding.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
         return own == length and length % 2 == 0  # JAX requires it for gradients
     return own % TILE == 0
@@ -114,53 +114,53 @@ def flash_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    scoring: Scoring,
-    of_queries: NamedSharding | None,  # T over any axes that `serves` accepts; None on one device
-    of_keys: NamedSharding | None,  # S over the same axes as T
+    spec: AttentionSpec,
+    query_sharding: NamedSharding | None,  # T over axes of `supports_shape`; None on one device
+    key_sharding: NamedSharding | None,  # S over the same axes as T
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes attention_core.softmax_attention without ALiBi, memories and dropout.
+    """Computes attention_core.dot_product_attention without ALiBi, memories and dropout.
 
     The output, and on TPU the log-sum-exp, are tagged "context" for remat policies.
     """
-    assert scoring.slopes_N is None, scoring
-    assert scoring.precision in (None, "default"), scoring
+    assert spec.slopes_N is None, spec
+    assert spec.precision in (None, "default"), spec
     run = _cudnn if platform() == "gpu" else _splash
-    if of_queries is None or of_keys is None:
-        return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT, scoring=scoring)
-    mesh = of_queries.mesh
-    batch, length, heads = (split_axes(of_queries, dim) for dim in range(3))
-    if (copies := copies_of_heads(q_BTNH, k_BSKH, of_queries, of_keys)) > 1:
-        k_BSKH, v_BSKH = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKH))
+    if query_sharding is None or key_sharding is None:
+        return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT, spec=spec)
+    mesh = query_sharding.mesh
+    batch, length, heads = (split_axes(query_sharding, dim) for dim in range(3))
+    if (repeats := kv_head_repeats(q_BTNH, k_BSKH, query_sharding, key_sharding)) > 1:
+        k_BSKH, v_BSKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BSKH, v_BSKH))
     queries = keys = PartitionSpec(batch, length, heads)
-    mask = of_mask = None
-    if length and (scoring.causal or (scoring.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
+    mask = mask_spec = None
+    if length and (spec.causal or (spec.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
         parts = math.prod(mesh.shape[axis] for axis in length)
-        shard = of_queries.shard_shape(q_BTNH.shape)
-        mask = _kernel_of(scoring, (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts)
-        of_mask = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
-    of_segments = None, None
+        shard = query_sharding.shard_shape(q_BTNH.shape)
+        mask = _masked_kernel(spec, (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts)
+        mask_spec = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
+    segment_specs = None, None
     if segments_BT is not None:
-        of_segments = PartitionSpec(batch, length), PartitionSpec(batch)
+        segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
 
     def gather_and_run(mask, q_BTNH, k_BSKH, v_BSKH, *segments):
         if length:  # in here, so that gradients of keys and values are reduce-scattered
             k_BSKH, v_BSKH = (
                 jax.lax.all_gather(x, length, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
             )
-        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments, scoring=scoring)
+        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments, spec=spec)
 
     return jax.shard_map(
         gather_and_run,
         mesh=mesh,
-        in_specs=(of_mask, queries, keys, keys, *of_segments),
+        in_specs=(mask_spec, queries, keys, keys, *segment_specs),
         out_specs=queries,
         check_vma=False,
     )(mask, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
 
 
-def block_of(length: int) -> int:
+def block_size(length: int) -> int:
     """Returns the splash attention block size for a multiple of TILE."""
     return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
 
@@ -171,9 +171,9 @@ def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> flo
     return 2.0 * products * math.prod(queries) * num_keys
 
 
-def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> float:
+def average_keys_computed(length: int, *, causal: bool, window: int | None = None) -> float:
     """Returns the average keys multiplied per query by splash attention."""
-    block = block_of(length)
+    block = block_size(length)
     blocks = np.arange(length // block)
     behind = blocks[:, None] - blocks
     # Distance between the nearest query and key of two blocks.
@@ -185,15 +185,15 @@ def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> 
     return float(seen.sum() * block) / len(blocks)
 
 
-def _kernel_of(
-    scoring: Scoring, shape: tuple[int, int], num_heads: int, num_length_parts: int
+def _masked_kernel(
+    spec: AttentionSpec, shape: tuple[int, int], num_heads: int, num_length_parts: int
 ) -> Any:
-    window = scoring.window
+    window = spec.window
     if window is not None and window >= shape[1]:
         window = None  # splash attention cannot partition a mask that hides nothing
     return _splash_kernel(
         shape, num_heads, num_length_parts,
-        scoring.causal, window, scoring.soft_cap or None, platform() == "cpu",
+        spec.causal, window, spec.soft_cap or None, platform() == "cpu",
     )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def _splash_kernel(
         mask = masks.LocalMask(shape, (window - 1, 0 if causal else window), 0)
     else:
         mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    block = block_of(shape[0] // num_length_parts)
+    block = block_size(shape[0] // num_length_parts)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
         block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
@@ -235,31 +235,35 @@ def _splash_kernel(
         return jax.tree.map(np.asarray, kernel)
 
 
-def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
+def _splash(
+    kernel, q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS, *, spec: AttentionSpec
+):
     """Runs splash attention on one device, with its rows of the mask."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     _, length, num_heads, head_dim = q_BTNH.shape
     if kernel is None:
-        kernel = _kernel_of(scoring, (length, k_BSKH.shape[1]), num_heads, 1)
+        kernel = _masked_kernel(spec, (length, k_BSKH.shape[1]), num_heads, 1)
     segments = None
-    if of_queries_BT is not None:
-        segments = splash.SegmentIds(of_queries_BT, of_keys_BS)
-    scaled = q_BTNH * scoring.scale_of(head_dim)
+    if query_segments_BT is not None:
+        segments = splash.SegmentIds(query_segments_BT, key_segments_BS)
+    scaled = q_BTNH * spec.scale_for(head_dim)
     q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKH))
     return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
 
 
-def _cudnn(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
+def _cudnn(
+    kernel, q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS, *, spec: AttentionSpec
+):
     """Runs cuDNN's attention on one device; segment masks take [T, S]."""
     del kernel
     mask_B1TS = None
-    if of_queries_BT is not None:
-        mask_B1TS = (of_queries_BT[:, :, None] == of_keys_BS[:, None])[:, None]
-    window = None if scoring.window is None else (scoring.window - 1, 0)
+    if query_segments_BT is not None:
+        mask_B1TS = (query_segments_BT[:, :, None] == key_segments_BS[:, None])[:, None]
+    window = None if spec.window is None else (spec.window - 1, 0)
     o_BTNH = jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH,
-        mask=mask_B1TS, scale=scoring.scale, is_causal=scoring.causal, local_window_size=window,
+        mask=mask_B1TS, scale=spec.scale, is_causal=spec.causal, local_window_size=window,
         implementation="cudnn",
     )  # fmt: skip
     return checkpoint_name(o_BTNH, _KEPT)

@@ -14,7 +14,7 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Head, Init
 
 
-def head_of(section: Model) -> tuple[type[Head], Layer]:
+def head_and_layer(section: Model) -> tuple[type[Head], Layer]:
     return lookup("head", section.head.name), Layer(section, section.shape.dimensions)
 
 
@@ -36,7 +36,7 @@ class LinearHead(Head):
             )  # fmt: skip
 
     def __call__(
-        self, h_BTD: jax.Array, table: Embedding, state: Any, places_BT: jax.Array
+        self, h_BTD: jax.Array, table: Embedding, state: Any, positions_BT: jax.Array
     ) -> jax.Array:
         head = self.section
         if self.logits_dense is None:

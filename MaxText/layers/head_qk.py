@@ -15,9 +15,9 @@ from flax import nnx
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import Model
 from MaxText.config.registry import register
-from MaxText.layers.attention_flops import keys_by_rule
+from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import LinearHead
 from MaxText.layers.part import Flops, Init
@@ -26,7 +26,7 @@ from MaxText.layers.weights import orthogonal, zeros
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pointers:
+class HeadQKCache:
     """Context tokens: projected keys, ids and segments (None is one)."""
 
     keys_BSE: jax.Array
@@ -37,16 +37,16 @@ class Pointers:
     def capacity(self) -> int:
         return self.tokens_BS.shape[1]
 
-    def with_capacity(self, capacity: int) -> "Pointers":
+    def with_capacity(self, capacity: int) -> "HeadQKCache":
         spare = (0, capacity - self.capacity)
-        return Pointers(
+        return HeadQKCache(
             jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
             jnp.pad(self.tokens_BS, ((0, 0), spare)),
         )
 
-    def append(self, new: "Pointers", positions_BT: jax.Array) -> "Pointers":
+    def append(self, new: "HeadQKCache", positions_BT: jax.Array) -> "HeadQKCache":
         rows = jnp.arange(len(positions_BT))[:, None]
-        return Pointers(
+        return HeadQKCache(
             self.keys_BSE.at[rows, positions_BT].set(new.keys_BSE),
             self.tokens_BS.at[rows, positions_BT].set(new.tokens_BS),
         )
@@ -61,21 +61,21 @@ class HeadQK(LinearHead):
 
     def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
         super().__init__(keys, init, rngs)
-        self.head_qk = Pointing(keys.head.head_qk_dim, init, rngs)
+        self.head_qk = HeadQKScores(keys.head.head_qk_dim, init, rngs)
 
     def __call__(
-        self, h_BTD: jax.Array, table: Embedding, state: Pointers, places_BT: jax.Array
+        self, h_BTD: jax.Array, table: Embedding, state: HeadQKCache, positions_BT: jax.Array
     ) -> jax.Array:
-        logits_BTV = super().__call__(h_BTD, table, None, places_BT)
-        return self.head_qk(logits_BTV, h_BTD, state, places_BT)
+        logits_BTV = super().__call__(h_BTD, table, None, positions_BT)
+        return self.head_qk(logits_BTV, h_BTD, state, positions_BT)
 
     def state(
         self,
         h_BTD: jax.Array,
         tokens_BT: jax.Array,
         context: Context,
-        earlier: Pointers | None = None,
-    ) -> Pointers:
+        earlier: HeadQKCache | None = None,
+    ) -> HeadQKCache:
         new = self.head_qk.pointers(h_BTD, tokens_BT, context.segments_BT)
         if earlier is not None:
             assert context.positions_BT is not None
@@ -85,7 +85,7 @@ class HeadQK(LinearHead):
     @classmethod
     def flops(cls, keys: Model, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         width = 2 * keys.head.head_qk_dim
-        by_rule = width * keys_by_rule(length, causal=True)
+        by_rule = width * average_keys_visible(length, causal=True)
         return {"Head-QK scores": Flops(by_rule, float(width * length))}
 
     @classmethod
@@ -95,7 +95,7 @@ class HeadQK(LinearHead):
         return keys.head.head_qk_dim * itemsize + 4, 0  # a key and an id
 
 
-class Pointing(nnx.Module):
+class HeadQKScores(nnx.Module):
     """Adds Head-QK scores to logits; 0 initially, as Wq starts at 0."""
 
     not_recomputed = ("key",)  # computed once for the whole sequence
@@ -109,23 +109,24 @@ class Pointing(nnx.Module):
 
     def pointers(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, segments_BT: jax.Array | None = None
-    ) -> Pointers:
-        return Pointers(self.key(h_BTD), tokens_BT, segments_BT)
+    ) -> HeadQKCache:
+        return HeadQKCache(self.key(h_BTD), tokens_BT, segments_BT)
 
     def __call__(
-        self, logits_BTV: jax.Array, h_BTD: jax.Array, pointers: Pointers, places_BT: jax.Array
+        self,
+        logits_BTV: jax.Array,
+        h_BTD: jax.Array,
+        pointers: HeadQKCache,
+        positions_BT: jax.Array,
     ) -> jax.Array:
-        """Adds scores of tokens up to `places_BT`, positions within `pointers`; B may be 1."""
+        """Adds scores of tokens up to `positions_BT`, positions within `pointers`; B may be 1."""
         query_BTE = self.query(h_BTD)
-        scores_BTS = jnp.einsum(
-            "bte,bse->bts", query_BTE, pointers.keys_BSE,
-            preferred_element_type=jnp.float32, precision=self.precision,
-        )  # fmt: skip
-        sees_BTS = places_BT[:, :, None] >= jnp.arange(pointers.capacity)
+        scores_BTS = einsum_f32("bte,bse->bts", query_BTE, pointers.keys_BSE, self.precision)
+        sees_BTS = positions_BT[:, :, None] >= jnp.arange(pointers.capacity)
         if pointers.segments_BS is not None:
-            shape = (len(h_BTD), places_BT.shape[1])
+            shape = (len(h_BTD), positions_BT.shape[1])
             own_BT = jnp.take_along_axis(
-                pointers.segments_BS, jnp.broadcast_to(places_BT, shape), axis=1
+                pointers.segments_BS, jnp.broadcast_to(positions_BT, shape), axis=1
             )
             sees_BTS = sees_BTS & (own_BT[:, :, None] == pointers.segments_BS[:, None])
         scores_BTS = jnp.where(sees_BTS, scores_BTS, 0.0) / query_BTE.shape[-1]

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.attention_core import Memory, Scoring, after_memories, attend
-from MaxText.parallelism.constraints import constrain
+from MaxText.layers.attention_core import AttentionSpec, PersistentKV, attend, prepend_memories
+from MaxText.parallelism.logical_sharding import constrain
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
 
@@ -27,12 +27,8 @@ class KeyValueCache:
     num_memories: int = dataclasses.field(default=0, metadata={"static": True})  # M
 
     @classmethod
-    def of_prompt(
-        cls,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        capacity: int,
-        memory: Memory | None = None,
+    def from_prefill(
+        cls, k_BTKH: jax.Array, v_BTKH: jax.Array, capacity: int, memory: PersistentKV | None = None
     ) -> "KeyValueCache":
         """Returns a cache of `capacity` slots, of which the first T are filled."""
 
@@ -41,7 +37,7 @@ class KeyValueCache:
             spare = capacity - x_BKTH.shape[2]
             x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
             if kept_MKH is not None:
-                x_BKSH = after_memories(kept_MKH, x_BKSH)
+                x_BKSH = prepend_memories(kept_MKH, x_BKSH)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
         keys, values = memory or (None, None)
@@ -67,14 +63,14 @@ class KeyValueCache:
             self, keys=written(self.keys, k_BTKH), values=written(self.values, v_BTKH)
         )
 
-    def attend(self, q_BTNH: jax.Array, positions_BT: jax.Array, scoring: Scoring) -> jax.Array:
+    def attend(self, q_BTNH: jax.Array, positions_BT: jax.Array, spec: AttentionSpec) -> jax.Array:
         slots = jnp.arange(self.keys.shape[-2]) - self.num_memories
         distance_BTS = positions_BT[:, :, None] - slots
-        mask_BTS = scoring.sees(distance_BTS)
+        mask_BTS = spec.visible(distance_BTS)
         if self.num_memories:
             mask_BTS = mask_BTS | (slots < 0)
             distance_BTS = jnp.where(slots < 0, 0, distance_BTS)
-        return attend(q_BTNH, self.keys, self.values, mask_BTS, distance_BTS, scoring)
+        return attend(q_BTNH, self.keys, self.values, mask_BTS, distance_BTS, spec)
 
     @property
     def capacity(self) -> int:
@@ -93,20 +89,22 @@ class KeyValueCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WindowCache:
+class SlidingWindowCache:
     """The newest W tokens in a ring buffer: position p is in slot p mod W."""
 
     keys_BKWH: jax.Array
     values_BKWH: jax.Array
 
     @classmethod
-    def of_prompt(
+    def from_prefill(
         cls, k_BTKH: jax.Array, v_BTKH: jax.Array, lengths_B: jax.Array, window: int
-    ) -> "WindowCache":
-        places_BW = _places_in_ring(lengths_B, window)
+    ) -> "SlidingWindowCache":
+        positions_BW = _ring_positions(lengths_B, window)
 
         def ring(x_BTKH: jax.Array) -> jax.Array:
-            found = jnp.take_along_axis(x_BTKH, jnp.maximum(places_BW, 0)[:, :, None, None], axis=1)
+            found = jnp.take_along_axis(
+                x_BTKH, jnp.maximum(positions_BW, 0)[:, :, None, None], axis=1
+            )
             return _constrained(found.transpose(0, 2, 1, 3))
 
         return cls(ring(k_BTKH), ring(v_BTKH))
@@ -117,20 +115,20 @@ class WindowCache:
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         positions_BT: jax.Array,
-        scoring: Scoring,
-    ) -> tuple[jax.Array, "WindowCache"]:
+        spec: AttentionSpec,
+    ) -> tuple[jax.Array, "SlidingWindowCache"]:
         """Attends from T new tokens, and returns the cache with them."""
         window, length = self.keys_BKWH.shape[2], positions_BT.shape[1]
-        old_BW = _places_in_ring(positions_BT[:, 0], window)
-        places_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
+        old_BW = _ring_positions(positions_BT[:, 0], window)
+        positions_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
         keys, values = (
             jnp.concatenate([ring, x.transpose(0, 2, 1, 3).astype(ring.dtype)], axis=2)
             for ring, x in ((self.keys_BKWH, k_BTKH), (self.values_BKWH, v_BTKH))
         )
-        distance_BTS = positions_BT[:, :, None] - places_BS[:, None, :]
-        mask_BTS = scoring.sees(distance_BTS) & (places_BS >= 0)[:, None]
-        o_BTNH = attend(q_BTNH, keys, values, mask_BTS, distance_BTS, scoring)
-        new_BW = _places_in_ring(positions_BT[:, -1] + 1, window)
+        distance_BTS = positions_BT[:, :, None] - positions_BS[:, None, :]
+        mask_BTS = spec.visible(distance_BTS) & (positions_BS >= 0)[:, None]
+        o_BTNH = attend(q_BTNH, keys, values, mask_BTS, distance_BTS, spec)
+        new_BW = _ring_positions(positions_BT[:, -1] + 1, window)
         # New tokens stand behind the ring and overwrite their slots.
         first_B1 = positions_BT[:, :1]
         source_BW = jnp.where(
@@ -138,10 +136,10 @@ class WindowCache:
         )
         index = jnp.minimum(source_BW, window + length - 1)[:, None, :, None]
         rings = (_constrained(jnp.take_along_axis(x, index, axis=2)) for x in (keys, values))
-        return o_BTNH, WindowCache(*rings)
+        return o_BTNH, SlidingWindowCache(*rings)
 
 
-def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
+def _ring_positions(lengths_B: jax.Array, window: int) -> jax.Array:
     """Returns each slot's position [B, W], negative if the slot is empty."""
     newest_B1 = lengths_B[:, None] - 1
     return newest_B1 - (newest_B1 - jnp.arange(window)[None]) % window

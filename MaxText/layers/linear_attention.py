@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import register
-from MaxText.layers.attention import Attention, named
+from MaxText.layers.attention import Attention, tag_context
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops
 
@@ -29,7 +29,7 @@ _TINY = 1e-37
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LinearState:
+class LinearAttentionState:
     """Decode state of causal linear attention."""
 
     sums_BKHH: jax.Array  # S / exp(m)
@@ -45,11 +45,11 @@ def causal_linear_attention(
     *,
     chunk: int,  # C, tokens that are multiplied with each other
     epsilon: float,
-    state: LinearState | None = None,  # before the first token
+    state: LinearAttentionState | None = None,  # before the first token
     segments_BT: jax.Array | None = None,  # contiguous; tokens see only their own segment
     lengths_B: jax.Array | None = None,  # later tokens (padding) do not enter the state
     precision: str | None = None,
-) -> tuple[jax.Array, LinearState]:
+) -> tuple[jax.Array, LinearAttentionState]:
     """Returns causal linear attention [B, T, N, H] in O(T), and the state after the last token."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
@@ -70,12 +70,12 @@ def causal_linear_attention(
     phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     einsum = lambda spec, *x: jnp.einsum(spec, *x, precision=precision)  # noqa: E731
 
-    def one_chunk(state: LinearState, given):
+    def one_chunk(state: LinearAttentionState, given):
         phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = given
         # Padding keys do not count: exp(k - m) is 0.
         k_BCKH = jnp.where(real_BC[..., None, None], k_BCKH, _NOTHING)
         carries_BC1 = (segments_BC == state.segment_B[:, None])[..., None]
-        largest_BCK = _largest_so_far(k_BCKH.max(-1), segments_BC)
+        largest_BCK = _running_max(k_BCKH.max(-1), segments_BC)
         largest_BCK = jnp.where(
             carries_BC1, jnp.maximum(largest_BCK, state.largest_BK[:, None]), largest_BCK
         )
@@ -84,8 +84,8 @@ def causal_linear_attention(
             real_BC[..., None, None], jnp.exp(k_BCKH - largest_BCK[..., None]), 0.0
         )
         # exp(m_s - m_t) from token s (columns) to token t (rows).
-        places = jnp.arange(segments_BC.shape[1])
-        sees_BCC = (places[:, None] >= places)[None] & (
+        positions = jnp.arange(segments_BC.shape[1])
+        sees_BCC = (positions[:, None] >= positions)[None] & (
             segments_BC[:, :, None] == segments_BC[:, None, :]
         )
         fading_BCCK = jnp.where(
@@ -107,7 +107,7 @@ def causal_linear_attention(
         if epsilon:
             # Clamped to stay finite; beyond 80 the result is 0 in any case.
             below = below + epsilon * jnp.exp(jnp.minimum(-largest_BCK, 80.0))[..., None]
-        o_BCKGH = _quotient(above, below[..., None])
+        o_BCKGH = _safe_divide(above, below[..., None])
 
         # The new state is that of the last real token's segment.
         last_B = jnp.maximum(real_BC.sum(1) - 1, 0)
@@ -117,12 +117,12 @@ def causal_linear_attention(
         )
         last_BCK = jnp.take_along_axis(largest_BCK, last_B[:, None, None], axis=1)
         end_BK = jnp.where(any_B[:, None], last_BCK[:, 0], state.largest_BK)
-        of_segment_BC1 = ((segments_BC == segment_B[:, None]) & real_BC)[..., None]
-        since_BCK = jnp.where(of_segment_BC1, largest_BCK - end_BK[:, None], -jnp.inf)
+        same_segment_BC1 = ((segments_BC == segment_B[:, None]) & real_BC)[..., None]
+        since_BCK = jnp.where(same_segment_BC1, largest_BCK - end_BK[:, None], -jnp.inf)
         weights_BCKH = psi_BCKH * jnp.exp(since_BCK)[..., None]
         goes_on_B1 = (segment_B == state.segment_B)[:, None]
         kept_BK = jnp.exp(jnp.where(goes_on_B1, state.largest_BK - end_BK, -jnp.inf))
-        new = LinearState(
+        new = LinearAttentionState(
             state.sums_BKHH * kept_BK[..., None, None]
             + einsum("bskh,bski->bkhi", weights_BCKH, v_BCKH),
             state.counts_BKH * kept_BK[..., None] + weights_BCKH.sum(1),
@@ -133,7 +133,7 @@ def causal_linear_attention(
 
     if state is None:
         heads = (batch, num_kv_heads)
-        state = LinearState(
+        state = LinearAttentionState(
             jnp.zeros((*heads, head_dim, head_dim), jnp.float32),
             jnp.zeros((*heads, head_dim), jnp.float32),
             jnp.full(heads, _NOTHING, jnp.float32),
@@ -177,7 +177,7 @@ def bidirectional_linear_attention(
         same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
         # Sums over each token's segment, stabilized by the largest k of the segment.
         largest = jnp.maximum(
-            _largest_so_far(k, segments_BT), _largest_so_far(k, segments_BT, reverse=True)
+            _running_max(k, segments_BT), _running_max(k, segments_BT, reverse=True)
         )
         weights = jnp.exp(k - jax.lax.stop_gradient(largest))
         below = jnp.einsum(
@@ -192,7 +192,7 @@ def bidirectional_linear_attention(
     return o.reshape(batch, length, num_heads, head_dim).astype(q_BTNH.dtype)
 
 
-def _largest_so_far(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False) -> jax.Array:
+def _running_max(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False) -> jax.Array:
     changes_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
     edge_B1 = jnp.ones_like(changes_BT, shape=(len(segments_BT), 1))
     begins = jnp.concatenate([changes_BT, edge_B1] if reverse else [edge_B1, changes_BT], axis=1)
@@ -205,7 +205,7 @@ def _largest_so_far(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = Fal
     return jax.lax.associative_scan(join, (k, begins), reverse=reverse, axis=1)[0]
 
 
-def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
+def _safe_divide(above: jax.Array, below: jax.Array) -> jax.Array:
     """Returns above / below, 0 for 0 / 0; its gradient divides by `below` twice, not by below^2."""
     size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
     return (above / size) / jnp.maximum(below / size, _TINY)
@@ -247,20 +247,15 @@ class LinearAttention(Attention):
         return 0, 4 * (K * (H * H + H + 1) + 1)
 
     def _core(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        context: Context,
-        state: Any,
-    ) -> tuple[jax.Array, LinearState | None]:
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: Context, state: Any
+    ) -> tuple[jax.Array, LinearAttentionState | None]:
         section = self.section
         if not section.causal:
             o_BTNH = bidirectional_linear_attention(
                 q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
             )
-            return named(o_BTNH), None
-        assert state is None or isinstance(state, LinearState)
+            return tag_context(o_BTNH), None
+        assert state is None or isinstance(state, LinearAttentionState)
         o_BTNH, new_state = causal_linear_attention(
             q_BTNH,
             k_BTKH,
@@ -273,4 +268,4 @@ class LinearAttention(Attention):
             precision=self.precision,
         )
         keeps = state is not None or context.capacity is not None
-        return named(o_BTNH), new_state if keeps else None
+        return tag_context(o_BTNH), new_state if keeps else None

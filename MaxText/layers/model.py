@@ -12,27 +12,27 @@ from flax import nnx
 from MaxText.config.model_sections import Layer
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.layers.decoder import Decoder
-from MaxText.layers.stack import keep_layers_apart
-from MaxText.layers.weights import ShapesOnly
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.layers.stack import unstack_params
+from MaxText.layers.weights import AbstractRngs
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 Parameters = dict  # nested, leaves are arrays
 
-_OUT_OF_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
+_TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
 
 
 def _as_stored(tree: Any) -> Parameters:
     """Returns a decoder's parameters under the names that checkpoints have."""
     head = dict(tree.get("head", {}))
-    beside = {name: head.pop(name) for name in _OUT_OF_HEAD if name in head}
+    beside = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
     rest = {name: tree[name] for name in tree if name != "head"}
     return rest | beside | ({"head": head} if head else {})
 
 
 def _as_built(parameters: Parameters) -> Parameters:
     head = dict(parameters.get("head", {}))
-    head |= {name: parameters[name] for name in _OUT_OF_HEAD if name in parameters}
-    rest = {name: x for name, x in parameters.items() if name not in ("head", *_OUT_OF_HEAD)}
+    head |= {name: parameters[name] for name in _TOP_LEVEL_HEAD if name in parameters}
+    rest = {name: x for name, x in parameters.items() if name not in ("head", *_TOP_LEVEL_HEAD)}
     return rest | {"head": head}
 
 
@@ -53,19 +53,19 @@ class Model:
 
     def __init__(self, section: ModelSection):
         self.section = section
-        module = Decoder(section, ShapesOnly())
+        module = Decoder(section, AbstractRngs())
         self.blueprint = module.blueprint
         self._graphdef, state = nnx.split(module)
         for path, parameter in nnx.to_flat_state(state):
             parameter.set_metadata(**_declared(module, path))
         state = nnx.State(_as_stored(state))
         self.abstract: Parameters = nnx.to_pure_dict(state)  # of jax.ShapeDtypeStruct
-        self.parameters: dict[str, ParameterInfo] = {}  # by name, such as "layers/mlp/wo/kernel"
+        self.parameters: dict[str, ParamSpec] = {}  # by name, such as "layers/mlp/wo/kernel"
         for path, parameter in nnx.to_flat_state(state):
             name, value = "/".join(map(str, path)), parameter.get_value()
             metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
             metadata["row"] = metadata["row"] or self.placed(name)[0].rpartition("/")[0]
-            self.parameters[name] = ParameterInfo(*(metadata[f] for f in ParameterInfo._fields))
+            self.parameters[name] = ParamSpec(*(metadata[f] for f in ParamSpec._fields))
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
         """Returns (array name, row) of a layer's parameter, "mlp/wo/kernel"."""
@@ -108,7 +108,7 @@ class Model:
             parameters = parameters | {"layers": self.blueprint.join(layers)}
         return nnx.merge(self._graphdef, _as_built(parameters))
 
-    def in_parts(self, parameters: Parameters) -> Parameters:
+    def unstack_params(self, parameters: Parameters) -> Parameters:
         """Returns parameters for generation: an array per layer, in the dtype that it is used in.
 
         Deletes the given arrays one by one, so that there is never a second copy of all.
@@ -123,4 +123,4 @@ class Model:
             return new
 
         parameters = jax.tree_util.tree_map_with_path(converted, parameters)
-        return parameters | {"layers": keep_layers_apart(parameters["layers"], self.blueprint)}
+        return parameters | {"layers": unstack_params(parameters["layers"], self.blueprint)}

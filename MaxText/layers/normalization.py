@@ -24,25 +24,25 @@ class RMSNorm(nnx.Module):
         self,
         size: int,
         epsilon: float,
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
         *,
         parametric: bool = True,
         initial: float = 1.0,  # factor at the start
     ):
         self.size, self.epsilon = size, epsilon
-        self.zero_centered = building.zero_centered_norms
+        self.zero_centered = init.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
-        dtype = building.weight_dtype
+        dtype = init.weight_dtype
         self.scale = weight(rngs, (size,), ("norm",), stored, dtype=dtype) if parametric else None
 
     def factors(self) -> jax.Array:
         if self.scale is None:
             return jnp.ones(self.size, jnp.float32)
-        return factor(self.scale, self.zero_centered)
+        return effective_scale(self.scale, self.zero_centered)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normalized(x, None if self.scale is None else self.factors(), self.epsilon)
+        return rms_normalize(x, None if self.scale is None else self.factors(), self.epsilon)
 
 
 class LayerNorm(RMSNorm):
@@ -62,28 +62,33 @@ class ScaleNorm(RMSNorm):
     """g x / |x| with a scalar g, initially sqrt(D) (Nguyen and Salazar 2019)."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = normalized(x.astype(jnp.float32), None, self.epsilon)
+        y = rms_normalize(x.astype(jnp.float32), None, self.epsilon)
         y = y / math.sqrt(x.shape[-1])  # from a mean of squares to a sum
         return (y if self.scale is None else y * self.factors()).astype(x.dtype)
 
 
-def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
+def rms_normalize(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
     """Returns x / sqrt(mean(x^2) + epsilon) * factors, in the dtype of x."""
     x_float = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
-    y = x_float * jax.lax.rsqrt(mean_square + epsilon)
+    y = x_float * inverse_rms(x_float, epsilon)
     return (y if factors is None else y * factors).astype(x.dtype)
 
 
-def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
+def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    """Returns 1 / sqrt(mean(x^2) + epsilon), float32 [..., 1]."""
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return jax.lax.rsqrt(mean_square + epsilon)
+
+
+def effective_scale(scale: nnx.Param, zero_centered: bool) -> jax.Array:
     """Returns a norm's factor in float32: bfloat16 cannot hold 1 plus a small difference."""
     stored = scale[...].astype(jnp.float32)
     return 1.0 + stored if zero_centered else stored
 
 
-def normalization(
+def make_norm(
     section: Block,
-    building: Init,
+    init: Init,
     rngs: nnx.Rngs,
     *,
     parametric: bool = True,
@@ -91,7 +96,7 @@ def normalization(
 ) -> nnx.Module:
     """Builds the residual stream's norm; `kind` overrides its type."""
     make = lookup("norm", kind or section.normalization_type)
-    return make(section, building, rngs, parametric=parametric)
+    return make(section, init, rngs, parametric=parametric)
 
 
 @register("norm", "rms_norm")

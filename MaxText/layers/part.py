@@ -168,7 +168,7 @@ class Position(Part):
         return {}
 
 
-class Normalized(NamedTuple):
+class PreNormalized(NamedTuple):
     """An input that is already normalized by the layer's own norm."""
 
     x_BTD: jax.Array
@@ -177,9 +177,9 @@ class Normalized(NamedTuple):
 class Inputs(NamedTuple):
     """Inputs x_BTD of queries, keys, values and residual stream of a layer."""
 
-    q: jax.Array | Normalized
-    k: jax.Array | Normalized
-    v: jax.Array | Normalized
+    q: jax.Array | PreNormalized
+    k: jax.Array | PreNormalized
+    v: jax.Array | PreNormalized
     r: jax.Array
 
     @classmethod
@@ -204,7 +204,7 @@ class Connection(Part):
 
         Args:
           index: Index of the layer; an array inside a scan.
-          norms: The layer's norms of single inputs, for results of type Normalized.
+          norms: The layer's norms of single inputs, for results of type PreNormalized.
         """
         raise NotImplementedError
 
@@ -224,7 +224,7 @@ class Connection(Part):
         """Returns `after`; raises UserError if its shapes changed but may not."""
         if self.keeps_shapes and _shapes(before) != _shapes(after):
             raise UserError(
-                f"{described(self)}: write returned {_shapes(after)}, and has to keep what "
+                f"{describe(self)}: write returned {_shapes(after)}, and has to keep what "
                 f"begin made, {_shapes(before)}; or set keeps_shapes = False"
             )
         return after
@@ -253,13 +253,15 @@ class Head(Part):
 
     rows = "head"
 
-    def __call__(self, h_BTD: jax.Array, table: Any, state: Any, places_BT: jax.Array) -> jax.Array:
+    def __call__(
+        self, h_BTD: jax.Array, table: Any, state: Any, positions_BT: jax.Array
+    ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
         Args:
           table: Token embeddings, for a tied head.
           state: From `state`, of the whole sequence.
-          places_BT: Positions of the hidden states in the sequence; B may be 1.
+          positions_BT: Positions of the hidden states in the sequence; B may be 1.
         """
         raise NotImplementedError
 
@@ -284,25 +286,29 @@ class Head(Part):
         return False
 
 
-def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
+def check_output(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
     """Returns `found`; raises UserError unless it is (like x_BTD, anything)."""
-    if isinstance(found, tuple) and len(found) == 2 and _words(found[0]) == _words(x_BTD):
+    if isinstance(found, tuple) and len(found) == 2 and _shape_text(found[0]) == _shape_text(x_BTD):
         return found
-    given = f"({', '.join(map(_words, found))})" if isinstance(found, tuple) else _words(found)
+    given = (
+        f"({', '.join(map(_shape_text, found))})"
+        if isinstance(found, tuple)
+        else _shape_text(found)
+    )
     second = "scalars" if method == "__call__" else "state"
     raise UserError(
-        f"{described(part)}: {method} returned {given}, and has to return "
-        f"({_words(x_BTD)}, {second})"
+        f"{describe(part)}: {method} returned {given}, and has to return "
+        f"({_shape_text(x_BTD)}, {second})"
     )
 
 
-def described(part: Part) -> str:
+def describe(part: Part) -> str:
     names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
              if one.target is type(part))  # fmt: skip
     return next(names, type(part).__name__)
 
 
-def _words(x: Any) -> str:
+def _shape_text(x: Any) -> str:
     return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
 
 

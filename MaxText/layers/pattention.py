@@ -19,10 +19,10 @@ from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
-from MaxText.layers.normalization import normalized
+from MaxText.layers.normalization import rms_normalize
 from MaxText.layers.part import FeedForward, Scalars
 from MaxText.layers.weights import Init, Initializer, Shape
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.logical_sharding import constrain
 
 _LAYER_NORM_EPSILON = 1e-6  # the default of flax, which the JAX program uses
 _PLACES: Mapping[SlotPlace, str] = {  # in the order of messages
@@ -73,19 +73,19 @@ class Theta:
         kind = self.section.normalize_type
         y = scores.astype(jnp.float32)
         if kind in ("l2_norm_gelu", "l2_norm"):
-            y = self._normalised(y)
+            y = self._l2_normalize(y)
         if kind == "softmax":
             y = jax.nn.softmax(y, axis=-1) * y.shape[-1]
         elif kind != "l2_norm":
             y = jax.nn.gelu(y, approximate=self.section.gelu_approximate)
         if kind == "gelu_l2_norm":
-            y = self._normalised(y)
+            y = self._l2_normalize(y)
         elif kind == "gelu_layer_norm":
-            y = normalized(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
+            y = rms_normalize(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
         factor = getattr(self.section, f"{self.place}_scale_factor")
         return (y * factor).astype(scores.dtype)
 
-    def _normalised(self, a: jax.Array) -> jax.Array:
+    def _l2_normalize(self, a: jax.Array) -> jax.Array:
         """Returns sqrt(zoom) a / (|a| + epsilon), with a finite gradient at 0."""
         epsilon = self.section.score_norm_epsilon
         if epsilon is None:

@@ -24,10 +24,10 @@ from MaxText.config.layer_plan import PipelineSchedule
 from MaxText.config.model_sections import RematPolicy
 from MaxText.layers.context import Context
 from MaxText.layers.stack import Blueprint, scan_cycle
-from MaxText.parallelism.constraints import HIDDEN, constrain, joined_rows, split_rows
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain, merge_batch, split_batch
 
 
-def pipelined(
+def pipeline_apply(
     layers: Any,  # from `stack`, all of them repeats of one cycle
     blueprint: Blueprint,
     carried: Any,  # input of the first layer, a tree of arrays [B, T, ...]
@@ -42,13 +42,13 @@ def pipelined(
     Equals `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
-    contexts = context.in_parts(num_microbatches)
+    contexts = context.split(num_microbatches)
     plan, cycle = blueprint.plan, blueprint.plan.cycle
     if blueprint.is_stacked:
-        weights_SK = by_stage(nnx.state(layers), schedule, per_stage)
+        weights_SK = stack_by_stage(nnx.state(layers), schedule, per_stage)
     else:
         weights_SK = {
-            str(run): by_stage(
+            str(run): stack_by_stage(
                 nnx.state(layers["cycle"][str(run)]), schedule, per_stage // cycle * length
             )
             for run, length in enumerate(plan.runs)
@@ -59,12 +59,12 @@ def pipelined(
         repeat = jnp.clip(visit // num_microbatches, 0, repeats - 1)
         first = (repeat * num_stages + number) * per_stage
 
-        def of_repeat(weights_R: Any) -> Any:
+        def select_repeat(weights_R: Any) -> Any:
             return jax.tree.map(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
             )
 
-        handed_on, scalars = scan_cycle(
+        output, scalars = scan_cycle(
             blueprint,
             weights_K,
             arrived,
@@ -72,10 +72,10 @@ def pipelined(
             policy,
             num_repeats=per_stage // cycle,
             first=first,
-            select=of_repeat if repeats > 1 else None,
+            select=select_repeat if repeats > 1 else None,
         )
         has_work = (visit >= 0) & (visit < num_microbatches * repeats)
-        return handed_on, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
+        return output, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
 
     all_stages = jax.vmap(stage, in_axes=(0, 0, 0, None), spmd_axis_name="stage")
     numbers_S = jnp.arange(num_stages)
@@ -83,21 +83,23 @@ def pipelined(
     def entered(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
         next_SbT = _at(waiting_SMbT, turn % num_microbatches)
-        return staged(jnp.where(is_first_S, next_SbT, arrived_SbT))
+        return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
     def kept(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         place = (turn - (num_stages - 1)) % num_microbatches
         has_come = turn >= num_stages - 1
         kept_SbT = jnp.where(has_come, arrived_SbT, _at(waiting_SMbT, place))
-        return staged(
+        return shard_over_stages(
             jax.lax.dynamic_update_index_in_dim(waiting_SMbT, kept_SbT, place, 1), waits=True
         )
 
-    def one_turn(carry: tuple[Any, Any], turn: jax.Array):
+    def one_step(carry: tuple[Any, Any], turn: jax.Array):
         arrived, waiting = carry
         given = jax.tree.map(lambda w, a: entered(w, a, turn), waiting, arrived)
-        handed_on, scalars = all_stages(numbers_S, given, weights_SK, turn)
-        arrived = jax.tree.map(lambda y: staged(jnp.roll(staged(y), 1, axis=0)), handed_on)
+        output, scalars = all_stages(numbers_S, given, weights_SK, turn)
+        arrived = jax.tree.map(
+            lambda y: shard_over_stages(jnp.roll(shard_over_stages(y), 1, axis=0)), output
+        )
         waiting = jax.tree.map(lambda w, a: kept(w, a, turn), waiting, arrived)
         return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
 
@@ -105,20 +107,20 @@ def pipelined(
         # Only the first stage's slots are read. The others hold rows instead of zeros, as idle
         # stages must compute something finite for its gradient to be 0.
         axes = _axes(x.ndim)
-        x_MbT = split_rows(constrain(x, *axes), num_microbatches, *axes[1:])
-        return staged(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
+        x_MbT = split_batch(constrain(x, *axes), num_microbatches, *axes[1:])
+        return shard_over_stages(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
 
     def end(waiting_SMbT: jax.Array) -> jax.Array:
         axes = _axes(waiting_SMbT.ndim - 2)
-        return constrain(joined_rows(constrain(waiting_SMbT[0], None, *axes)), *axes)
+        return constrain(merge_batch(constrain(waiting_SMbT[0], None, *axes)), *axes)
 
     waiting = jax.tree.map(begin, carried)
     carry = (jax.tree.map(lambda w: _at(w, 0), waiting), waiting)
-    (_, waiting), scalars = jax.lax.scan(one_turn, carry, jnp.arange(schedule.num_turns))
+    (_, waiting), scalars = jax.lax.scan(one_step, carry, jnp.arange(schedule.num_turns))
     return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
 
 
-def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
+def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
     """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages; R = 1 is omitted.
 
     With several repeats, layers move between stages once per forward and once per backward pass,
@@ -137,7 +139,7 @@ def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
     return nnx.to_pure_dict(state, arranged)
 
 
-def staged(x: jax.Array, *, waits: bool = False) -> jax.Array:
+def shard_over_stages(x: jax.Array, *, waits: bool = False) -> jax.Array:
     """Shards [S, b, T, ...], or waiting [S, M, b, T, ...], over stages."""
     outer = ("activation_stage", None) if waits else ("activation_stage",)
     return constrain(x, *outer, *_axes(x.ndim - len(outer)))

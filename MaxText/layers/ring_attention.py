@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.layers.attention_core import Memory, Scoring, copies_of_heads
-from MaxText.parallelism.constraints import split_axes
+from MaxText.layers.attention_core import AttentionSpec, PersistentKV, kv_head_repeats
+from MaxText.parallelism.logical_sharding import split_axes
 
 Axes = tuple[str, ...]
 
@@ -35,26 +35,29 @@ def ring_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    scoring: Scoring,
-    of_queries: NamedSharding,  # T over the axes of the ring, which divide it
-    of_keys: NamedSharding,  # T over the same axes
+    spec: AttentionSpec,
+    query_sharding: NamedSharding,  # T over the axes of the ring, which divide it
+    key_sharding: NamedSharding,  # T over the same axes
     *,
     segments_BT: jax.Array | None = None,
-    memory: Memory | None = None,
+    memory: PersistentKV | None = None,
     block_size: int | None = None,  # query rows whose scores are in memory at once; None is all
     balanced: bool = True,  # whether causal work without a window is divided evenly
 ) -> jax.Array:
-    """Computes softmax_attention without dropout, [B, T, N, H] in the dtype of `q_BTNH`."""
-    mesh = of_queries.mesh
-    batch, ring, heads = (split_axes(of_queries, dim) for dim in range(3))
-    assert ring == split_axes(of_keys, 1), (of_queries, of_keys)
-    if (copies := copies_of_heads(q_BTNH, k_BTKH, of_queries, of_keys)) > 1:
-        k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
+    """Computes dot_product_attention without dropout, [B, T, N, H] in the dtype of `q_BTNH`."""
+    mesh = query_sharding.mesh
+    batch, ring, heads = (split_axes(query_sharding, dim) for dim in range(3))
+    assert ring == split_axes(key_sharding, 1), (query_sharding, key_sharding)
+    if (repeats := kv_head_repeats(q_BTNH, k_BTKH, query_sharding, key_sharding)) > 1:
+        k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
         if memory is not None:
-            memory = (jnp.repeat(memory[0], copies, axis=1), jnp.repeat(memory[1], copies, axis=1))
+            memory = (
+                jnp.repeat(memory[0], repeats, axis=1),
+                jnp.repeat(memory[1], repeats, axis=1),
+            )
     num_parts = math.prod(mesh.shape[axis] for axis in ring)
     ring_of_devices = _Ring(
-        scoring=dataclasses.replace(scoring, slopes_N=None),
+        spec=dataclasses.replace(spec, slopes_N=None),
         axes=ring,
         num_parts=num_parts,
         length=q_BTNH.shape[1] // num_parts,
@@ -62,45 +65,45 @@ def ring_attention(
         block_size=block_size,
     )
     by_head = PartitionSpec(batch, ring, heads)
-    of_memory = PartitionSpec(None, heads)
+    memory_spec = PartitionSpec(None, heads)
     specs = (
         *(by_head, by_head, by_head),
         None if segments_BT is None else PartitionSpec(batch, ring),
-        None if scoring.slopes_N is None else PartitionSpec(heads),
-        None if memory is None else (of_memory, of_memory),
+        None if spec.slopes_N is None else PartitionSpec(heads),
+        None if memory is None else (memory_spec, memory_spec),
     )
     return jax.shard_map(
         ring_of_devices.run, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
-    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, scoring.slopes_N, memory)
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, spec.slopes_N, memory)
 
 
-class _Rows(NamedTuple):
+class _QueryBlock(NamedTuple):
     """A block of queries, or all blocks with a leading dimension P."""
 
     q_BRKGH: jax.Array
-    places_R: jax.Array
+    positions_R: jax.Array
     segments_BR: jax.Array | None
     kept: Any = ()  # other inputs of the backward pass
 
 
-class _Keys(NamedTuple):
+class _KVBlock(NamedTuple):
     """A piece of keys and values, or all with a leading dimension Q."""
 
     k_BSKH: jax.Array
     v_BSKH: jax.Array
-    places_S: jax.Array | None  # None for memories
+    positions_S: jax.Array | None  # None for memories
     segments_BS: jax.Array | None
 
 
 # (a block, a piece, state of the block, state of the piece) -> the two states
-_OfBlock = Callable[[_Rows, _Keys, Any, Any], tuple[Any, Any]]
+_BlockFn = Callable[[_QueryBlock, _KVBlock, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
     """The work of one device."""
 
-    scoring: Scoring
+    spec: AttentionSpec
     axes: Axes  # mesh axes of the ring
     num_parts: int  # C
     length: int  # L
@@ -109,7 +112,7 @@ class _Ring:
 
     @property
     def num_pieces(self) -> int:
-        halves = self.scoring.causal and self.scoring.window is None and self.length % 2 == 0
+        halves = self.spec.causal and self.spec.window is None and self.length % 2 == 0
         return 2 if self.asks_for_balance and halves else 1
 
     @property
@@ -126,11 +129,11 @@ class _Ring:
     @property
     def steps(self) -> range:
         """Offsets of the devices whose shards are visited; a window limits them."""
-        window, last = self.scoring.window, self.num_parts - 1
+        window, last = self.spec.window, self.num_parts - 1
         if window is None:
             return range(self.num_parts)
-        reach = min(-(-(window - self.scoring.causal) // self.length), last)
-        if self.scoring.causal:
+        reach = min(-(-(window - self.spec.causal) // self.length), last)
+        if self.spec.causal:
             return range(reach + 1)
         return range(-reach, reach + 1) if 2 * reach <= last else range(self.num_parts)
 
@@ -141,11 +144,11 @@ class _Ring:
         v_BLKH: jax.Array,
         segments_BL: jax.Array | None,
         slopes_N: jax.Array | None,
-        memory: Memory | None,
+        memory: PersistentKV | None,
     ) -> jax.Array:
         tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
         if self.num_pieces > 1:
-            tokens = jax.tree.map(self._exchanged, tokens)
+            tokens = jax.tree.map(self._zigzag, tokens)
 
         @jax.custom_vjp
         def attend(*given):
@@ -161,7 +164,7 @@ class _Ring:
 
         attend.defvjp(forward, backward)
         o_BLNH = attend(*tokens, slopes_N, memory)
-        return self._exchanged(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
+        return self._zigzag(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
 
     def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory):
         """Returns o_BLNH and log-sum-exp, float32 [P, B, K, G, R]."""
@@ -175,20 +178,20 @@ class _Ring:
             jnp.zeros((*shape, head_dim), jnp.float32),
         )
 
-        def of_block(rows: _Rows, keys: _Keys, state, _):
+        def block_fn(rows: _QueryBlock, keys: _KVBlock, state, _):
             largest, sums, o_BKGRH = state
             scores, seen, _ = self._scores(rows, keys, slopes_KG)
             new_largest = jnp.maximum(largest, jnp.where(seen, scores, _LOWEST).max(-1))
             kept = jnp.exp(largest - new_largest)
             p = jnp.where(seen, jnp.exp(scores - new_largest[..., None]), 0.0)
-            more = self._product("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
+            more = self._einsum_f32("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
             o_BKGRH = o_BKGRH * kept[..., None] + more
             return (new_largest, sums * kept + p.sum(-1), o_BKGRH), ()
 
         if memory is not None:
-            state, _ = self._fold(of_block, rows, _of_memory(memory, batch), state, ())
+            state, _ = self._fold(block_fn, rows, _memory_block(memory, batch), state, ())
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
-        (largest, sums, o), _, _ = self._around(of_block, rows, keys, state, ())
+        (largest, sums, o), _, _ = self._ring_scan(block_fn, rows, keys, state, ())
         o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
         return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
 
@@ -202,29 +205,29 @@ class _Ring:
         by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, lowered))
         rows = rows._replace(kept=(*by_head, log_sums))
 
-        def of_block(rows: _Rows, keys: _Keys, dq, of_keys):
+        def block_fn(rows: _QueryBlock, keys: _KVBlock, dq, d_keys):
             do_BKGRH, lowered, log_sums = rows.kept
-            dk, dv = of_keys
+            dk, dv = d_keys
             k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
             scores, seen, slope = self._scores(rows, keys, slopes_KG)
             p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
-            dp = self._product("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
+            dp = self._einsum_f32("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
             ds = (p * (dp - lowered[..., None]) * slope).astype(k_BSKH.dtype)
-            dv = dv + self._product("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
-            dk = dk + self._product("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
-            dq = dq + self._product("bkgrs,bskh->brkgh", ds, k_BSKH)
+            dv = dv + self._einsum_f32("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
+            dk = dk + self._einsum_f32("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
+            dq = dq + self._einsum_f32("bkgrs,bskh->brkgh", ds, k_BSKH)
             return dq, (dk, dv)
 
         dq, d_memory = _zeros_like(rows.q_BRKGH), None
         if memory is not None:
-            kept = _of_memory(memory, batch)
-            dq, of_keys = self._fold(of_block, rows, kept, dq, _zeros_like(kept[:2]))
+            kept = _memory_block(memory, batch)
+            dq, d_keys = self._fold(block_fn, rows, kept, dq, _zeros_like(kept[:2]))
             d_memory = tuple(
-                x.sum((0, 1)).astype(own.dtype) for x, own in zip(of_keys, memory, strict=True)
+                x.sum((0, 1)).astype(own.dtype) for x, own in zip(d_keys, memory, strict=True)
             )
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
-        dq, of_keys, came = self._around(of_block, rows, keys, dq, _zeros_like(keys[:2]))
-        dk, dv = self._handed_on(of_keys, -came)
+        dq, d_keys, came = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
+        dk, dv = self._rotate(d_keys, -came)
         d_tokens = (
             jnp.moveaxis(x, 0, 1).reshape(own.shape).astype(own.dtype)
             for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
@@ -236,8 +239,8 @@ class _Ring:
             d_memory,
         )
 
-    def _around(
-        self, of_block: _OfBlock, rows: _Rows, keys: Any, of_rows: Any, of_keys: Any
+    def _ring_scan(
+        self, block_fn: _BlockFn, rows: _QueryBlock, keys: Any, query_state: Any, key_state: Any
     ) -> tuple[Any, Any, int]:
         """Folds all visible shards; returns both states and the keys' shift."""
         steps = self.steps
@@ -245,95 +248,100 @@ class _Ring:
 
         def meet(keys: Any, states: Any, step: Any) -> Any:
             k_QBSKH, v_QBSKH, segments_QBS = keys
-            places_QS = self._places((own - step) % self.num_parts)
-            part = _Keys(k_QBSKH, v_QBSKH, places_QS, segments_QBS)
-            return self._fold(of_block, rows, part, *states)
+            positions_QS = self._positions((own - step) % self.num_parts)
+            part = _KVBlock(k_QBSKH, v_QBSKH, positions_QS, segments_QBS)
+            return self._fold(block_fn, rows, part, *states)
 
         def body(carried, step):
-            keys, (of_rows, of_keys) = carried
-            keys, of_keys = self._handed_on((keys, of_keys), 1)
-            return (keys, meet(keys, (of_rows, of_keys), step)), None
+            keys, (query_state, key_state) = carried
+            keys, key_state = self._rotate((keys, key_state), 1)
+            return (keys, meet(keys, (query_state, key_state), step)), None
 
-        keys, of_keys = self._handed_on((keys, of_keys), steps.start)
-        states = meet(keys, (of_rows, of_keys), steps.start)
+        keys, key_state = self._rotate((keys, key_state), steps.start)
+        states = meet(keys, (query_state, key_state), steps.start)
         if len(steps) > 1:
             rest = jnp.arange(steps.start + 1, steps.stop)
             (_, states), _ = jax.lax.scan(body, (keys, states), rest)
         return *states, steps[-1]
 
     def _fold(
-        self, of_block: _OfBlock, rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any
+        self,
+        block_fn: _BlockFn,
+        rows: _QueryBlock,
+        keys: _KVBlock,
+        query_state: Any,
+        key_state: Any,
     ) -> tuple[Any, Any]:
-        def one_piece(of_rows: Any, given: Any) -> tuple[Any, Any]:
-            keys, of_keys = given
+        def one_piece(query_state: Any, given: Any) -> tuple[Any, Any]:
+            keys, key_state = given
 
-            def one_block(of_keys: Any, given: Any) -> tuple[Any, Any]:
-                states = given[1], of_keys
-                meet = functools.partial(of_block, given[0], keys)
+            def one_block(key_state: Any, given: Any) -> tuple[Any, Any]:
+                states = given[1], key_state
+                meet = functools.partial(block_fn, given[0], keys)
                 if (sees := self._sees_any(given[0], keys)) is not True:
-                    of_rows, of_keys = jax.lax.cond(sees, meet, lambda *same: same, *states)
+                    query_state, key_state = jax.lax.cond(sees, meet, lambda *same: same, *states)
                 else:
-                    of_rows, of_keys = meet(*states)
-                return of_keys, of_rows
+                    query_state, key_state = meet(*states)
+                return key_state, query_state
 
-            of_keys, of_rows = jax.lax.scan(one_block, of_keys, (rows, of_rows))
-            return of_rows, of_keys
+            key_state, query_state = jax.lax.scan(one_block, key_state, (rows, query_state))
+            return query_state, key_state
 
-        return jax.lax.scan(one_piece, of_rows, (keys, of_keys))
+        return jax.lax.scan(one_piece, query_state, (keys, key_state))
 
-    def _sees_any(self, rows: _Rows, keys: _Keys) -> Any:
-        causal, window = self.scoring.causal, self.scoring.window
-        if keys.places_S is None or (not causal and window is None):
+    def _sees_any(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
+        causal, window = self.spec.causal, self.spec.window
+        if keys.positions_S is None or (not causal and window is None):
             return True
-        nearest = rows.places_R[0] - keys.places_S[-1]
-        farthest = rows.places_R[-1] - keys.places_S[0]
+        nearest = rows.positions_R[0] - keys.positions_S[-1]
+        farthest = rows.positions_R[-1] - keys.positions_S[0]
         sees: Any = farthest >= 0 if causal else True
         if window is not None:
             sees = sees & (nearest < window) & (farthest >= -window)
         return sees
 
-    def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
+    def _scores(self, rows: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None):
         """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
-        scoring, scale = self.scoring, self.scoring.scale_of(rows.q_BRKGH.shape[-1])
-        scores = scale * self._product("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
+        spec, scale = self.spec, self.spec.scale_for(rows.q_BRKGH.shape[-1])
+        scores = scale * self._einsum_f32("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
-        if cap := scoring.soft_cap:
+        if cap := spec.soft_cap:
             bent = jnp.tanh(scores / cap)
             scores, slope = cap * bent, scale * (1 - bent * bent)
-        if keys.places_S is None:
+        if keys.positions_S is None:
             return scores, jnp.ones((), bool), slope
-        distance_RS = rows.places_R[:, None] - keys.places_S
+        distance_RS = rows.positions_R[:, None] - keys.positions_S
         if slopes_KG is not None:
             far_RS = jnp.abs(distance_RS).astype(jnp.float32)
             scores = scores - slopes_KG[..., None, None] * far_RS
-        seen = scoring.sees(distance_RS)
+        seen = spec.visible(distance_RS)
         if rows.segments_BR is not None and keys.segments_BS is not None:
             same_BRS = rows.segments_BR[:, :, None] == keys.segments_BS[:, None]
             seen = seen & same_BRS[:, None, None]
         return scores, seen, slope
 
-    def _product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        precision = self.scoring.precision
-        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
+    def _einsum_f32(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        precision = self.spec.precision
+        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32, precision=precision)
 
-    def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _Rows:
+    def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _QueryBlock:
         batch, length, _, head_dim = q_BLNH.shape
-        places_QS = self._places(jax.lax.axis_index(self.axes))
-        return _Rows(
-            _cut(q_BLNH.reshape(batch, length, kv_heads, -1, head_dim), self.num_blocks),
-            places_QS.reshape(self.num_blocks, -1),
-            None if segments_BL is None else _cut(segments_BL, self.num_blocks),
+        positions_QS = self._positions(jax.lax.axis_index(self.axes))
+        return _QueryBlock(
+            _split_length(q_BLNH.reshape(batch, length, kv_heads, -1, head_dim), self.num_blocks),
+            positions_QS.reshape(self.num_blocks, -1),
+            None if segments_BL is None else _split_length(segments_BL, self.num_blocks),
         )
 
     def _pieces(self, keys_BL: Any) -> Any:
-        return jax.tree.map(lambda x: _cut(x, self.num_pieces), keys_BL)
+        return jax.tree.map(lambda x: _split_length(x, self.num_pieces), keys_BL)
 
     def _by_head(self, x: jax.Array, kv_heads: int) -> jax.Array:
         """[B, L, N, ...] -> [P, B, K, G, R, ...]."""
-        x = _cut(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), self.num_blocks)
+        x = _split_length(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), self.num_blocks)
         return jnp.moveaxis(x, 2, 4)
 
-    def _places(self, part: jax.Array) -> jax.Array:
+    def _positions(self, part: jax.Array) -> jax.Array:
         """Returns positions in the sequence of a shard's tokens, int32 [Q, S]."""
         numbers_Q = part[None]
         if self.num_pieces > 1:
@@ -342,14 +350,14 @@ class _Ring:
         size = self.length // self.num_pieces
         return numbers_Q[:, None] * size + jnp.arange(size)
 
-    def _handed_on(self, tree: Any, by: int) -> Any:
+    def _rotate(self, tree: Any, by: int) -> Any:
         """Sends arrays to the device `by` positions ahead."""
         if by % self.num_parts == 0:
             return tree
         pairs = [(i, (i + by) % self.num_parts) for i in range(self.num_parts)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
-    def _exchanged(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
+    def _zigzag(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
         """Moves pieces 2 i and 2 i + 1 of 2 C from device i to i and 2 C - 1 - i, or back."""
         halves, last = [], 2 * self.num_parts - 1
         for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
@@ -360,14 +368,14 @@ class _Ring:
         return jnp.concatenate(halves, axis=1)
 
 
-def _cut(x_BL: jax.Array, number: int) -> jax.Array:
+def _split_length(x_BL: jax.Array, number: int) -> jax.Array:
     """[B, L, ...] -> [number, B, L / number, ...]."""
     return jnp.moveaxis(x_BL.reshape(x_BL.shape[0], number, -1, *x_BL.shape[2:]), 1, 0)
 
 
-def _of_memory(memory: Memory, batch: int) -> _Keys:
+def _memory_block(memory: PersistentKV, batch: int) -> _KVBlock:
     k_1BMKH, v_1BMKH = (jnp.broadcast_to(x, (1, batch, *x.shape)) for x in memory)
-    return _Keys(k_1BMKH, v_1BMKH, None, None)
+    return _KVBlock(k_1BMKH, v_1BMKH, None, None)
 
 
 def _zeros_like(arrays: Any) -> Any:

@@ -15,7 +15,7 @@ from MaxText.config.layer_sections import Position as PositionSection
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import register
 from MaxText.layers.part import Init, Position
-from MaxText.parallelism.constraints import platform
+from MaxText.parallelism.logical_sharding import platform
 
 
 @register("position", "rotary")
@@ -87,10 +87,10 @@ def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarr
     return (kept * plain + (1 - kept) * plain / factor).astype(np.float32)
 
 
-def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the first R dimensions of each head (R/2 is the table's size)."""
     if platform() == "tpu":
-        return rotate_whole(x_BTNH, *table)
+        return apply_rotary_tpu(x_BTNH, *table)
     sin, cos = table
     half = sin.shape[-1]
     x_float = x_BTNH[..., : 2 * half].astype(jnp.float32)
@@ -104,38 +104,38 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 @jax.custom_vjp
-def rotate_whole(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+def apply_rotary_tpu(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
     """Rotates on TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
 
     TPUs pad 64 lanes to 128, and XLA would write halves to memory, in the backward pass in float32.
     The table gets no gradient.
     """
     rest = x_BTNH.shape[-1] - 2 * sin.shape[-1]
-    whole_cos = _joined([cos, cos], rest, 1.0)
-    whole_sin = _joined([-sin, sin], rest, 0.0)
-    swapped_BTNH = _swapped(x_BTNH, sin.shape[-1])
+    whole_cos = _join_halves([cos, cos], rest, 1.0)
+    whole_sin = _join_halves([-sin, sin], rest, 0.0)
+    swapped_BTNH = _swap_halves(x_BTNH, sin.shape[-1])
     y_BTNH = x_BTNH.astype(jnp.float32) * whole_cos + swapped_BTNH.astype(jnp.float32) * whole_sin
     return y_BTNH.astype(x_BTNH.dtype)
 
 
 def _rotate_forward(x_BTNH, sin, cos):
-    return rotate_whole(x_BTNH, sin, cos), (sin, cos)
+    return apply_rotary_tpu(x_BTNH, sin, cos), (sin, cos)
 
 
-def _rotate_backward(table, of_y_BTNH):
+def _rotate_backward(table, grad_y_BTNH):
     sin, cos = table
-    return rotate_whole(of_y_BTNH, -sin, cos), None, None
+    return apply_rotary_tpu(grad_y_BTNH, -sin, cos), None, None
 
 
-rotate_whole.defvjp(_rotate_forward, _rotate_backward)
+apply_rotary_tpu.defvjp(_rotate_forward, _rotate_backward)
 
 
-def _joined(halves: list[jax.Array], rest: int, filling: float) -> jax.Array:
+def _join_halves(halves: list[jax.Array], rest: int, filling: float) -> jax.Array:
     shape = (*halves[0].shape[:-1], rest)
     return jnp.concatenate([*halves, jnp.full(shape, filling, halves[0].dtype)], axis=-1)
 
 
-def _swapped(x_BTNH: jax.Array, half: int) -> jax.Array:
+def _swap_halves(x_BTNH: jax.Array, half: int) -> jax.Array:
     if x_BTNH.dtype != jnp.bfloat16:
         halves = [x_BTNH[..., half : 2 * half], x_BTNH[..., :half], x_BTNH[..., 2 * half :]]
         return jnp.concatenate(halves, axis=-1)

@@ -20,8 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.model_sections import RematPolicy
 from MaxText.layers.part import Scalars
-from MaxText.layers.weights import ShapesOnly
-from MaxText.parallelism.constraints import platform, token_by_token
+from MaxText.layers.weights import AbstractRngs
+from MaxText.parallelism.logical_sharding import platform, with_token_major_layout
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
@@ -40,7 +40,7 @@ _OFFLOADED: dict[str, tuple[str, ...]] = {
 }
 
 
-def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
+def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
     """Wraps `function` in jax.checkpoint with the given remat policy."""
     policies = jax.checkpoint_policies
     if policy == "none":
@@ -66,7 +66,7 @@ def _unstacked(stacked: Any) -> list[Any]:
     than the layers themselves.
     """
     num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    return [_row(stacked, index) for index in range(num_layers)]
+    return [_take_layer(stacked, index) for index in range(num_layers)]
 
 
 def _unstacked_forward(stacked: Any) -> tuple[list[Any], None]:
@@ -98,14 +98,14 @@ class Blueprint:
         return jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
 
     def layer_weights(
-        self, weights: dict, cut: Callable[[Any], list[dict]] = _unstacked
+        self, weights: dict, unstack: Callable[[Any], list[dict]] = _unstacked
     ) -> list[dict]:
-        """Returns each layer's weights; `cut` splits a stacked tree into layers."""
+        """Returns each layer's weights; `unstack` splits a stacked tree into layers."""
         indices = range(self.plan.num_layers)
         if self.is_stacked:
-            rows = cut(weights)
+            rows = unstack(weights)
             return [rows[index % len(rows)] for index in indices]
-        cycles = {name: cut(stacked) for name, stacked in weights.get("cycle", {}).items()}
+        cycles = {name: unstack(stacked) for name, stacked in weights.get("cycle", {}).items()}
         places = map(self.plan.cycled, indices)
         return [
             weights[str(index)] if place is None else cycles[str(place[0])][place[1]]
@@ -141,16 +141,16 @@ def stack(
     shared: bool = False,
 ) -> tuple[Any, Blueprint]:
     """Builds all layers as one: stacked, or an nnx.Dict if shapes differ."""
-    shapes_only = isinstance(rngs, ShapesOnly)
-    first_of = [
+    shapes_only = isinstance(rngs, AbstractRngs)
+    first_layer = [
         plan.first_of(place[0]) if (place := plan.cycled(i)) else i for i in range(plan.num_layers)
     ]
-    abstract = {index: make_layer(index, ShapesOnly()) for index in dict.fromkeys(first_of)}
+    abstract = {index: make_layer(index, AbstractRngs()) for index in dict.fromkeys(first_layer)}
     graphdefs = {index: nnx.graphdef(layer) for index, layer in abstract.items()}
     shapes = [_shapes(layer) for layer in abstract.values()]
     is_stacked = all(other == shapes[0] for other in shapes)
     assert is_stacked or not shared, "layers that share parameters have different ones"
-    blueprint = Blueprint(plan, tuple(graphdefs[i] for i in first_of), is_stacked, shared)
+    blueprint = Blueprint(plan, tuple(graphdefs[i] for i in first_layer), is_stacked, shared)
     num_stored = 1 if shared else plan.num_layers
     keys = None if shapes_only else jax.random.split(rngs.params(), num_stored)
 
@@ -192,7 +192,7 @@ def _shapes(layer: Any) -> list[Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
+def _sequential(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
     """Returns a layer's weights, the stacked weights for the next layer, and `carried`.
 
     In the backward pass a layer's gradients are written into the stacked ones as soon as the layer
@@ -200,15 +200,15 @@ def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, A
     """
     if index is None:
         return weights, None, carried
-    return _row(weights, index), weights, carried
+    return _take_layer(weights, index), weights, carried
 
 
-def _in_turn_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
+def _sequential_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
     # With symbolic zeros, arguments are pairs (value, perturbed).
-    return _in_turn(index, *jax.tree.map(lambda x: x.value, arguments)), None
+    return _sequential(index, *jax.tree.map(lambda x: x.value, arguments)), None
 
 
-def _in_turn_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
+def _sequential_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
     def put(own: Any, so_far: Any) -> Any:
         if is_zero(own):
             return so_far
@@ -217,16 +217,16 @@ def _in_turn_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, 
             so_far = jnp.zeros((num_layers, *own.shape), own.dtype)
         return jax.lax.dynamic_update_index_in_dim(so_far, own, index, 0)
 
-    of_weights, so_far, of_carried = gradients
+    grad_weights, so_far, grad_carried = gradients
     if index is not None:
-        of_weights = jax.tree.map(put, of_weights, so_far, is_leaf=is_zero)
-    leaves, structure = jax.tree.flatten((of_weights, of_carried), is_leaf=is_zero)
+        grad_weights = jax.tree.map(put, grad_weights, so_far, is_leaf=is_zero)
+    leaves, structure = jax.tree.flatten((grad_weights, grad_carried), is_leaf=is_zero)
     there = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
     # None for a symbolic zero, instead of an array of zeros.
     return jax.tree.unflatten(structure, [None if is_zero(g) else next(there) for g in leaves])
 
 
-_in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
+_sequential.defvjp(_sequential_forward, _sequential_backward, symbolic_zeros=True)
 
 
 def is_zero(gradient: Any) -> bool:
@@ -241,19 +241,19 @@ def apply_scanned(
     policy: RematPolicy,
 ) -> tuple[Any, Scalars]:
     """Applies all layers: repeats of the cycle in a scan, others unrolled."""
-    weights, plan = weights_of(layers), blueprint.plan
+    weights, plan = weights_dict(layers), blueprint.plan
     totals: Scalars = {}
 
     def single(carried: Any, index: int) -> Any:
         def one_layer(carried, weights):
             if blueprint.is_stacked:
-                weights = _row(weights, 0 if blueprint.is_shared else index)
+                weights = _take_layer(weights, 0 if blueprint.is_shared else index)
             return apply(nnx.merge(blueprint.graphdefs[index], weights), carried, index)
 
         own = weights if blueprint.is_stacked else weights[str(index)]
-        carried, scalars = rematerialized(one_layer, policy, in_scan=False)(carried, own)
+        carried, scalars = apply_remat(one_layer, policy, in_scan=False)(carried, own)
         _add(totals, scalars)
-        return token_by_token(carried)
+        return with_token_major_layout(carried)
 
     for index in range(plan.prefix):
         carried = single(carried, index)
@@ -291,21 +291,21 @@ def scan_cycle(
 
         def one_layer(carried, weights, index):
             # Sliced in here, or the slices would be saved for the backward pass.
-            own = _row(weights, row) if length == 1 or is_shared else weights
+            own = _take_layer(weights, row) if length == 1 or is_shared else weights
             return apply(
                 nnx.merge(graphdef, own if select is None else select(own)), carried, index
             )
 
         in_scan = num_repeats > 1 or length > 1  # XLA removes a loop of one iteration
-        one_layer = rematerialized(one_layer, policy, in_scan=in_scan)
+        one_layer = apply_remat(one_layer, policy, in_scan=in_scan)
         if length == 1:
             carried, scalars = one_layer(carried, weights, start)
-            return token_by_token(carried), scalars
+            return with_token_major_layout(carried), scalars
 
         def turn(carried: Any, given: Any) -> tuple[Any, Scalars]:
             own, place = given
             carried, scalars = one_layer(carried, weights if is_shared else own, start + place)
-            return token_by_token(carried), scalars
+            return with_token_major_layout(carried), scalars
 
         own = None if is_shared else weights
         carried, scalars = jax.lax.scan(turn, carried, (own, jnp.arange(length)))
@@ -351,7 +351,7 @@ def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
     ]
 
 
-def _row(weights: Any, index: int) -> Any:
+def _take_layer(weights: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], weights)
 
 
@@ -376,30 +376,30 @@ def apply_unrolled(
     *,
     policy: RematPolicy = "none",
     states: Sequence[Any] | None = None,  # decode state of each layer
-    in_turn: bool = False,
+    sequential: bool = False,
 ) -> LayersOutput:
     """Applies all layers, unrolled. Every policy saves their outputs.
 
     Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
     ones for every token, which takes as long as the matmuls.
 
-    With `in_turn`, on TPU, a layer's backward pass waits for the weight gradients of the layer
+    With `sequential`, on TPU, a layer's backward pass waits for the weight gradients of the layer
     after it. With dense connections XLA otherwise postpones all of them to the end and keeps their
     operands until then; without them waiting costs memory
     (docs/explanation/dense_connections.md). Same result.
     """
-    in_turn = in_turn and platform() == "tpu"
+    sequential = sequential and platform() == "tpu"
     totals, new_states = {}, []
-    weights = weights_of(layers)
-    if not in_turn or blueprint.is_shared or not blueprint.is_stacked:
+    weights = weights_dict(layers)
+    if not sequential or blueprint.is_shared or not blueprint.is_stacked:
         weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]
     for index, graphdef in enumerate(blueprint.graphdefs):
-        own, weights, carried = _take(index, weights, carried, in_turn)
+        own, weights, carried = _take(index, weights, carried, sequential)
 
         def one_layer(weights, carried, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), carried, index, state)
 
-        carried, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
+        carried, scalars, state = apply_remat(one_layer, policy, in_scan=False)(
             own, carried, None if states is None else states[index]
         )
         _add(totals, scalars)
@@ -407,13 +407,13 @@ def apply_unrolled(
     return LayersOutput(carried, totals, tuple(new_states))
 
 
-def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
+def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
     """Returns each layer's weights as a tree of its own, for `Blueprint.join` inside a trace.
 
     Decoding cannot afford to slice them for every token. Deletes each stacked array once split.
     """
 
-    def cut(stacked: dict) -> list[dict]:
+    def unstack(stacked: dict) -> list[dict]:
         leaves, structure = jax.tree.flatten(stacked)
         rows: list[list[jax.Array]] = [[] for _ in range(leaves[0].shape[0])]
         for leaf in leaves:
@@ -423,19 +423,19 @@ def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
             leaf.delete()
         return [jax.tree.unflatten(structure, parts) for parts in rows]
 
-    return tuple(blueprint.layer_weights(weights, cut))
+    return tuple(blueprint.layer_weights(weights, unstack))
 
 
-def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any, Any]:
+def _take(index: int, held: Any, carried: Any, sequential: bool) -> tuple[dict, Any, Any]:
     """Takes a layer's weights from a stacked tree or list; returns the rest."""
-    if not in_turn:
+    if not sequential:
         return held[index % len(held)], held, carried
     if not isinstance(held, list):
-        return _in_turn(index, held, carried)  # pyright: ignore
+        return _sequential(index, held, carried)  # pyright: ignore
     held, place = list(held), index % len(held)
-    held[place], _, carried = _in_turn(None, held[place], carried)  # pyright: ignore
+    held[place], _, carried = _sequential(None, held[place], carried)  # pyright: ignore
     return held[place], held, carried
 
 
-def weights_of(layers: Any) -> dict:
+def weights_dict(layers: Any) -> dict:
     return nnx.to_pure_dict(nnx.state(layers))

@@ -7,7 +7,6 @@ no gradient flows through its input. Legend: E channels, P positions before the 
 """
 
 import dataclasses
-import functools
 from typing import Any, Self
 
 import jax
@@ -18,107 +17,104 @@ from flax import nnx
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import Layer
 from MaxText.config.model_sections import Model as ModelSection
-from MaxText.layers.attention_flops import keys_by_rule
+from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
+from MaxText.layers.dense import einsum_f32
 from MaxText.layers.part import Flops, Init, Mixer, Scalars
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NewestInputs:
+class StaticSGUState:
     """The newest `kernel` inputs x_BPE in order, zero for missing tokens."""
 
     x_BPE: jax.Array
 
     @classmethod
-    def of_prompt(cls, x_BTE: jax.Array, lengths_B: jax.Array, kernel: int) -> "NewestInputs":
-        places_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
-        found = jnp.take_along_axis(x_BTE, jnp.maximum(places_BP, 0)[..., None], axis=1)
-        return cls(jnp.where((places_BP >= 0)[..., None], found, 0))
+    def from_prefill(cls, x_BTE: jax.Array, lengths_B: jax.Array, kernel: int) -> "StaticSGUState":
+        positions_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
+        found = jnp.take_along_axis(x_BTE, jnp.maximum(positions_BP, 0)[..., None], axis=1)
+        return cls(jnp.where((positions_BP >= 0)[..., None], found, 0))
 
     def step(
         self, x_BTE: jax.Array, kernel: int, precision: str | None = None
-    ) -> tuple[jax.Array, "NewestInputs"]:
+    ) -> tuple[jax.Array, "StaticSGUState"]:
         x_BSE = jnp.concatenate([self.x_BPE, x_BTE], axis=1)
-        weights = _band(x_BTE.shape[1], kernel)
+        weights = _banded_weights(x_BTE.shape[1], kernel)
         y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
-        return y_BTE, NewestInputs(x_BSE[:, x_BSE.shape[1] - kernel :])
+        return y_BTE, StaticSGUState(x_BSE[:, x_BSE.shape[1] - kernel :])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SplitState:
+class SplitMixerState:
     """Decode states of both halves of a layer with static SGU."""
 
     attention: Any
-    sums: NewestInputs
+    sums: StaticSGUState
 
 
-@functools.cache
-def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
-    """Returns a mixer with static SGU on the first half of the channels."""
+class BesideStaticSGU(Mixer):
+    """Static SGU on the first half of the channels; `combine` it with the mixer of the other."""
 
-    class BesideStaticSGU(mixer):  # type: ignore[misc, valid-type]
-        sgu_kernel: int
-        sgu_precision: str | None
+    sgu_kernel: int
+    sgu_precision: str | None
 
-        @classmethod
-        def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-            width = init.dimensions.emb_dim // 2
-            half = init.dimensions._replace(emb_dim=width)
-            made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
-            made.sgu_kernel = layer.section.attention.static_sgu_kernel
-            made.sgu_precision = init.precision
-            return made
+    @classmethod
+    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
+        width = init.dimensions.emb_dim // 2
+        half = init.dimensions._replace(emb_dim=width)
+        made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
+        made.sgu_kernel = layer.section.attention.static_sgu_kernel
+        made.sgu_precision = init.precision
+        return made
 
-        @classmethod
-        def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-            kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
-            rows, num_blocks = sgu_blocks(kernel, length)
-            sums = Flops(
-                width * keys_by_rule(length, causal=True, window=kernel + 1),
-                width * num_blocks * rows * (kernel + rows) / length,
-                backward=0,
-            )
-            return {**super().flops(keys, dimensions, length), "static SGU": sums}
+    @classmethod
+    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
+        rows, num_blocks = sgu_blocks(kernel, length)
+        sums = Flops(
+            width * average_keys_visible(length, causal=True, window=kernel + 1),
+            width * num_blocks * rows * (kernel + rows) / length,
+            backward=0,
+        )
+        return {**super().flops(keys, dimensions, length), "static SGU": sums}
 
-        @classmethod
-        def state_bytes(
-            cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
-        ) -> tuple[int, int]:
-            of_token, fixed = super().state_bytes(keys, dimensions, length, itemsize)
-            kept = keys.attention.static_sgu_kernel * dimensions.emb_dim // 2
-            return of_token, fixed + kept * itemsize
+    @classmethod
+    def state_bytes(
+        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        bytes_per_token, fixed = super().state_bytes(keys, dimensions, length, itemsize)
+        kept = keys.attention.static_sgu_kernel * dimensions.emb_dim // 2
+        return bytes_per_token, fixed + kept * itemsize
 
-        def _halves(self, x_BTD: Any) -> tuple[jax.Array, Any]:
-            x_BTD = x_BTD[0] if self.has_separate_inputs else x_BTD
-            first, rest = jnp.split(x_BTD, 2, axis=-1)
-            first = jax.lax.stop_gradient(first)
-            return first, (rest, rest, rest) if self.has_separate_inputs else rest
+    def _halves(self, x_BTD: Any) -> tuple[jax.Array, Any]:
+        x_BTD = x_BTD[0] if self.has_separate_inputs else x_BTD
+        first, rest = jnp.split(x_BTD, 2, axis=-1)
+        first = jax.lax.stop_gradient(first)
+        return first, (rest, rest, rest) if self.has_separate_inputs else rest
 
-        def _sums(self, first: jax.Array, context: Context) -> jax.Array:
-            return static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
+    def _sums(self, first: jax.Array, context: Context) -> jax.Array:
+        return static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
 
-        def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
-            first, rest = self._halves(x_BTD)
-            out, scalars = super().__call__(rest, context)
-            return jnp.concatenate([self._sums(first, context), out], axis=-1), scalars
+    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+        first, rest = self._halves(x_BTD)
+        out, scalars = super().__call__(rest, context)
+        return jnp.concatenate([self._sums(first, context), out], axis=-1), scalars
 
-        def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
-            first, rest = self._halves(x_BTD)
-            out, state = super().prefill(rest, context)
-            assert context.lengths_B is not None
-            newest = NewestInputs.of_prompt(first, context.lengths_B, self.sgu_kernel)
-            sums = self._sums(first, context)
-            return jnp.concatenate([sums, out], axis=-1), SplitState(state, newest)
+    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
+        first, rest = self._halves(x_BTD)
+        out, state = super().prefill(rest, context)
+        assert context.lengths_B is not None
+        newest = StaticSGUState.from_prefill(first, context.lengths_B, self.sgu_kernel)
+        sums = self._sums(first, context)
+        return jnp.concatenate([sums, out], axis=-1), SplitMixerState(state, newest)
 
-        def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
-            first, rest = self._halves(x_BTD)
-            out, own = super().decode_step(rest, state.attention, context)
-            sums, newest = state.sums.step(first, self.sgu_kernel, self.sgu_precision)
-            return jnp.concatenate([sums, out], axis=-1), SplitState(own, newest)
-
-    return BesideStaticSGU
+    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
+        first, rest = self._halves(x_BTD)
+        out, own = super().decode_step(rest, state.attention, context)
+        sums, newest = state.sums.step(first, self.sgu_kernel, self.sgu_precision)
+        return jnp.concatenate([sums, out], axis=-1), SplitMixerState(own, newest)
 
 
 def static_sgu(
@@ -132,18 +128,18 @@ def static_sgu(
     rows, num_blocks = sgu_blocks(kernel, length)
     spare = num_blocks * rows - length
 
-    def with_places_before(x: jax.Array) -> jax.Array:
+    def with_earlier_positions(x: jax.Array) -> jax.Array:
         """Returns [B, blocks, kernel + rows, ...]."""
         x = jnp.pad(x, ((0, 0), (kernel, spare), *((0, 0),) * (x.ndim - 2)))
         starts = np.arange(num_blocks)[:, None] * rows + np.arange(kernel + rows)[None]
         return x[:, starts]
 
-    weights = jnp.asarray(_band(rows, kernel))
+    weights = jnp.asarray(_banded_weights(rows, kernel))
     if segments_BT is not None:
-        of_inputs = with_places_before(segments_BT)
-        same = of_inputs[:, :, kernel:, None] == of_inputs[:, :, None, :]
+        input_segments = with_earlier_positions(segments_BT)
+        same = input_segments[:, :, kernel:, None] == input_segments[:, :, None, :]
         weights = jnp.where(same, weights, 0.0)
-    y = _product(weights, with_places_before(x_BTE), precision)
+    y = _product(weights, with_earlier_positions(x_BTE), precision)
     return y.reshape(batch, num_blocks * rows, channels)[:, :length].astype(x_BTE.dtype)
 
 
@@ -153,13 +149,10 @@ def sgu_blocks(kernel: int, length: int) -> tuple[int, int]:
 
 
 def _product(weights: jax.Array, x: jax.Array, precision: str | None) -> jax.Array:
-    return jnp.einsum(
-        "...ts,...se->...te", weights.astype(x.dtype), x,
-        preferred_element_type=jnp.float32, precision=precision,
-    )  # fmt: skip
+    return einsum_f32("...ts,...se->...te", weights.astype(x.dtype), x, precision)
 
 
-def _band(rows: int, kernel: int) -> np.ndarray:
+def _banded_weights(rows: int, kernel: int) -> np.ndarray:
     """Returns float32 [rows, kernel + rows]; row t sums t to t + kernel."""
     distance = np.arange(rows)[:, None] + kernel - np.arange(kernel + rows)[None]
     inside = (distance >= 0) & (distance <= kernel)

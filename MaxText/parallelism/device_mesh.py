@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class MeshSizes(NamedTuple):
     """Sizes of the axes of MESH_AXES, inside a slice and across slices."""
 
-    within: tuple[int, ...]
-    across: tuple[int, ...]
+    ici: tuple[int, ...]
+    dcn: tuple[int, ...]
 
     @property
     def total(self) -> list[int]:
@@ -34,35 +34,35 @@ class MeshSizes(NamedTuple):
 def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
     """Returns the sizes with -1 resolved; raises UserError if they misfit."""
     num_slices = len(_slices(section, devices))
-    across = _filled(section, "dcn", num_slices)
+    across = _fill_sizes(section, "dcn", num_slices)
     if across is None:
-        raise _misfit(section, "dcn", num_slices, f"there are {num_slices}", "slices")
+        raise _size_error(section, "dcn", num_slices, f"there are {num_slices}", "slices")
     per_slice = len(devices) // num_slices
-    within = _filled(section, "ici", per_slice)
+    within = _fill_sizes(section, "ici", per_slice)
     if within is None:
         whose = "this machine has" if num_slices == 1 else f"each of {num_slices} slices has"
         kind = f"{whose} {per_slice} ({devices[0].device_kind})"
-        raise _misfit(section, "ici", per_slice, kind, "devices")
+        raise _size_error(section, "ici", per_slice, kind, "devices")
     return MeshSizes(within, across)
 
 
-def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
+def create_device_mesh(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
     """Returns the devices as a mesh, close ones adjacent; raises UserError like mesh_sizes.
 
     Along each axis slices are contiguous: of 2 slices of 4, the first has positions 0 to 3.
     """
     sizes = mesh_sizes(section, devices)
     slices = [
-        _arranged_slice(sizes.within, part, section.allow_split_physical_axes)
+        _arrange_slice(sizes.ici, part, section.allow_split_physical_axes)
         for part in _slices(section, devices)
     ]
-    blocks = np.stack(slices).reshape(*sizes.across, *sizes.within)
+    blocks = np.stack(slices).reshape(*sizes.dcn, *sizes.ici)
     rank = len(MESH_AXES)
     order = [dim for axis in range(rank) for dim in (axis, rank + axis)]
     return blocks.transpose(order).reshape(sizes.total)
 
 
-def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
+def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
     """Returns the devices of a slice as a mesh; raises UserError if that needs `allow_split`.
 
     Mesh axes take whole axes of the physical network if possible, else split ones. If jax knows no
@@ -77,10 +77,10 @@ def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: boo
                 "its axes. Choose other sizes, or set allow_split_physical_axes=true."
             )
         with contextlib.suppress(NotImplementedError):
-            arranged = mesh_utils.create_device_mesh(sizes, devices, **options)
+            create_device_mesh = mesh_utils.create_device_mesh(sizes, devices, **options)
             if options:
                 _log.warning("mesh %s: an axis of the TPU network is split over mesh axes", mesh)
-            return arranged
+            return create_device_mesh
     _log.warning("mesh %s does not follow the TPU network: devices are in order of id", mesh)
     return np.array(devices).reshape(sizes)
 
@@ -94,7 +94,7 @@ def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         per_slice, rest = divmod(len(ordered), asked)
         if rest or not per_slice:
-            raise _misfit(
+            raise _size_error(
                 section, "dcn", 1, f"{len(ordered)} devices make none such", "equal parts"
             )
         return [ordered[i : i + per_slice] for i in range(0, len(ordered), per_slice)]
@@ -111,7 +111,7 @@ def _sizes(section: MeshSection, network: str) -> list[int]:
     return [getattr(section, size_key(axis, network)) for axis in MESH_AXES]
 
 
-def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
+def _fill_sizes(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
     """Returns the sizes with -1 resolved; None if they do not multiply."""
     sizes = _sizes(section, network)
     fixed = math.prod(size for size in sizes if size != -1)
@@ -120,7 +120,7 @@ def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] 
     return tuple(sizes) if math.prod(sizes) == number else None
 
 
-def _misfit(
+def _size_error(
     section: MeshSection, network: str, number: int, present: str, things: str
 ) -> UserError:
     sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
@@ -136,13 +136,13 @@ def _misfit(
             proposal[axis] = math.gcd(max(sizes[axis], 1), rest)
             rest //= proposal[axis]
     return UserError(
-        f"the mesh does not match the devices: {_words(asked, network, ' x ')} needs {several}"
+        f"the mesh does not match the devices: {_size_keys(asked, network, ' x ')} needs {several}"
         f"{fixed} {things}, {present}.\n"
-        f"  What to do: use {_words(proposal, network, ' ')}, which fits, or start on {several}"
+        f"  What to do: use {_size_keys(proposal, network, ' ')}, which fits, or start on {several}"
         f"{fixed} {things}."
     )
 
 
-def _words(sizes: dict[str, int], network: str, between: str) -> str:
+def _size_keys(sizes: dict[str, int], network: str, between: str) -> str:
     ordered = [axis for axis in MESH_AXES if axis in sizes]
     return between.join(f"{size_key(axis, network)}={sizes[axis]}" for axis in ordered)

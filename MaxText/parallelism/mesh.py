@@ -15,8 +15,8 @@ from MaxText.config.model_sections import Pipeline
 from MaxText.config.training_sections import Batch as BatchSection
 from MaxText.config.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
-from MaxText.parallelism.constraints import ParameterInfo, Rules, axis_rules, partition_spec
-from MaxText.parallelism.device_mesh import arranged
+from MaxText.parallelism.device_mesh import create_device_mesh
+from MaxText.parallelism.logical_sharding import ParamSpec, Rules, axis_rules, logical_to_mesh_axes
 
 HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
@@ -24,7 +24,7 @@ WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # other
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
-    return Mesh(arranged(section, devices), MESH_AXES)
+    return Mesh(create_device_mesh(section, devices), MESH_AXES)
 
 
 class Layout:
@@ -71,20 +71,20 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     @property
-    def row_multiple(self) -> int:
+    def batch_divisor(self) -> int:
         """Divisor of the batch size, from shards, stages and microbatches."""
         num_stages = self.mesh.shape["stage"]
         return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        return NamedSharding(self.mesh, partition_spec(names, shape, self.rules, self.mesh))
+        return NamedSharding(self.mesh, logical_to_mesh_axes(names, shape, self.rules, self.mesh))
 
-    def parameter_shardings(self, parameters: Mapping[str, ParameterInfo]) -> dict:
+    def parameter_shardings(self, parameters: Mapping[str, ParamSpec]) -> dict:
         return {
             name: self.sharding(info.logical_axes, info.shape) for name, info in parameters.items()
         }
 
-    def describe(self, parameters: Mapping[str, ParameterInfo]) -> Callable[[str], str] | None:
+    def describe(self, parameters: Mapping[str, ParamSpec]) -> Callable[[str], str] | None:
         """Returns parameter name -> its mesh axes as text; None on one device."""
         if self.mesh.size == 1:
             return None
@@ -99,7 +99,7 @@ class Layout:
 
         return words
 
-    def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
+    def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParamSpec]) -> Any:
         """Returns a tree like `abstract_state`: moments are sharded like their parameters.
 
         Everything else (counters, factored moments) is small and replicated. `optimizer_state_axis`
@@ -118,13 +118,13 @@ class Layout:
                     break
             if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
                 return found
-            found = self._split_besides(found, leaf.shape)
+            found = self._shard_over_data(found, leaf.shape)
             offloads = self.offloads_optimizer and leaf.ndim > 0  # not counters
             return found.with_memory_kind(HOST_MEMORY) if offloads else found
 
         return jax.tree_util.tree_map_with_path(of, abstract_state)
 
-    def _split_besides(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    def _shard_over_data(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
         """Splits the longest divisible dimension over the axis, unsplit first."""
         axis = self.optimizer_state_axis
         spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
@@ -145,7 +145,7 @@ class Layout:
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
-    def share_of_batch(self, process: int | None = None) -> tuple[int, int]:
+    def batch_slice(self, process: int | None = None) -> tuple[int, int]:
         """Returns (part, parts): a process reads part `part` of the sequences of each batch.
 
         Processes that hold the same sequences (tensor parallelism across machines) read the same.
@@ -156,9 +156,9 @@ class Layout:
         for place, device in np.ndenumerate(self.mesh.devices):
             part = tuple(place[dim] for dim in batch_dims)
             held.setdefault(device.process_index, set()).add(part)
-        return share_of_rows(held, process)
+        return process_batch_slice(held, process)
 
-    def place(self, batch: Any, num_rows: int) -> Any:
+    def to_global_batch(self, batch: Any, num_rows: int) -> Any:
         """Returns this process's part of a batch, in NumPy, as global arrays."""
         sharding = self.batch_sharding(num_rows)
         return jax.tree.map(
@@ -174,11 +174,11 @@ class Layout:
         return jax.tree.map(with_sharding, shapes)
 
     def abstract_state(
-        self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParameterInfo]
+        self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParamSpec]
     ) -> Any:
-        return self.laid_out(jax.eval_shape(initialize, jax.random.key(0)), parameters)
+        return self.with_shardings(jax.eval_shape(initialize, jax.random.key(0)), parameters)
 
-    def laid_out(self, shapes: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
+    def with_shardings(self, shapes: Any, parameters: Mapping[str, ParamSpec]) -> Any:
         """Returns shapes of a state with the shardings of `state_shardings`."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -186,7 +186,7 @@ class Layout:
             self.state_shardings(shapes, parameters),
         )
 
-    def draw_state(
+    def init_state(
         self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
     ) -> Any:
         """Returns a fresh state, of which each device draws its own part."""
@@ -223,7 +223,7 @@ class Layout:
         return jitted.lower(abstract_state, abstract_batch)
 
 
-def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
+def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
     """Returns (part, parts) of a batch's sequences that a process reads, by first sequence.
 
     Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
@@ -268,14 +268,14 @@ def _check_host_memory(device: Any) -> None:
         )
 
 
-def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
+def global_batch_size(section: BatchSection, layout: Layout, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
     key = "per_device_batch_size"
     rows = _rows(layout, per_device, key)
     return rows * section.gradient_accumulation_steps
 
 
-def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
+def microbatch_size(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
     """Returns sequences per microbatch; raises UserError if not divisible."""
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
     return _rows(layout, per_device or section.per_device_batch_size, key)
@@ -284,7 +284,7 @@ def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0
 def _rows(layout: Layout, per_device: float, key: str) -> int:
     num_devices = layout.mesh.size
     rows = per_device * num_devices
-    parts, multiple = layout.num_batch_parts, layout.row_multiple
+    parts, multiple = layout.num_batch_parts, layout.batch_divisor
     if rows != int(rows) or int(rows) % multiple:
         better = max(multiple, round(rows / multiple) * multiple) / num_devices
         stages, microbatches = layout.mesh.shape["stage"], multiple // parts
@@ -308,15 +308,13 @@ def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
         if length % parts:
             fits = math.gcd(parts, *lengths.values())
             raise UserError(
-                f"{name} is no multiple of {parts}, the devices over which sequences are split "
+                f"{name} is not a multiple of {parts}, the devices over which sequences are split "
                 f"(mesh axes {', '.join(layout.length_axes)}).\n"
                 f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
             )
 
 
-def check_sharding(
-    parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
-) -> float:
+def check_sharding(parameters: Mapping[str, ParamSpec], layout: Layout, tolerance: float) -> float:
     """Returns the replicated share; raises UserError above `tolerance`."""
     if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
@@ -329,13 +327,13 @@ def check_sharding(
     if share > tolerance:
         largest = sorted(whole, key=lambda name: -whole[name])[:5]
         lines = [
-            f"    {name} {parameters[name].shape}{_undivided(parameters[name], layout)}"
+            f"    {name} {parameters[name].shape}{_indivisible_dims(parameters[name], layout)}"
             for name in largest
         ]
         axes_of_largest = [parameters[name].logical_axes for name in largest]
         differ = any("mlp" in axes and "layers" not in axes for axes in axes_of_largest)
         raise UserError(
-            f"{share:.1%} of the parameters lie whole on every device, more than "
+            f"{share:.1%} of the parameters are replicated on every device, more than "
             f"sharding_tolerance={tolerance:g}. The mesh is {layout.words}; the largest:\n"
             + "\n".join(lines)
             + "\n  What to do: choose sizes that the mesh divides"
@@ -347,12 +345,12 @@ def check_sharding(
     return share
 
 
-def _undivided(info: ParameterInfo, layout: Layout) -> str:
+def _indivisible_dims(info: ParamSpec, layout: Layout) -> str:
     first_rule: dict[str, Sequence[str]] = {}
     for name, axes in layout.rules:
         first_rule.setdefault(name, axes)
     words = [
-        f"{name} {size} is no multiple of {axis} {layout.mesh.shape[axis]}"
+        f"{name} {size} is not a multiple of {axis} {layout.mesh.shape[axis]}"
         for name, size in zip(info.logical_axes, info.shape, strict=True)
         for axis in (first_rule[name] if name else ())
         if size % layout.mesh.shape[axis]

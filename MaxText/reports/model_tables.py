@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from MaxText.config.saved import differences
+from MaxText.config.serialization import diff_configs
 from MaxText.config.values import to_yaml
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
@@ -31,7 +31,7 @@ def configuration(entries: Sequence[Entry]) -> list[Section]:
     if len(known) < 2:
         return [Section(title, notes)] if notes else []
     first, *others = known.values()
-    changed = [key for other in others for key in differences(first, other)]
+    changed = [key for other in others for key in diff_configs(first, other)]
     keys = [key for key in dict.fromkeys(changed) if key not in _NAMES_OF_RUNS]
     if not keys:
         return [Section(title, [*notes, "Every key has the same value in all runs."])]

@@ -72,13 +72,13 @@ def _next_steps(
 ) -> list[str]:
     """Returns the checkpoint's path and likely next commands, as log lines."""
     folder = shlex.quote(str(run_folder))
-    report = f"Report:      {command_line.program('report')} {folder}"
+    report = f"Report:      {command_line.program_command('report')} {folder}"
     folder_of_steps = run_folder / checkpoint_files.CHECKPOINTS
     if not (steps := checkpoint_files.finalized_steps(folder_of_steps)):
         return [report]
     lines = [f"Checkpoint:  {folder_of_steps / str(steps[-1])}"]
     if can_generate:
-        words = f"{command_line.program('decode')} load_parameters_path={folder}"
+        words = f"{command_line.program_command('decode')} load_parameters_path={folder}"
         if modules:
             words += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
         lines.append(f"Generate:    {words} prompt='The '")

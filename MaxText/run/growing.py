@@ -11,8 +11,8 @@ import numpy as np
 from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.conversion import imported_run, tokenizer_copy
 from MaxText.conversion.convert import show_memory
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
@@ -72,7 +72,7 @@ def grow(request: Request, show: Show) -> None:
     arguments = [*request.arguments, f"{KEY}={request.source}"]
     arguments.append(f"run_name={os.path.abspath(request.target)}")
     asked = checkpoint_config.load(arguments).config
-    source = open_source(request.source, flat(asked))
+    source = open_source(request.source, flatten(asked))
     resolved = resolve_growth_from(asked, source)
     if resolved.growth is None or resolved.record is None:
         raise UserError(
@@ -88,7 +88,7 @@ def grow(request: Request, show: Show) -> None:
     comment = [f"Model grown by convert.py from {source.folder}."]
     with imported_run.atomic_directory(request.target) as partial:
         imported_run.write_run(
-            partial, weights, model_keys(flat(resolved.config)), comment, _metadata(resolved)
+            partial, weights, model_keys(flatten(resolved.config)), comment, _metadata(resolved)
         )
         copied = _copy_tokenizer(source, partial)
     imported_run.log_next_command(request.target, copied, show)

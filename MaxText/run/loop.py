@@ -122,7 +122,7 @@ class Loop:
         batch = None
         with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
             rows = self.plan.rows(self.plan.at(self.step))
-            batch = self.layout.place(next(self.batches), rows)
+            batch = self.layout.to_global_batch(next(self.batches), rows)
         self.records.log_data_events(self.batches, self.step)
         return batch
 
@@ -157,7 +157,7 @@ class Loop:
             self.log.paused(),
             self.records.events.timed("evaluation", step=step) as facts,
         ):
-            placed = (self.layout.place(batch, self.eval_rows) for batch in watched)
+            placed = (self.layout.to_global_batch(batch, self.eval_rows) for batch in watched)
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)

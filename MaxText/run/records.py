@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.config.saved import flat, resolved_yaml
-from MaxText.config.schema import Config
+from MaxText.config.schema import flat, resolved_yaml
+from MaxText.config.serialization import flatten
 from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_facts, parent_folder, sizes
@@ -112,7 +112,7 @@ def open_records(
         run_folder,
         monitoring,
         run.run_name,
-        flat(config),
+        flatten(config),
         first_step=first_step,
         first_evaluation=first_step - is_due,
         terminal=terminal,

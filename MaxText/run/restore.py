@@ -10,7 +10,7 @@ from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
-from MaxText.config.saved import differences
+from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.initial_weights import (
     corruption_as_user_error,
@@ -100,7 +100,7 @@ def restore_or_initialize(
     for warning in import_modules.changes(start.metadata):
         show(warning)
     stored = start.metadata.get("config")
-    changes = differences(stored, config_flat) if stored else {}
+    changes = diff_configs(stored, config_flat) if stored else {}
     if changes:
         show("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import Model
 from MaxText.layers import flash_attention
-from MaxText.layers.depth_mixing import bytes_of_token, kernel_refused
+from MaxText.layers.depth_aggregate import kernel_unsupported_reason, vmem_bytes_per_token
 from MaxText.parallelism.mesh import Layout
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): unrolled layers are 20 % faster at
@@ -36,8 +36,8 @@ def resolve_auto(
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     dense = section.dense_connections
     mixing, why = _mixing(section, backend, dtype, layout)
-    if section.scan_refused is not None:
-        scanned, reason = False, section.scan_refused
+    if section.scan_unsupported_reason is not None:
+        scanned, reason = False, section.scan_unsupported_reason
     elif not section.layer_plan.repeats:
         scanned, reason = False, "no layers repeat"
     elif on_cpu and few:
@@ -86,12 +86,12 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
     parts, stages = 1, 1
     if layout is not None:
         parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
-    refused = flash_attention.kernel_refused(section, backend, parts, stages)
+    refused = flash_attention.kernel_unsupported_reason(section, backend, parts, stages)
     if refused is not None or backend == "tpu":
         return refused
     if layout is None:
         return "cuDNN's kernel was not tried"
-    return flash_attention.cudnn_fails(section, layout.mesh.devices.flat)
+    return flash_attention.cudnn_failure_reason(section, layout.mesh.devices.flat)
 
 
 def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
@@ -108,10 +108,10 @@ def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> 
         (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0
     )
     of_state = dimensions.emb_dim * jnp.dtype(dtype).itemsize
-    refused = kernel_refused(
+    refused = kernel_unsupported_reason(
         dimensions.emb_dim,
         backend,
-        of_token=bytes_of_token(most_sources, len(dense.dense_ways), of_state),
+        bytes_per_token=vmem_bytes_per_token(most_sources, len(dense.dense_ways), of_state),
         device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
     )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

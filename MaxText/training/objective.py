@@ -12,7 +12,7 @@ from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.entmax import entmax_loss
-from MaxText.parallelism.constraints import platform
+from MaxText.parallelism.logical_sharding import platform
 
 IN_NATS = "lm_loss"  # name of a loss that is a negative log-probability
 Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [B, T] each

@@ -12,9 +12,9 @@ import optax.contrib
 from MaxText.config.registry import lookup, register
 from MaxText.config.training_sections import Optimizer
 from MaxText.errors import UserError
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
-Names = Mapping[str, ParameterInfo]
+Names = Mapping[str, ParamSpec]
 
 BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments and their counts
 
@@ -240,7 +240,7 @@ def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransforma
     return optax.chain(*rule)
 
 
-def _muon_dimensions(info: ParameterInfo) -> Any:
+def _muon_dimensions(info: ParamSpec) -> Any:
     """Returns the dimensions that form the matrix; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of

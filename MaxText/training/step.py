@@ -10,7 +10,7 @@ import optax
 from MaxText.config.training_sections import Guard
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import platform, split_rows
+from MaxText.parallelism.logical_sharding import platform, split_batch
 from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.state import TrainState
@@ -77,7 +77,7 @@ def make_train_step(
             new = loss_and_gradients(params, microbatch, totals, key)
             return jax.tree.map(jnp.add, sums, new), None
 
-        microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
+        microbatches = jax.tree.map(lambda x: split_batch(x, num_microbatches), batch)
         first = jax.tree.map(lambda x: x[0], microbatches)
         shapes = jax.eval_shape(loss_and_gradients, params, first, totals, dropout_key)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

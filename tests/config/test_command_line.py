@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from MaxText.config import config_files
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.command_line import parse
 from MaxText.config.loading import load
 
@@ -115,9 +115,9 @@ def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):
 )  # fmt: skip
 def test_how_programs_end(body, code, said):
     program = f"""
-from MaxText.config.command_line import ending_well
+from MaxText.config.command_line import exit_on_user_error
 from MaxText.errors import UserError
-with ending_well("stopped"):
+with exit_on_user_error("stopped"):
     {body}
 """
     command = [sys.executable, "-c", program]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import documentation, registry
-from MaxText.config.catalogue import all_keys, build, by_section, flat
+from MaxText.config.catalog import all_keys, flatten, keys_by_section, unflatten
 from MaxText.config.config_files import BASE_YML, read
 from MaxText.config.loading import configure
 from MaxText.config.schema import Config
@@ -34,9 +34,11 @@ def test_base_yml_holds_exactly_the_defaults(write):
 
 def test_the_default_configuration_is_the_schema():
     config = Config()
-    assert build(flat(config)) == config
-    assert list(flat(config)) == list(all_keys())
-    changed = {name for name, value in flat(configure()).items() if value != flat(config)[name]}
+    assert unflatten(flatten(config)) == config
+    assert list(flatten(config)) == list(all_keys())
+    changed = {
+        name for name, value in flatten(configure()).items() if value != flatten(config)[name]
+    }
     assert changed == {"run_name", "base_output_directory", "learning_rate_schedule_steps"}
 
 
@@ -48,11 +50,11 @@ def test_public_keys():
 
 
 def test_every_key_is_documented():
-    for keys in by_section().values():
+    for keys in keys_by_section().values():
         assert keys[0].title
     for key in all_keys().values():
-        assert key.meaning, key.name
-        assert key.meaning.endswith("."), key.name
+        assert key.help, key.name
+        assert key.help.endswith("."), key.name
         for group in key.conditions:
             for other, effective in group.items():
                 assert other in all_keys(), f"{key.name} depends on the unknown key {other}"

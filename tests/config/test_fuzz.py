@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from MaxText.config import command_line, config_files, saved
-from MaxText.config.catalogue import all_keys
-from MaxText.config.loading import Loaded, load
-from MaxText.config.maxtext_keys import ALIASES, TRANSLATIONS, UNAVAILABLE
+from MaxText.config import command_line, config_files, serialization
+from MaxText.config.catalog import all_keys
+from MaxText.config.loading import LoadedConfig, load
+from MaxText.config.maxtext_keys import ALIASES, TRANSLATIONS, UNSUPPORTED
 from MaxText.config.schema import Config
 from MaxText.config.values import to_yaml
 from tests.small_models import some_quick
@@ -70,7 +70,7 @@ _WRONG = st.one_of(
     _NESTED.map(to_yaml),
 )  # fmt: skip
 _NAMES = sorted(all_keys())
-_FOREIGN = sorted({*ALIASES, *UNAVAILABLE, *(name for name, _ in TRANSLATIONS)})
+_FOREIGN = sorted({*ALIASES, *UNSUPPORTED, *(name for name, _ in TRANSLATIONS)})
 _SPECIAL = ["base_config", "schema_version", "sweep", "stages", "<<", "", "?", "=", "null"]
 
 
@@ -178,16 +178,16 @@ _INPUTS = st.one_of(
 _PROGRAMS = ["train.py", "decode.py", "eval.py", "prepare_data.py", "inspect_data.py", "compare.py"]
 
 
-def read_again(loaded: Loaded) -> Config:
-    text = saved.resolved_yaml(loaded.config)
+def read_again(loaded: LoadedConfig) -> Config:
+    text = serialization.resolved_yaml(loaded.config)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "saved.yml").write_bytes(text.encode())
         again = load([f"{folder}/saved.yml"]).config
-    assert saved.resolved_yaml(again) == text
+    assert serialization.resolved_yaml(again) == text
     return again
 
 
-def accepted_or_refused(told: Input, program: str) -> Loaded | None:
+def accepted_or_refused(told: Input, program: str) -> LoadedConfig | None:
     """What a program makes of it; None where it says what is wrong, and exits with 2."""
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
     written = io.StringIO()

@@ -65,7 +65,7 @@ BROKEN = {
         "mixer 'My-Mixer': a name is a-z, 0-9 and _", 4,
     ),
     "unknown kind": (
-        HEAD + "register('mixture', 'mine')(Mixer)\n", "there are no parts of kind 'mixture'", 4,
+        HEAD + "register('mixture', 'mine')(Mixer)\n", "unknown kind of part 'mixture'", 4,
     ),
 }  # fmt: skip
 

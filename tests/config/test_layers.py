@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.config import config_files, layering
-from MaxText.config.loading import Layer, configure, load
+from MaxText.config import config_files, sources
+from MaxText.config.loading import Source, configure, load
 from MaxText.config.problems import ConfigurationError
 
 
@@ -26,10 +26,11 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert config.schedule.warmup_steps_fraction == 0.2
     assert config.model.shape.base_emb_dim == 512  # preset over file
     layers = {
-        "block_arrangement": Layer.DECODER_BLOCK, "rotary_pct": Layer.BASE_CONFIG,
-        "steps": Layer.CONFIG_FILE, "base_emb_dim": Layer.PRESET, "learning_rate": Layer.DEFAULT,
+        "block_arrangement": Source.DECODER_BLOCK,
+        "rotary_pct": Source.BASE_CONFIG,         "steps": Source.CONFIG_FILE,
+        "base_emb_dim": Source.PRESET, "learning_rate": Source.DEFAULT,
     }  # fmt: skip
-    assert {name: loaded.origins[name].layer for name in layers} == layers
+    assert {name: loaded.origins[name].source for name in layers} == layers
     assert loaded.origins["steps"].line == 3
     assert loaded.origins["steps"].place.endswith("config.yml:3")
 
@@ -39,7 +40,7 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert loaded.origins["base_emb_dim"].place == "environment variable M_BASE_EMB_DIM"
     loaded = load([*arguments, "base_emb_dim=2048"])
     assert loaded.config.model.shape.base_emb_dim == 2048
-    assert loaded.origins["base_emb_dim"].layer is Layer.COMMAND_LINE
+    assert loaded.origins["base_emb_dim"].source is Source.COMMAND_LINE
 
 
 def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
@@ -192,6 +193,6 @@ def test_a_sweep_and_stages_are_refused_by_all_who_do_not_expand_them(text, writ
 def test_the_nearest_sweep_of_a_chain_counts(write):
     write("sweep: {steps: [1]}\n", "deep.yml")
     path = write("base_config: deep.yml\nsweep: {steps: [2, 3]}\n")
-    found = layering.gather([path], {}).for_compare["sweep"]
+    found = sources.collect([path], {}).sweep_blocks["sweep"]
     assert found.value == {"steps": ["2", "3"]}
     assert found.place.endswith("config.yml:2")

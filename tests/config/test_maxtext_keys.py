@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import maxtext_keys
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
 
@@ -14,7 +14,7 @@ MAXTEXT = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8
 
 
 def test_known_one_way_or_another():
-    kinds = (all_keys(), maxtext_keys.ALIASES, maxtext_keys.UNAVAILABLE)
+    kinds = (all_keys(), maxtext_keys.ALIASES, maxtext_keys.UNSUPPORTED)
     for name in MAXTEXT:
         assert sum(name in kind for kind in kinds) == 1, name
     for old, new in maxtext_keys.ALIASES.items():
@@ -23,11 +23,11 @@ def test_known_one_way_or_another():
 
 
 def test_absent_keys_are_explained(capsys):
-    for name, reason in maxtext_keys.UNAVAILABLE.items():
+    for name, reason in maxtext_keys.UNSUPPORTED.items():
         assert name not in all_keys(), f"{name} is a key now: remove it from maxtext_keys.yml"
         assert reason.why
-        assert not reason.instead or reason.instead in all_keys()
-    for reason, name in {reason: name for name, reason in maxtext_keys.UNAVAILABLE.items()}.items():
+        assert not reason.replacement or reason.replacement in all_keys()
+    for reason, name in {reason: name for name, reason in maxtext_keys.UNSUPPORTED.items()}.items():
         if reason.accepts == "any":
             load([f"{name}=something"])
             shown = capsys.readouterr().err
@@ -43,7 +43,7 @@ def test_absent_keys_are_explained(capsys):
 def test_what_is_not_here_can_be_switched_off(off, capsys):
     names = [
         name
-        for name, reason in maxtext_keys.UNAVAILABLE.items()
+        for name, reason in maxtext_keys.UNSUPPORTED.items()
         if reason.accepts != "nothing" and (name, off or "null") not in maxtext_keys.TRANSLATIONS
     ]
     load([f"{name}={off}" for name in names])
@@ -72,15 +72,15 @@ def test_python_values_and_files_are_translated_too(write):
 
 def test_keys_of_other_programs_name_ours():
     for name, (whose, ours) in maxtext_keys.REFERENCE_KEYS.items():
-        assert not {name} & {*all_keys(), *maxtext_keys.ALIASES, *maxtext_keys.UNAVAILABLE}
+        assert not {name} & {*all_keys(), *maxtext_keys.ALIASES, *maxtext_keys.UNSUPPORTED}
         assert ours in all_keys()
         with pytest.raises(ConfigurationError, match=f"{whose}; use {ours}"):
             load([f"{name}=something"])
 
 
 def test_families():
-    assert "attention=flash" in maxtext_keys.absent("sa_block_kv_dq").why
-    assert maxtext_keys.absent("lerning_rate") is None
+    assert "attention=flash" in maxtext_keys.find_unsupported("sa_block_kv_dq").why
+    assert maxtext_keys.find_unsupported("lerning_rate") is None
 
 
 def test_values_with_a_note_are_not_accepted():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.rules import RULES

@@ -4,7 +4,7 @@ import pytest
 
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.saved import under_todays_names
+from MaxText.config.serialization import with_current_names
 from MaxText.errors import UserError
 
 # Command lines of which one line says what they do not do.
@@ -113,6 +113,6 @@ def test_the_place_is_that_of_the_key_at_fault(write):
 
 def test_what_a_checkpoint_recorded_is_read_under_todays_names():
     recorded = {"steps": 3, "max_num_checkpoints_to_keep": 2, "quantization": ""}
-    assert under_todays_names(recorded, "run") == {"steps": 3, "max_to_keep": 2}
+    assert with_current_names(recorded, "run") == {"steps": 3, "max_to_keep": 2}
     with pytest.raises(UserError, match="rope_maximum"):
-        under_todays_names({"rope_maximum": 5e5}, "run/checkpoints/7")
+        with_current_names({"rope_maximum": 5e5}, "run/checkpoints/7")

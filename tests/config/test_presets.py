@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import config_files
-from MaxText.config.catalogue import flat
+from MaxText.config.catalog import flatten
 from MaxText.config.loading import configure, load
-from MaxText.config.saved import entry_lines
 from MaxText.config.schema import Config
+from MaxText.config.serialization import entry_lines
 from MaxText.layers.model import Model
 from MaxText.training.backend_defaults import resolve_auto
 
@@ -46,10 +46,10 @@ PUBLISHED_COMMANDS = {
 
 def changed(config: Config) -> str:
     """The YAML lines in which a configuration differs from the schema's defaults."""
-    defaults = flat(configure(run_name="r"))
+    defaults = flatten(configure(run_name="r"))
     lines = [
         line
-        for name, value in flat(config).items()
+        for name, value in flatten(config).items()
         if value != defaults[name]
         for line in entry_lines(name, value)
     ]
@@ -84,7 +84,7 @@ def test_base_v2_is_the_recipe_of_the_preset():
 
 def test_published_commands():
     for line, keys in PUBLISHED_COMMANDS.items():
-        found = flat(load(line.split(), "MaxText/train.py").config)
+        found = flatten(load(line.split(), "MaxText/train.py").config)
         assert found | keys == found
 
 
@@ -108,7 +108,7 @@ def test_documented_commands():
 def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
     for name in ("405m", "834m", "1.4b", "797m", "1.34b", "2.8b"):
         own, other = (
-            flat(configure(model_name=f"{kind}-{name}", run_name="r"))
+            flatten(configure(model_name=f"{kind}-{name}", run_name="r"))
             for kind in ("muddformer", "transformer_pp")
         )
         differing = {key for key, value in own.items() if value != other[key]}

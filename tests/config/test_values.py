@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from MaxText.config import values
-from MaxText.config.catalogue import all_keys, flat
+from MaxText.config.catalog import all_keys, flatten
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.saved import differences, resolved_yaml
+from MaxText.config.serialization import diff_configs, resolved_yaml
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from MaxText.config.saved import differences, resolved_yaml
     ],
 )  # fmt: skip
 def test_command_line_values(argument, value):
-    result = flat(load([argument]).config)[argument.partition("=")[0]]
+    result = flatten(load([argument]).config)[argument.partition("=")[0]]
     assert result == value
     assert type(result) is type(value)
 
@@ -102,13 +102,16 @@ def test_what_is_given_over_a_saved_configuration_counts(write):
 
 
 def test_differences():
-    old, new = flat(configure(run_name="a")), flat(configure(run_name="a", steps=3))
-    assert differences(old, new) == {
+    old, new = flatten(configure(run_name="a")), flatten(configure(run_name="a", steps=3))
+    assert diff_configs(old, new) == {
         "steps": ("150001", "3"),
         "learning_rate_schedule_steps": ("150001", "3"),
     }
     stored = json.loads(json.dumps(new))  # which turns tuples into lists
-    assert differences(stored, new) == {}
+    assert diff_configs(stored, new) == {}
     del stored["steps"]
     absent = "(no such key)"
-    assert differences(stored | {"gone": 1}, new) == {"steps": (absent, "3"), "gone": ("1", absent)}
+    assert diff_configs(stored | {"gone": 1}, new) == {
+        "steps": (absent, "3"),
+        "gone": ("1", absent),
+    }

@@ -5,7 +5,7 @@ import pytest
 
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import configure
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
@@ -22,7 +22,7 @@ def start(folder, path, config):
     section, lines = Checkpoint(load_parameters_path=path), []
     checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(
-        checkpoints, section, made.abstract, made.random_state, flat(config), lines.append
+        checkpoints, section, made.abstract, made.random_state, flatten(config), lines.append
     )
     return result, lines
 

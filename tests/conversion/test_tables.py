@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.layer_sections import MIXERS
 from MaxText.config.loading import configure
 from MaxText.conversion.families.registry import FAMILIES

@@ -12,7 +12,7 @@ from MaxText.config.registry import lookup
 from MaxText.cost.cost_table import MFU_RULE, model_cost
 from MaxText.cost.flops import FlopCount, Part, count_flops
 from MaxText.experiments.conformance import products
-from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
+from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.model import Model
 from MaxText.layers.part import Flops
 from MaxText.metrics.tables import parameter_table
@@ -215,10 +215,13 @@ def test_line_of_maxtext(told):
 
 
 def test_keys_by_rule():
-    assert (keys_by_rule(256, causal=False), keys_by_rule(256, causal=True)) == (256, 128)
-    assert keys_by_rule(256, causal=True, window=10_000) == 128
+    assert (average_keys_visible(256, causal=False), average_keys_visible(256, causal=True)) == (
+        256,
+        128,
+    )
+    assert average_keys_visible(256, causal=True, window=10_000) == 128
     # Half the window leaves three quarters of the triangle.
-    assert keys_by_rule(256, causal=True, window=128) == 96
+    assert average_keys_visible(256, causal=True, window=128) == 96
 
 
 @pytest.mark.parametrize(
@@ -239,7 +242,7 @@ def test_keys_by_rule():
     ],
 )
 def test_keys_multiplied(section, length, window, keys):
-    assert keys_multiplied(Attention(**section), length, window) == keys
+    assert average_keys_computed(Attention(**section), length, window) == keys
 
 
 def cost_of(**keys):

@@ -25,7 +25,7 @@ TARGETS = """
 import itertools
 from MaxText.cost import targets
 from MaxText.config.training_sections import Mesh
-from MaxText.parallelism.device_mesh import arranged
+from MaxText.parallelism.device_mesh import create_device_mesh
 
 targets.prepare_environment(targets.find("v5e-4"))
 for name in targets.names():
@@ -42,7 +42,7 @@ for name in targets.names():
                 continue
             for axes in ("tensor", "context"), ("pipeline", "tensor"), ("expert", "data"):
                 keys = (f"ici_{axis}_parallelism" for axis in axes)
-                found = arranged(Mesh(**dict(zip(keys, (one, other)))), all_devices)
+                found = create_device_mesh(Mesh(**dict(zip(keys, (one, other)))), all_devices)
                 assert len({device.id for device in found.flat}) == len(all_devices), (name, axes)
                 number += 1
     print(name, number, devices[0].device_kind)
@@ -59,7 +59,7 @@ def test_every_machine_of_the_table_and_its_meshes():
     assert sum(int(number) for _, number, *_ in lines) > 1000
 
 
-# Kernels of sums over depth, as large as we take them: of two sums, one leaving its gradients.
+# Kernels of dense connections at their largest size: forward, backward, backward that accumulates.
 KERNELS = """
 import sys
 from MaxText.cost import targets
@@ -67,9 +67,9 @@ target = targets.find(sys.argv[1])
 targets.prepare_environment(target)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
-from MaxText.layers import mixing_kernel as kernels
-from MaxText.layers.depth_mixing import Norms, bytes_of_token, kernel_refused
-from MaxText.parallelism.constraints import axis_rules
+from MaxText.layers import depth_aggregate_kernel as kernels
+from MaxText.layers.depth_aggregate import Norms, vmem_bytes_per_token, kernel_unsupported_reason
+from MaxText.parallelism.logical_sharding import axis_rules
 
 device, N, C = targets.devices(target)[0], 256, 4
 norms = Norms((0, 1, 2), 1e-5)
@@ -78,28 +78,28 @@ def arrays(number, *shape, dtype=jnp.bfloat16):
     one = jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
     return [one] * number
 
-def both(weights, factors, sources, so_far, of_sums, of_later):
+def all_kernels(weights, factors, sources, so_far, grad_sums):
     given = {"weights": weights, "sources": sources, "factors": factors}
-    of = given | {"of_sums": of_sums}
-    later = {"accumulated": so_far, "later_sums": of_later, "later_weights": weights}
+    grads = given | {"grad_sums": grad_sums}
     return (
         kernels.forward(given, "tpu", norms),
-        kernels.backward(of | later, "tpu", norms),
-        kernels.backward(of, "tpu", norms, num_left=len(sources) - 1),
+        kernels.backward(grads, "tpu", norms),
+        kernels.backward(grads | {"accumulated": so_far}, "tpu", norms),
     )
 
 with axis_rules(Mesh(np.array([device]), ("data",)), []):
     for D in (512, 2048, 4096, 5120):
         S = max(
             n for n in range(2, 50)
-            if not kernel_refused(
-                D, "tpu", of_token=bytes_of_token(n, C, 2 * D), device_kind=device.device_kind
+            if not kernel_unsupported_reason(
+                D, "tpu", bytes_per_token=vmem_bytes_per_token(n, C, 2 * D),
+                device_kind=device.device_kind,
             )
         )
         (weights,) = arrays(1, N, C * S, dtype=jnp.float32)
         (factors,) = arrays(1, 3, D, dtype=jnp.float32)
         states, ways = arrays(S, N, D), arrays(C, N, D)
-        jax.jit(both).trace(weights, factors, states, states, ways, ways).lower().compile()
+        jax.jit(all_kernels).trace(weights, factors, states, states, ways).lower().compile()
         print(D, S, flush=True)
 """
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.cost import plan_args, plan_report
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
@@ -190,7 +190,7 @@ def test_rules_of_training_hold_for_what_is_proposed():
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
             sample_tokens=sample_tokens, prompt="a",
         )  # fmt: skip
-        meshes = _Search(flat(config), place, peak_of(place)).meshes(config)
+        meshes = _Search(flatten(config), place, peak_of(place)).meshes(config)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
         assert stages == (sample_tokens == 0)
 

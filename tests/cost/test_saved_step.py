@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.config.catalogue import build, flat
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.cost import ahead_of_time, device_memory, saved_step, serialized_executable, targets
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import compile_lowered, lower_train_step
@@ -41,7 +41,7 @@ def saved(planned, compiled, tmp_path_factory):
 
 
 def with_keys(config, **keys):
-    return build(flat(config) | keys)
+    return unflatten(flatten(config) | keys)
 
 
 def open_with(planned, **keys):
@@ -57,10 +57,12 @@ def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved
         section.optimizer, learning_rate_schedule(section.schedule), planned.model.parameters
     )
     initialize = make_initialize(planned.model, optimizer, section.guard)
-    batch = planned.layout.place(jax.tree.map(np.asarray, random_batch(section, ROWS)), ROWS)
+    batch = planned.layout.to_global_batch(
+        jax.tree.map(np.asarray, random_batch(section, ROWS)), ROWS
+    )
     results = []
     for step in (compiled, loaded):
-        state = planned.layout.draw_state(initialize, planned.state, 0)
+        state = planned.layout.init_state(initialize, planned.state, 0)
         for _ in range(2):
             state, metrics = step(state, batch)
         results.append((state.params, metrics))

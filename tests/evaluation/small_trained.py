@@ -22,7 +22,7 @@ def tiny_trained(
     layout = make_layout(config.mesh, devices or jax.devices()[:1])
     model = Model(config.model)
     abstract = layout.abstract_state(model.initialize, model.parameters)
-    params = layout.draw_state(model.initialize, abstract, seed=0)
+    params = layout.init_state(model.initialize, abstract, seed=0)
     params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, params)
     return TrainedModel(config, model, layout, params, "random", "random", {})
 

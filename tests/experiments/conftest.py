@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.experiments import results_report, step_timing, train_subprocess
 from tests.config.conftest import _clean_environment  # noqa: F401
 from tests.experiments import small_comparison, stand_in
@@ -54,7 +54,7 @@ def trained(one_device, monkeypatch):
             if is_stopped:
                 raise KeyboardInterrupt
 
-        code = stand_in.train(flat(run.config), after_step)
+        code = stand_in.train(flatten(run.config), after_step)
         after_step()
         return code
 

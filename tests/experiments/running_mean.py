@@ -15,7 +15,7 @@ from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.part import Flops, Mixer, register
 from MaxText.layers.weights import constant, weight
-from MaxText.parallelism.constraints import HIDDEN, sharding_in_force
+from MaxText.parallelism.logical_sharding import HIDDEN, current_sharding
 
 FAULT = os.environ.get("FAULT", "")
 _calls = itertools.count()
@@ -50,7 +50,7 @@ class RunningMean(Mixer):
         scale = self.scale[...]
         if FAULT == "dropped gradient":
             scale = jax.lax.stop_gradient(scale)
-        if FAULT == "one device" and sharding_in_force(HIDDEN, x_BTD.shape) is not None:
+        if FAULT == "one device" and current_sharding(HIDDEN, x_BTD.shape) is not None:
             mean_BTD = 2 * mean_BTD
         if FAULT == "counts its calls":
             mean_BTD = mean_BTD * (1 + 0.1 * next(_calls))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.errors import UserError
 from MaxText.experiments import solving
 from MaxText.experiments.costs import cost
@@ -69,7 +69,7 @@ def test_budgets_are_met(block, match, free, factor):
                "steps": {"steps", "learning_rate_schedule_steps"},
                "depth": {"base_num_decoder_layers"}}[free]  # fmt: skip
     assert set(changes) <= changed
-    before, after = flat(config), flat(new)
+    before, after = flatten(config), flatten(new)
     assert changes == {
         name: (before[name], after[name]) for name in before if before[name] != after[name]
     }

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from MaxText.config import values
-from MaxText.config.catalogue import flat
+from MaxText.config.catalog import flatten
 from MaxText.experiments import variants as module
 from MaxText.experiments.variants import confounding_keys, expand_sweep
 from tests.experiments.small_comparison import refusals, variants
@@ -22,14 +22,14 @@ def test_a_mapping_is_a_product_and_a_list_is_one_after_the_other():
     ]  # fmt: skip
     assert expand_sweep([{"a": ["1", "2"]}, {"b": "3"}]) == [{"a": "1"}, {"a": "2"}, {"b": "3"}]
     for wrong in ([], {}, "word", ["word"], {"a": []}, [{}]):
-        with pytest.raises(values.WrongValue):
+        with pytest.raises(values.InvalidValueError):
             expand_sweep(wrong)
 
 
 def test_swept_values_have_the_types_of_their_keys(configs):
     sweep = "sweep={learning_rate: [1e-3, 3e-3], mlp_activations: [[gelu], [silu, linear]]}"
     found = variants("a.yml", sweep)
-    config = [flat(variant.config) for variant in found]
+    config = [flatten(variant.config) for variant in found]
     assert [one["learning_rate"] for one in config] == [1e-3, 1e-3, 3e-3, 3e-3]
     assert [one["mlp_activations"] for one in config] == [("gelu",), ("silu", "linear")] * 2
     assert found[1].label == "learning_rate=1e-3,silu+linear"
@@ -109,5 +109,5 @@ def test_unintended_differences(configs):
 
 
 def test_the_lists_of_keys_name_keys():
-    known = set(flat(module.Config()))
+    known = set(flatten(module.Config()))
     assert known >= module._UNLIKE_LOSSES | module._WITHOUT_EFFECT | set(module._PLACE)

@@ -11,8 +11,8 @@ import numpy as np
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.saved import flat
 from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -105,7 +105,7 @@ def _program(section, optimizer_section, schedule_section, existing_slots, facto
 def save(folder: Path, config: Config, state: TrainState, extra: dict | None = None) -> Path:
     """Saves a state as a run's checkpoint; returns the run."""
     checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
-    metadata = checkpoint_metadata(flat(config), state.params) | (extra or {})
+    metadata = checkpoint_metadata(flatten(config), state.params) | (extra or {})
     step = int(state.step) - 1
     checkpoints.save(step, state, {"step": step + 1, "samples": 4 * (step + 1)}, metadata)
     checkpoints.close()
@@ -152,7 +152,7 @@ def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Gr
         resolved.config.checkpoint,
         made.abstract,
         lambda: jax.tree.map(lambda x: x.copy(), fresh or made.state),
-        flat(resolved.config),
+        flatten(resolved.config),
         lines.append,
         resolved,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from MaxText.checkpointing.matching import ArraySpec
 from MaxText.growth.growth_plan import grow_shard, plan
-from MaxText.parallelism.constraints import ParameterInfo
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 # Names say nothing here: "a" makes slots, "b" sums over them, "c" is added to them.
 AXES = {
@@ -33,7 +33,7 @@ def test_stored_slots_lead_and_layers_repeat(slots, layers):
     halves = np.dtype(jnp.bfloat16)
     stored = {name: ArraySpec(shape, halves) for name, shape in shapes().items()}
     wanted = {
-        name: ParameterInfo(shape, jnp.float32, *AXES[name])
+        name: ParamSpec(shape, jnp.float32, *AXES[name])
         for name, shape in shapes(slots=slots, layers=layers).items()
     }
     for leaf in plan(stored, wanted).leaves.values():

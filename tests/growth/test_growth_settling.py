@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.matching import ArraySpec
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError
 from MaxText.growth.resolve import resolve_growth, resolve_growth_from
@@ -30,7 +30,7 @@ def source_of(config, is_known=True):
     leaves = {
         name: ArraySpec(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
     }
-    metadata = {"config": json.loads(json.dumps(flat(config)))} if is_known else {}
+    metadata = {"config": json.loads(json.dumps(flatten(config)))} if is_known else {}
     stored = checkpoint_files.StoredCheckpoint(epath.Path(PARENT) / "items", 0)
     return SourceCheckpoint(str(stored), 0, metadata, leaves, pytest.fail, {}, pytest.fail, stored)
 

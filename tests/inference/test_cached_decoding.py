@@ -34,8 +34,8 @@ def test_several_new_tokens_at_once():
     def run(params, tokens_BT):
         decoder = model.merge(params)
         _, states = decoder.prefill(tokens_BT[:, :8], jnp.array([8, 8]), 16)
-        places_BT = jnp.tile(jnp.arange(8, 12), (2, 1))
-        return decoder.logits(decoder.decode_step(tokens_BT[:, 8:], places_BT, states)[0])
+        positions_BT = jnp.tile(jnp.arange(8, 12), (2, 1))
+        return decoder.logits(decoder.decode_step(tokens_BT[:, 8:], positions_BT, states)[0])
 
     expected = whole_logits(model, params, tokens)[:, 8:]
     np.testing.assert_allclose(run(params, tokens), expected, atol=1e-4)

@@ -8,9 +8,9 @@ from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.healthy import HealthyCheckpoints
-from MaxText.config.command_line import why
+from MaxText.config.command_line import explain_value
 from MaxText.config.loading import configure
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError
@@ -37,7 +37,7 @@ def test_the_model_is_that_of_the_weights(folders, name):
     shape = loaded.config.model.shape
     assert (shape.base_emb_dim, shape.base_num_decoder_layers, shape.vocab_size) == (16, 2, 260)
     assert shape.max_target_length == 8  # the command line beats the weights
-    assert str(folders / name.split("/")[0]) in why(loaded, "base_emb_dim")
+    assert str(folders / name.split("/")[0]) in explain_value(loaded, "base_emb_dim")
 
 
 def test_a_config_file_or_preset_decides_instead(folders, tmp_path):
@@ -186,7 +186,7 @@ def test_slots_keep_the_zoom_that_growth_has_fixed(tmp_path):
     (step / "items").mkdir(parents=True)
     (step / "items" / "_METADATA").write_text("{}")
     (step / "metadata").mkdir()
-    stored = flat(configure(**tiny, zoom_dim=8))
+    stored = flatten(configure(**tiny, zoom_dim=8))
     (step / "metadata" / "metadata").write_text(json.dumps({"config": stored}))
     path = (str(tmp_path / "run"), "load_parameters_path")
     assert with_stored_zoom(configure(**tiny), *path).model.pattention.zoom("ffn", 16) == 32

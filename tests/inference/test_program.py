@@ -95,7 +95,7 @@ def test_matrices_have_the_format_that_they_are_multiplied_in(folder):
     model, tokens = trained.model, jnp.asarray([[5, 6, 7]])
     read = jax.jit(lambda params: model.merge(params).prefill(tokens, jnp.array([3]), 8)[0])
     expected = read(trained.params)
-    parts = model.in_parts(jax.tree.map(jnp.copy, trained.params))
+    parts = model.unstack_params(jax.tree.map(jnp.copy, trained.params))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(parts)} == {"bfloat16", "float32"}
     assert parts["layers"][0]["mlp"]["wo"]["kernel"].dtype == jnp.bfloat16
     assert parts["layers"][0]["pre_mlp_layer_norm"]["scale"].dtype == jnp.float32

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.layers import alibi
-from MaxText.layers.attention_core import Scoring, softmax_attention
+from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.linear_attention import (
     bidirectional_linear_attention,
     causal_linear_attention,
 )
+from MaxText.layers.positions import alibi_slopes
 
 B, N, K, H = 2, 4, 2, 6
 
@@ -41,9 +41,9 @@ def distances(length):
     return np.arange(length)[:, None] - np.arange(length)
 
 
-def softmax(q, k, v, scoring, **options):
+def softmax(q, k, v, spec, **options):
     with jax.default_matmul_precision("highest"):
-        return jax.jit(lambda *x: softmax_attention(*x, scoring, **options))(
+        return jax.jit(lambda *x: dot_product_attention(*x, spec, **options))(
             *map(jnp.float32, (q, k, v))
         )
 
@@ -61,14 +61,21 @@ def test_blocks_of_queries_equal_the_full_square(scores, packed):
     expected = dense(q, k, v, mask, soft_cap=scores.get("soft_cap", 0.0))
     for size in (None, 5, 64):
         found = softmax(
-            q, k, v, Scoring(**scores), segments_BT=segments if packed else None, block_size=size
+            q,
+            k,
+            v,
+            AttentionSpec(**scores),
+            segments_BT=segments if packed else None,
+            block_size=size,
         )
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_many_blocks_grow_instead_of_multiplying():
     x = jnp.ones((1, 64, 1, 4))
-    text = str(jax.make_jaxpr(lambda x: softmax_attention(x, x, x, Scoring(), block_size=1))(x))
+    text = str(
+        jax.make_jaxpr(lambda x: dot_product_attention(x, x, x, AttentionSpec(), block_size=1))(x)
+    )
     assert text.count("dot_general") == 2 * 16
 
 
@@ -82,9 +89,9 @@ def test_a_window_is_a_mask(window, length, causal):
     # (i - w, i] or (i - w, i + w], as GPT-Neo's mesh-tensorflow program has it.
     mask = (gaps < window) & (gaps >= (0 if causal else -window))
     mask = mask[None] & (segments[:, :, None] == segments[:, None])
-    slopes = alibi.slopes(N)
-    scoring = Scoring(causal=causal, window=window, slopes_N=jnp.asarray(slopes), scale=0.3)
-    found = softmax(q, k, v, scoring, segments_BT=segments)
+    slopes = alibi_slopes(N)
+    spec = AttentionSpec(causal=causal, window=window, slopes_N=jnp.asarray(slopes), scale=0.3)
+    found = softmax(q, k, v, spec, segments_BT=segments)
     bias = -slopes[:, None, None] * np.abs(gaps)
     np.testing.assert_allclose(found, dense(q, k, v, mask, bias, 0.3), atol=2e-6)
 
@@ -101,7 +108,7 @@ def test_memories_are_keys_that_all_see():
         for m, x in zip(kept, (k, v), strict=True)
     ]
     memory = tuple(map(jnp.float32, kept))
-    ours = softmax(q, k, v, Scoring(), segments_BT=segments, memory=memory, block_size=8)
+    ours = softmax(q, k, v, AttentionSpec(), segments_BT=segments, memory=memory, block_size=8)
     np.testing.assert_allclose(ours, dense(q, *whole, mask), atol=2e-6)
 
 
@@ -190,7 +197,7 @@ def test_bidirectional_linear_attention():
 
 
 def test_slopes():
-    assert alibi.slopes(4).tolist() == [0.25, 0.0625, 0.015625, 0.00390625]
-    assert alibi.slopes(6).tolist() == [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    assert alibi_slopes(4).tolist() == [0.25, 0.0625, 0.015625, 0.00390625]
+    assert alibi_slopes(6).tolist() == [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     twelve = [2.0**-i for i in range(1, 9)] + [2.0**-e for e in (0.5, 1.5, 2.5, 3.5)]
-    np.testing.assert_allclose(alibi.slopes(12), twelve, rtol=1e-6)
+    np.testing.assert_allclose(alibi_slopes(12), twelve, rtol=1e-6)

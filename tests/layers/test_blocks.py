@@ -9,7 +9,7 @@ from flax import nnx
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
 from MaxText.layers.part import Inputs
-from MaxText.layers.static_sgu import static_sgu
+from MaxText.layers.static_sgu import BesideStaticSGU, static_sgu
 from tests.small_models import random_batch, tiny_config
 
 ALL_HEADS = {"base_num_kv_heads": 4}
@@ -208,7 +208,7 @@ def test_static_sgu_has_half_the_channels_and_no_gradient():
             return mixer((x, x, x), Context())[0]
 
         gradient = jax.grad(lambda x: jnp.sum(mixed(x) ** 2))(x)
-        alone = super(type(mixer), mixer).__call__((rest, rest, rest), Context())[0]
+        alone = super(BesideStaticSGU, mixer).__call__((rest, rest, rest), Context())[0]
         return mixed(x), static_sgu(x[..., :16], 4), alone, gradient
 
     got, sums, others, gradient = map(np.asarray, run(params, x))

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from MaxText.cost.jaxpr_graph import traced
 from MaxText.cost.step_time import operations
 from MaxText.layers import flash_attention
-from MaxText.layers.attention_core import Scoring, softmax_attention
-from MaxText.layers.stack import rematerialized
+from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.stack import apply_remat
 from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
 
@@ -18,7 +18,7 @@ B, T = 1, 256
 # An interpreted kernel takes long to compile, and not long to run.
 QUICK = {"xla_backend_optimization_level": 0}
 
-# (query heads, key/value heads, head_dim, scoring, several documents)
+# (query heads, key/value heads, head_dim, spec, several documents)
 CASES = [
     (4, 2, 80, {"soft_cap": 3.0, "window": 100}, True),
     pytest.param(4, 1, 64, {"scale": 0.3}, False, marks=pytest.mark.slow),
@@ -64,18 +64,18 @@ def near(found, expected):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "scores", "documents"), CASES)
 def test_the_same_outputs_and_gradients(heads, kv_heads, head_dim, scores, documents):
     *arrays, segments = given(heads, kv_heads, head_dim, documents)
-    scoring = Scoring(**scores)
+    spec = AttentionSpec(**scores)
 
     def kernel(q, k, v):
-        return flash_attention.flash_attention(q, k, v, scoring, None, None, segments_BT=segments)
+        return flash_attention.flash_attention(q, k, v, spec, None, None, segments_BT=segments)
 
     def plain(q, k, v):
-        return softmax_attention(q, k, v, scoring, segments_BT=segments)
+        return dot_product_attention(q, k, v, spec, segments_BT=segments)
 
     near(differentiated(kernel, *arrays), differentiated(plain, *arrays))
 
 
-# (axes of the batch, of the sequence, of the heads, key/value heads, scoring)
+# (axes of the batch, of the sequence, of the heads, key/value heads, spec)
 MESHES = [
     (("data",), ("context",), ("tensor",), 1, {}),
     pytest.param((), ("context",), (), 2, {"causal": False}, marks=pytest.mark.slow),
@@ -88,18 +88,18 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
     """Each device has its rows of the mask, and heads of keys that no mesh divides are copied."""
     *arrays, segments = given(4, kv_heads, 8, True, batch=4)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "context", "tensor"))
-    of_queries = NamedSharding(mesh, PartitionSpec(batch, length, heads))
+    query_sharding = NamedSharding(mesh, PartitionSpec(batch, length, heads))
     own = heads if kv_heads % 2 == 0 else None
-    of_keys = NamedSharding(mesh, PartitionSpec(batch, None, own))
-    scoring = Scoring(**scores)
+    key_sharding = NamedSharding(mesh, PartitionSpec(batch, None, own))
+    spec = AttentionSpec(**scores)
 
     def kernel(q, k, v):
         return flash_attention.flash_attention(
-            q, k, v, scoring, of_queries, of_keys, segments_BT=segments
+            q, k, v, spec, query_sharding, key_sharding, segments_BT=segments
         )
 
     def plain(q, k, v):
-        return softmax_attention(q, k, v, scoring, segments_BT=segments)
+        return dot_product_attention(q, k, v, spec, segments_BT=segments)
 
     near(differentiated(kernel, *arrays), differentiated(plain, *arrays))
 
@@ -147,15 +147,15 @@ def test_form_on_each_backend(keys, backend, chosen, named):
 )
 def test_stages_and_divided_sequences(keys, backend, where, refused):
     section = tiny_config(max_target_length=256, dtype="bfloat16", **keys).model
-    found = flash_attention.kernel_refused(section, backend, **where)
+    found = flash_attention.kernel_unsupported_reason(section, backend, **where)
     assert (found is not None) == refused
 
 
 def test_other_lengths_are_served_by_the_plain_form():
     """Evaluation, prompts and stages of training may be of any length."""
     q = given(2, 2, 8, False)[0]
-    assert flash_attention.serves(q, None)
-    assert not flash_attention.serves(q[:, :200], None)
+    assert flash_attention.supports_shape(q, None)
+    assert not flash_attention.supports_shape(q[:, :200], None)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_other_lengths_are_served_by_the_plain_form():
 def test_products_are_those_of_the_blocks_that_are_not_skipped(causal, window):
     length, tile = 512, flash_attention.TILE
     distance = np.arange(length)[:, None] - np.arange(length)
-    seen = np.asarray(Scoring(causal=causal, window=window).sees(jnp.asarray(distance)))
+    seen = np.asarray(AttentionSpec(causal=causal, window=window).visible(jnp.asarray(distance)))
     blocks = seen.reshape(length // tile, tile, length // tile, tile).any((1, 3))
-    found = flash_attention.keys_multiplied(length, causal=causal, window=window)
+    found = flash_attention.average_keys_computed(length, causal=causal, window=window)
     assert found == blocks.sum() * tile / len(blocks)
 
 
@@ -174,15 +174,15 @@ def test_products_are_those_of_the_blocks_that_are_not_skipped(causal, window):
 def test_a_plan_counts_the_products_of_the_kernels(causal, window, monkeypatch):
     """As traced for a TPU, seven for each block in the backward pass and two in the forward one."""
     monkeypatch.setattr(flash_attention, "platform", lambda: "tpu")
-    scoring = Scoring(causal=causal, window=window)
+    spec = AttentionSpec(causal=causal, window=window)
     q, k, v, _, _ = given(4, 2, 64, False)
 
     def total(q, k, v):
-        return flash_attention.flash_attention(q, k, v, scoring, None, None).sum()
+        return flash_attention.flash_attention(q, k, v, spec, None, None).sum()
 
     program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
     nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
-    keys = flash_attention.keys_multiplied(T, causal=causal, window=window)
+    keys = flash_attention.average_keys_computed(T, causal=causal, window=window)
     found = sum(operations(node, keys) for node in nodes if node.name == "pallas_call")
     assert not any(value.is_square for node in nodes for value in node.outputs)
     assert found == (2 + 7) * 2 * B * T * keys * 4 * 64
@@ -194,9 +194,9 @@ def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once(policy, ti
     q, k, v, _, _ = given(2, 2, 64, False)
 
     def attend(q, k, v):
-        return flash_attention.flash_attention(q, k, v, Scoring(), None, None)
+        return flash_attention.flash_attention(q, k, v, AttentionSpec(), None, None)
 
-    layer = rematerialized(attend, policy, in_scan=False)
+    layer = apply_remat(attend, policy, in_scan=False)
     program = jax.make_jaxpr(jax.grad(lambda *x: (layer(*x) ** 2).sum()))(q, k, v)
     nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
     names = [node.params["name"] for node in nodes if node.name == "pallas_call"]

@@ -98,7 +98,7 @@ def close_gradients(found, wanted, near):
             close(found[name][recorded], theirs[recorded], near, name)
 
 
-# They differ from others in what test_connections.py, test_rotary.py and test_pattention.py hold.
+# Covered also by test_dense_connections.py, test_rotary.py and test_pattention.py.
 VARIANTS = ("muddpythia_l3_d48", "muddllama_prepost_l4_d32", "llama31", "jax_b")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.layer_sections import Position
-from MaxText.layers.rotary import frequencies, rotary_table, rotate, rotate_whole
+from MaxText.layers.rotary import apply_rotary, apply_rotary_tpu, frequencies, rotary_table
 
 
 def plain(num_dims, theta):
@@ -100,21 +100,21 @@ def test_factors_that_change_nothing(rope_type, factor, stride):
 def test_whole_heads_turn_as_halves_do(num_dims, dtype):
     """What TPUs compile, with some of 16 dimensions turned or all; and the definition."""
     numbers = np.random.default_rng(num_dims)
-    x_BTNH, of_y_BTNH = (jnp.asarray(numbers.normal(size=(2, 5, 3, 16)), dtype) for _ in range(2))
+    x_BTNH, grad_y_BTNH = (jnp.asarray(numbers.normal(size=(2, 5, 3, 16)), dtype) for _ in range(2))
     positions_BT = numbers.integers(0, 100, (2, 5))
 
     @jax.jit
-    def run(x_BTNH, of_y_BTNH):
+    def run(x_BTNH, grad_y_BTNH):
         table = rotary_table(jnp.asarray(positions_BT), num_dims, Position())
         found = []
-        for turn in (lambda x: rotate(x, table), lambda x: rotate_whole(x, *table)):
+        for turn in (lambda x: apply_rotary(x, table), lambda x: apply_rotary_tpu(x, *table)):
             y_BTNH, vjp = jax.vjp(turn, x_BTNH)
             assert y_BTNH.dtype == x_BTNH.dtype
-            found.append([y.astype(jnp.float32) for y in (y_BTNH, *vjp(of_y_BTNH))])
+            found.append([y.astype(jnp.float32) for y in (y_BTNH, *vjp(grad_y_BTNH))])
         return found
 
     tolerance = 1e-6 if dtype == "float32" else 1e-2  # one rounding in the end
-    halves, whole = run(x_BTNH, of_y_BTNH)
+    halves, whole = run(x_BTNH, grad_y_BTNH)
     for got, wanted in zip(whole, halves, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
     x = np.asarray(x_BTNH, np.float64)

@@ -34,7 +34,7 @@ class Layer(nnx.Module):
         return jnp.tanh(x @ self.w[...] + self.b[...])
 
 
-def loss_of(alike, shared, reads_all, in_turn):
+def loss_of(alike, shared, reads_all, sequential):
     """Weights, and a function of them and of x; with `reads_all` each layer reads all outputs."""
     kinds = range(NUM_LAYERS) if not alike else [0] * NUM_LAYERS
     layers, blueprint = stack.stack(
@@ -52,7 +52,9 @@ def loss_of(alike, shared, reads_all, in_turn):
 
     def loss(weights, x):
         layers = nnx.merge(graphdef, weights)
-        found = stack.apply_unrolled(layers, blueprint, (x,), apply, policy="full", in_turn=in_turn)
+        found = stack.apply_unrolled(
+            layers, blueprint, (x,), apply, policy="full", sequential=sequential
+        )
         return jnp.sum(jnp.sin(found.carried[-1])) + found.scalars["squares"]
 
     return nnx.to_pure_dict(weights), loss
@@ -66,7 +68,7 @@ def loss_of(alike, shared, reads_all, in_turn):
 def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
     alike, shared, reads_all, monkeypatch
 ):
-    weights, loss = loss_of(alike, shared, reads_all, in_turn=True)
+    weights, loss = loss_of(alike, shared, reads_all, sequential=True)
     x = jnp.linspace(-1, 1, 2 * D).reshape(2, D)
 
     def gradients(weights, x):
@@ -95,7 +97,7 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
 
 def test_layers_that_are_not_asked_to_wait_do_not(monkeypatch):
     monkeypatch.setattr(stack, "platform", lambda: "tpu")
-    weights, loss = loss_of(True, False, reads_all=False, in_turn=False)
+    weights, loss = loss_of(True, False, reads_all=False, sequential=False)
     traced = jax.make_jaxpr(jax.grad(loss))(weights, jnp.ones((2, D)))
     assert not any(e.primitive.name == "optimization_barrier" for e in traced.jaxpr.eqns)
 
@@ -135,8 +137,8 @@ def test_layers_are_numbered_through_a_pattern(stacked):
     assert scalars == others
     assert scalars["numbers"] == sum(i**2 for i in range(8))
     assert scalars["widths"] == (0 if stacked else sum(i * kind for i, kind in enumerate(kinds)))
-    together = blueprint.join(blueprint.layer_weights(stack.weights_of(layers)))
-    jax.tree.map(np.testing.assert_array_equal, together, stack.weights_of(layers))
+    together = blueprint.join(blueprint.layer_weights(stack.weights_dict(layers)))
+    jax.tree.map(np.testing.assert_array_equal, together, stack.weights_dict(layers))
 
 
 @given(st.text("AB", max_size=4), st.text("ABC", min_size=1, max_size=4), st.integers(1, 5))

@@ -10,7 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from MaxText.config.loading import configure
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.config.training_sections import Monitoring
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import PHASES, REPEATED
@@ -175,7 +175,7 @@ def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
 
 
 def test_every_key_is_a_column_of_hyperparameters():
-    config = flat(configure("quickstart.yml"))
+    config = flatten(configure("quickstart.yml"))
     found = {
         value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
         for summary in hyperparameter_summaries(config, ("eval/avg_loss", "learning/loss"))

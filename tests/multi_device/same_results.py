@@ -50,7 +50,7 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     params = fresh_parameters(model, layout, noise)
     shardings = jax.tree.map(lambda x: x.sharding, params)
     batch = random_batch(config, rows, documents=True)
-    batch = layout.place(jax.tree.map(np.asarray, batch), rows)
+    batch = layout.to_global_batch(jax.tree.map(np.asarray, batch), rows)
 
     def run(params, batch):
         def loss(params):
@@ -91,9 +91,11 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
 def train(devices, family="llama2", num_microbatches=1, **keys):
     """Losses and norms of gradients and parameters of three steps, and the state after them."""
     config, layout, step, initialize, abstract = planned(devices, family, num_microbatches, **keys)
-    state = layout.draw_state(initialize, abstract, seed=0)
+    state = layout.init_state(initialize, abstract, seed=0)
     batches = [
-        layout.place(jax.tree.map(np.asarray, random_batch(config, 16, seed, documents=True)), 16)
+        layout.to_global_batch(
+            jax.tree.map(np.asarray, random_batch(config, 16, seed, documents=True)), 16
+        )
         for seed in range(3)
     ]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches[0])

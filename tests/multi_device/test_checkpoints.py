@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from MaxText.checkpointing.checksums import array_checksums, host_checksum
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.config.training_sections import Checkpoint
 from MaxText.growth.resolve import resolve_growth
 from MaxText.layers.model import Model
@@ -137,12 +137,12 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     )
     initialize = make_initialize(model, optimizer)
     abstract = layout.abstract_state(initialize, model.parameters)
-    drawn = layout.draw_state(initialize, abstract, 0)
+    drawn = layout.init_state(initialize, abstract, 0)
     # Drawn on another mesh they would differ in the last bit, which is not about growth.
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
     checkpoints = CheckpointManager(tmp_path / "sharded" / "checkpoints", config.checkpoint)
     start = restore_or_initialize(
-        checkpoints, config.checkpoint, abstract, lambda: drawn, flat(config), [].append, resolved
+        checkpoints, config.checkpoint, abstract, lambda: drawn, flatten(config), [].append, resolved
     )
     for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding

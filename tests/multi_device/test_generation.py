@@ -47,7 +47,7 @@ def texts(devices, **keys):
     model = Model(config.model)
     layout = make_layout(config.mesh, devices)
     choice = SamplingParams(temperature=0.7, top_k=10, repetition_penalty=1.1)
-    params = model.in_parts(fresh_parameters(model, layout))
+    params = model.unstack_params(fresh_parameters(model, layout))
     engine = Engine(model, params, layout, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
     found = dict(generate(engine, PROMPTS, StoppingCriteria(50), batch_size=4, seed=1))

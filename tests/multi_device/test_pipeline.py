@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import make_layout, rows_of_batch
+from MaxText.parallelism.mesh import make_layout, microbatch_size
 from tests.multi_device.same_results import assert_same, loss_and_gradients, train
 from tests.programs import run as start
 from tests.small_models import TINY, tiny_config
@@ -102,9 +102,9 @@ def test_rows_that_cannot_be_cut():
     config = tiny_config(base_num_decoder_layers=4, ici_data_parallelism=2, ici_fsdp_parallelism=1,
                          **FOUR, num_pipeline_microbatches=6)  # fmt: skip
     layout = make_layout(config.mesh, jax.devices(), config.model.pipeline)
-    assert layout.row_multiple == 2 * 12
+    assert layout.batch_divisor == 2 * 12
     with pytest.raises(UserError, match=r"(?s)2 devices.*12 .*4 stages.*size=3\."):
-        rows_of_batch(config.batch.model_copy(update={"per_device_batch_size": 2}), layout)
+        microbatch_size(config.batch.model_copy(update={"per_device_batch_size": 2}), layout)
 
 
 def test_a_run_goes_on_with_other_stages(users_environment, tmp_path):

@@ -75,8 +75,8 @@ def test_a_step_runs_as_proposed(name, monkeypatch):
         config.optimizer, learning_rate_schedule(config.schedule), planned.model.parameters
     )
     initialize = make_initialize(planned.model, optimizer, config.guard)
-    state = planned.layout.draw_state(initialize, planned.state, seed=0)
+    state = planned.layout.init_state(initialize, planned.state, seed=0)
     rows = round(8 * keys.get("per_device_batch_size", 2))
     batch = jax.tree.map(np.asarray, random_batch(config, rows))
-    _, metrics = planned.lowered.compile()(state, planned.layout.place(batch, rows))
+    _, metrics = planned.lowered.compile()(state, planned.layout.to_global_batch(batch, rows))
     assert 3 < float(metrics["loss"]) < 6

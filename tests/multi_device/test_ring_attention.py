@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.layers.attention_core import Scoring, softmax_attention
+from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.ring_attention import _Ring, ring_attention
 
 pytestmark = pytest.mark.multi_device
 
 B, T, N, H = 2, 32, 4, 8
 SLOPES = jnp.asarray([0.5, 0.25, 0.1, 0.05], jnp.float32)
-# name -> (key/value heads, scoring, other arguments)
+# name -> (key/value heads, spec, other arguments)
 CASES = {
     "causal, not balanced": (2, {}, {"balanced": False}),
     "causal, documents, ALiBi, cap, blocks": (
@@ -38,7 +38,7 @@ def test_the_same_outputs_and_gradients(name):
     generator = np.random.default_rng(0)
     drawn = lambda *shape: generator.normal(size=shape).astype(np.float32)  # noqa: E731
     q_BTNH, k_BTKH, v_BTKH = (drawn(B, T, heads, H) for heads in (N, num_kv_heads, num_kv_heads))
-    scoring = Scoring(causal=other["causal"], **scores)
+    spec = AttentionSpec(causal=other["causal"], **scores)
     segments_BT = memory = None
     if other["documents"]:
         segments_BT = jnp.asarray(np.sort(generator.integers(0, 4, (B, T)), axis=1))
@@ -47,23 +47,23 @@ def test_the_same_outputs_and_gradients(name):
     weights_BTNH = drawn(B, T, N, H)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("context", "tensor"))
     heads = PartitionSpec(None, "context", "tensor", None)
-    of_queries = NamedSharding(mesh, heads)
+    query_sharding = NamedSharding(mesh, heads)
     whole = PartitionSpec(None, "context", None, None)
-    of_keys = NamedSharding(mesh, heads if num_kv_heads % 2 == 0 else whole)
+    key_sharding = NamedSharding(mesh, heads if num_kv_heads % 2 == 0 else whole)
     given = {"segments_BT": segments_BT, "block_size": other.get("block_size")}
 
     def ring(q, k, v, memory):
         balanced = other["balanced"]
         return ring_attention(
-            q, k, v, scoring, of_queries, of_keys, memory=memory, balanced=balanced, **given
+            q, k, v, spec, query_sharding, key_sharding, memory=memory, balanced=balanced, **given
         )
 
     def in_parts(q, k, v, memory):
-        q = jax.lax.with_sharding_constraint(q, of_queries)
-        return softmax_attention(q, k, v, scoring, memory=memory, parts=4, **given)
+        q = jax.lax.with_sharding_constraint(q, query_sharding)
+        return dot_product_attention(q, k, v, spec, memory=memory, parts=4, **given)
 
     def whole_sequences(q, k, v, memory):
-        return softmax_attention(q, k, v, scoring, memory=memory, segments_BT=segments_BT)
+        return dot_product_attention(q, k, v, spec, memory=memory, segments_BT=segments_BT)
 
     def numbers(function):
         def weighted(*arrays):
@@ -82,10 +82,10 @@ def test_the_same_outputs_and_gradients(name):
 
 def test_copies_and_blocks_are_no_more_than_needed():
     for window, copies in ((None, 3), (9, 1), (10, 2)):
-        ring = _Ring(Scoring(window=window), ("context",), 4, 8, True, None)
+        ring = _Ring(AttentionSpec(window=window), ("context",), 4, 8, True, None)
         assert len(ring.steps) == copies + 1
     for length, asked, blocks in ((24, 5, 6), (24, None, 2), (26, 5, 2), (24, 100, 2)):
-        ring = _Ring(Scoring(), ("context",), 4, length, True, asked)
+        ring = _Ring(AttentionSpec(), ("context",), 4, length, True, asked)
         assert ring.num_blocks == blocks
 
 
@@ -94,7 +94,7 @@ def test_bfloat16_adds_up_in_float32():
     split = NamedSharding(mesh, PartitionSpec(None, "context", None, None))
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(3))
-    found = jax.jit(lambda *given: ring_attention(*given, Scoring(), split, split))(q, k, v)
-    exact = softmax_attention(*(x.astype(jnp.float32) for x in (q, k, v)), Scoring())
+    found = jax.jit(lambda *given: ring_attention(*given, AttentionSpec(), split, split))(q, k, v)
+    exact = dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), AttentionSpec())
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(np.float32), exact, atol=0.02)

@@ -8,8 +8,8 @@ import pytest
 from MaxText.config.training_sections import Batch, Mesh
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import ParameterInfo
-from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout, rows_of_batch
+from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout, microbatch_size
 from MaxText.run.rollback import copy_to_devices, copy_to_host
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
@@ -123,7 +123,7 @@ def test_where_moments_are_split():
     keys = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4, "shard_optimizer_over_data": True}
     layout = make_layout(Mesh(**keys), jax.devices())
     parameters = {
-        name: ParameterInfo(shape, jnp.dtype("float32"), axes, len(shape) - 1)
+        name: ParamSpec(shape, jnp.dtype("float32"), axes, len(shape) - 1)
         for name, shape, axes in [
             ("kernel", (6, 16), (None, "embed")),
             ("odd", (5, 8), (None, "embed")),
@@ -177,5 +177,5 @@ def test_a_mesh_that_leaves_much_whole_is_refused():
 
 def test_batches_that_do_not_match():
     half = Batch(per_device_batch_size=0.5)
-    refused("per_device_batch_size=1", rows_of_batch, half, layout_of(tiny_config()))
-    assert rows_of_batch(half, layout_of(tiny_config(ici_tensor_parallelism=4))) == 4
+    refused("per_device_batch_size=1", microbatch_size, half, layout_of(tiny_config()))
+    assert microbatch_size(half, layout_of(tiny_config(ici_tensor_parallelism=4))) == 4

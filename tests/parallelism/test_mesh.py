@@ -13,9 +13,9 @@ from MaxText.config import axis_rules
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
 from MaxText.errors import UserError
-from MaxText.parallelism.constraints import partition_spec
-from MaxText.parallelism.device_mesh import arranged, mesh_sizes
-from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_rows
+from MaxText.parallelism.device_mesh import create_device_mesh, mesh_sizes
+from MaxText.parallelism.logical_sharding import logical_to_mesh_axes
+from MaxText.parallelism.mesh import Layout, make_mesh, microbatch_size, process_batch_slice
 from tests.refusals import refused
 
 
@@ -37,7 +37,7 @@ def device(index, **attributes):
 def lies(section, devices, *axes):
     """The array of devices without the axes that are not named, which have one place."""
     # A mesh takes no devices but jax's own.
-    found = arranged(section, devices)
+    found = create_device_mesh(section, devices)
     shape = dict(zip(MESH_AXES, found.shape, strict=True))
     assert math.prod(shape[axis] for axis in axes) == found.size
     return found.reshape([shape[axis] for axis in axes])
@@ -71,7 +71,7 @@ def test_sizes_that_do_not_fit(asked, number, found):
     error = refused(found, mesh_sizes, Mesh(**asked), devices)
     advice = str(error).partition("What to do")[2]
     fits = {key: int(size) for key, size in re.findall(r"((?:dcn|ici)_\w+)=(-?\d+)", advice)}
-    assert math.prod(mesh_sizes(Mesh(**fits), devices).across) == number
+    assert math.prod(mesh_sizes(Mesh(**fits), devices).dcn) == number
 
 
 def test_processes_stand_for_slices_where_jax_knows_of_none():
@@ -116,17 +116,19 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
 def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, expected):
     wanted = (tuple(axes.split()) or None for axes in expected)
     rules, mesh = rules or LOGICAL_AXIS_RULES, abstract_mesh(**sizes)
-    assert partition_spec(names, shape, rules, mesh) == PartitionSpec(*wanted)
+    assert logical_to_mesh_axes(names, shape, rules, mesh) == PartitionSpec(*wanted)
     with pytest.raises(KeyError, match="no_such_axis"):
-        partition_spec(("no_such_axis",), (8,), rules, mesh)
+        logical_to_mesh_axes(("no_such_axis",), (8,), rules, mesh)
 
 
 def test_a_batch_that_does_not_divide():
     layout = Layout(make_mesh(Mesh(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
-    assert layout.share_of_batch() == (0, 1)
-    assert rows_of_batch(Batch(per_device_batch_size=4), layout) == 4
-    assert rows_of_batch(Batch(per_device_batch_size=4), layout, per_device=2) == 2
-    refused(r"per_device_batch_size=2\.5", rows_of_batch, Batch(per_device_batch_size=2.5), layout)
+    assert layout.batch_slice() == (0, 1)
+    assert microbatch_size(Batch(per_device_batch_size=4), layout) == 4
+    assert microbatch_size(Batch(per_device_batch_size=4), layout, per_device=2) == 2
+    refused(
+        r"per_device_batch_size=2\.5", microbatch_size, Batch(per_device_batch_size=2.5), layout
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_batch_that_does_not_divide():
 )
 def test_the_rows_that_a_process_reads(held, shares):
     processes = dict(enumerate(held))
-    assert [share_of_rows(processes, process) for process in processes] == shares
+    assert [process_batch_slice(processes, process) for process in processes] == shares
 
 
 def tpu_slice(kind, *shape):
@@ -169,13 +171,13 @@ TPU_SLICES = [
 def test_every_mesh_whose_sizes_multiply_builds(kind, shape, axis):
     devices = tpu_slice(kind, *shape)
     for power in range(1, int(math.log2(min(len(devices), 64))) + 1):
-        found = arranged(Mesh(**{f"ici_{axis}_parallelism": 2**power}), devices)
+        found = create_device_mesh(Mesh(**{f"ici_{axis}_parallelism": 2**power}), devices)
         assert sorted(each.id for each in found.flat) == list(range(len(devices)))
     both = Mesh(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
-    assert arranged(both, devices).size == len(devices)
+    assert create_device_mesh(both, devices).size == len(devices)
 
 
 def test_axes_of_the_network_are_not_split_where_the_user_says_so():
     section = Mesh(ici_tensor_parallelism=2, allow_split_physical_axes=False)
     with pytest.raises(UserError, match="allow_split_physical_axes=true"):
-        arranged(section, tpu_slice("TPU v5 lite", 16, 16, 1))
+        create_device_mesh(section, tpu_slice("TPU v5 lite", 16, 16, 1))

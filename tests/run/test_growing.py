@@ -9,7 +9,7 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.saved import flat
+from MaxText.config.serialization import flatten
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.errors import UserError
@@ -149,6 +149,6 @@ def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
     for name, array in grown.params.items():
         np.testing.assert_array_equal(array, deep[name].astype(array.dtype), err_msg=name)
     assert grown.start.source == f"parameters grown from {folder}"
-    wider = configure(**{**flat(config), "base_mlp_dim": 48})
+    wider = configure(**{**flatten(config), "base_mlp_dim": 48})
     with pytest.raises(UserError, match=r"(?s)other shape layers/mlp.*config\.yml"):
         grow_by(tmp_path / "wider", wider)

@@ -43,7 +43,7 @@ class LowRank(Head):
         self.down = Dense((D,), (R,), ("embed", None), kernel, init, rngs)
         self.up = Dense((R,), (V,), (None, "vocab"), kernel, init, rngs)
 
-    def __call__(self, h_BTD, table, state, places_BT):
+    def __call__(self, h_BTD, table, state, positions_BT):
         return self.up(self.down(h_BTD)).astype(jnp.float32)
 
     @classmethod

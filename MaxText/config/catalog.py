@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from MaxText.config.keys import Section
+from MaxText.config.keys import Section, condition_values
 from MaxText.config.layer_kinds import LayerKinds
-from MaxText.config.registry import Name, Parts, when_changed
+from MaxText.config.registry import Name, Parts, on_change
 from MaxText.config.schema import Config
 
 _BOUNDS = {
@@ -31,13 +31,13 @@ class Key:
     title: str  # first sentence of the section's docstring
     annotation: Any  # Python type of the value
     default: Any  # value when nobody sets it
-    meaning: str  # one line
+    help: str  # one line
     unit: str  # for example "steps", or empty
     bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
-    only_if: dict[str, list[Any]]  # other keys and the values under which this one has an effect
-    only_if_any: dict[str, list[Any]]  # more of them, of which one is enough
+    # other keys -> the values under which this one has an effect; one per group must hold
+    conditions: tuple[dict[str, list[Any]], ...]
 
-    def out_of_bounds(self, value: Any) -> bool:
+    def violates_bounds(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return not all(_BOUNDS[kind][0](value, bound) for kind, bound in self.bounds)
@@ -54,12 +54,6 @@ class Key:
     def choices(self) -> tuple[Any, ...]:
         """Values of a Literal key, or of the elements of a list of Literals."""
         return tuple(_choices(self.annotation))
-
-    @property
-    def conditions(self) -> tuple[dict[str, list[Any]], ...]:
-        """Other keys and values, one of which must hold in each group for an effect."""
-        groups = tuple({other: values} for other, values in self.only_if.items())
-        return (*groups, self.only_if_any) if self.only_if_any else groups
 
 
 def _choices(annotation: Any) -> Iterator[Any]:
@@ -79,19 +73,23 @@ def _key(name: str, field: FieldInfo, path: tuple[str, ...], section: type[Secti
         for kind in _BOUNDS
         if hasattr(constraint, kind)
     )
-    only_if, common = extra["only_if"], {} if name in section.ONLY_IF else section.ONLY_IF
-    conditions = only_if and {**common, **only_if} if only_if is not None else common
+    common = condition_values(section.ONLY_IF)
+    only_if = {} if name in common else common
+    if extra["only_if"] is not None:
+        own = condition_values(extra["only_if"])
+        only_if = own and only_if | own
+    groups = [{other: values} for other, values in only_if.items()]
+    groups.append(condition_values(extra["only_if_any"]))
     return Key(
         name=name,
         section=path,
         title=(section.__doc__ or "").strip().splitlines()[0],
         annotation=_annotation(field),
         default=field.default,
-        meaning=field.description or "",
+        help=field.description or "",
         unit=str(extra["unit"]),
         bounds=bounds,
-        only_if={other: list(values) for other, values in conditions.items()},
-        only_if_any={other: list(values) for other, values in extra["only_if_any"].items()},
+        conditions=tuple(group for group in groups if group),
     )
 
 
@@ -125,21 +123,16 @@ def all_keys() -> dict[str, Key]:
     return keys
 
 
-when_changed(all_keys.cache_clear)
+on_change(all_keys.cache_clear)
 
 
 # Sections whose keys may differ from layer to layer, and single keys of others.
 _OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention", "parts")
 _ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
 _OF_ALL_LAYERS = (
-    "share_parameters",
-    "connection_type",
-    "layer_pattern",
-    "layer_kinds",
-    "attention_types",
-    "causal",
-)
-_OF_ALL_LAYERS += ("moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention")
+    "share_parameters", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
+    "causal", "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention",
+)  # fmt: skip
 
 
 def is_of_layer(key: Key) -> bool:
@@ -153,7 +146,7 @@ def is_of_layer(key: Key) -> bool:
     )
 
 
-def by_section() -> dict[tuple[str, ...], list[Key]]:
+def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
     """Returns keys by the section that owns them, in the order of the schema."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in all_keys().values():
@@ -161,7 +154,7 @@ def by_section() -> dict[tuple[str, ...], list[Key]]:
     return groups
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flatten(config: Config) -> dict[str, Any]:
     values = {}
     for key in all_keys().values():
         section: Any = config
@@ -173,7 +166,7 @@ def flat(config: Config) -> dict[str, Any]:
     return values
 
 
-def build(values: dict[str, Any]) -> Config:
+def unflatten(values: dict[str, Any]) -> Config:
     """Builds the tree of sections from flat values; absent keys keep their default."""
     keys = all_keys()
     tree: dict[str, Any] = {}

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from MaxText.config.catalogue import Key, all_keys, by_section, flat
-from MaxText.config.maxtext_keys import ALIASES, absent
+from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section
+from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.schema import SCHEMA_VERSION, Config
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 
-__all__ = ["differences", "flat", "resolved_yaml", "under_todays_names"]
+__all__ = ["diff_configs", "flatten", "resolved_yaml", "with_current_names"]
 
 _LINE = 100
 
@@ -22,7 +22,7 @@ def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: ""
     Args:
       comment: Returns a comment for the end of a key's line, or an empty string.
     """
-    return section_lines([f"schema_version: {SCHEMA_VERSION}"], flat(config), comment)
+    return section_lines([f"schema_version: {SCHEMA_VERSION}"], flatten(config), comment)
 
 
 def section_lines(
@@ -30,7 +30,7 @@ def section_lines(
 ) -> str:
     """Returns a YAML file of some keys by section, after its first lines."""
     lines = [*head]
-    for section, keys in by_section().items():
+    for section, keys in keys_by_section().items():
         entries = [
             line
             for key in keys
@@ -41,11 +41,11 @@ def section_lines(
     return "\n".join(lines) + "\n"
 
 
-def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
+def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns a recorded configuration under current key names, without keys known to be gone."""
     known = all_keys()
     values = {ALIASES.get(name, name): value for name, value in recorded.items()}
-    values = {name: value for name, value in values.items() if not absent(name, (name,))}
+    values = {name: value for name, value in values.items() if not find_unsupported(name, (name,))}
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(
             f"{place} was made by another version of this program: its configuration has "
@@ -63,7 +63,7 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
     return [f"{name}:{end}", *(f"  - {to_yaml(item)}" for item in value)]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Returns {key: (old value, new value)} as YAML for two flat configurations.
 
     A list equals a tuple of the same items, because storage turns one into the other.

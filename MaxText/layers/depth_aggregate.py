@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from MaxText.layers.stack import is_zero
-from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force, split_axes
+from MaxText.parallelism.logical_sharding import HIDDEN, current_sharding, platform, split_axes
 
 KERNEL_TOKENS = 16  # with fewer (as in decoding) a kernel's tile is not full
 KERNEL_WIDTH = 128  # must divide emb_dim
@@ -28,24 +28,24 @@ def chip_memory(device_kind: str) -> int:
     return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
-def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
+def vmem_bytes_per_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
     """Returns the most VMEM per token that a kernel's tile takes, in bytes."""
     # Sources and gradients in and out, double-buffered; as much per stream; and weights.
     return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
 
 
-def kernel_refused(
-    emb_dim: int, backend: str, *, of_token: int = 0, device_kind: str = ""
+def kernel_unsupported_reason(
+    emb_dim: int, backend: str, *, bytes_per_token: int = 0, device_kind: str = ""
 ) -> str | None:
-    """Returns why no kernel fits, None if one does; `of_token` is the largest `bytes_of_token`."""
+    """Returns why no kernel fits, or None; the most VMEM per token is `bytes_per_token`."""
     if backend != "tpu":
-        return "the kernel is one for TPU"
+        return "the kernel is for TPU only"
     if emb_dim % KERNEL_WIDTH:
-        return f"emb_dim {emb_dim} is no multiple of {KERNEL_WIDTH}"
+        return f"emb_dim {emb_dim} is not a multiple of {KERNEL_WIDTH}"
     # The rest is for buffers that do not grow with tokens, and for the compiler's own.
-    needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind) * 7 // 8
+    needed, most = KERNEL_TOKENS * bytes_per_token, chip_memory(device_kind) * 7 // 8
     if needed > most:
-        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on the chip"
+        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB of VMEM"
     return None
 
 
@@ -59,42 +59,42 @@ class Norms(NamedTuple):
 NO_NORMS = Norms()
 
 
-def normalizes(form: str, state_BTD: jax.Array) -> bool:
-    """Returns whether `mix` can fuse norms, which saves XLA several passes."""
-    sharding = sharding_in_force(HIDDEN, state_BTD.shape)
+def supports_fused_norms(form: str, state_BTD: jax.Array) -> bool:
+    """Returns whether `aggregate` can fuse norms, which saves XLA several passes."""
+    sharding = current_sharding(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     whole = dims == state_BTD.shape[2]
     # Tiles must be full, as gradients of norms are sums over tokens.
     return form == "kernel" and batch * length % KERNEL_TOKENS == 0 and whole
 
 
-class Mixed(NamedTuple):
+class AggregateOutput(NamedTuple):
     """Aggregates and their sources."""
 
     sums: list[jax.Array]  # y_BTD of each stream, in the dtype of the sources
     sources: list[jax.Array]  # for later layers to read instead of the given ones
 
 
-def mix(
+def aggregate(
     weights_BTCS: jax.Array,  # float32; B and T are 1 for static weights
-    sources: Sequence[jax.Array],  # x_BTD each; scales get gradients through `to_be_scaled`
+    sources: Sequence[jax.Array],  # x_BTD each; scales get gradients through `scale_grad_only`
     form: str,  # "sum" (or "auto"), or "kernel" (Pallas, interpreted on CPU); same result
     *,
     scales_SD: jax.Array | None = None,
-    norms: Norms = NO_NORMS,  # to fuse with the sums, if `normalizes` allows it
+    norms: Norms = NO_NORMS,  # to fuse with the sums, if `supports_fused_norms` allows it
     factors_MD: jax.Array | None = None,
-) -> Mixed:
+) -> AggregateOutput:
     """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c."""
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
     if form != "kernel" or batch * length < KERNEL_TOKENS:
         form = "sum"
-    mixed: Any = _mix(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)
-    return Mixed(*mixed)
+    mixed: Any = _aggregate(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)
+    return AggregateOutput(*mixed)
 
 
 @jax.custom_vjp
-def to_be_scaled(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+def scale_grad_only(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
     """Returns x, and takes gradients with respect to scale * x from here on.
 
     All aggregations share the scale, so both gradients are computed once, from the accumulated one.
@@ -103,22 +103,22 @@ def to_be_scaled(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
     return x_BTD
 
 
-def _to_be_scaled_forward(x_BTD, scale_D):
+def _scale_grad_only_forward(x_BTD, scale_D):
     return x_BTD, (x_BTD, scale_D)
 
 
-def _to_be_scaled_backward(kept, gradient_BTD):
+def _scale_grad_only_backward(kept, gradient_BTD):
     x_BTD, scale_D = kept
     gradient_BTD = gradient_BTD.astype(jnp.float32)
-    of_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
-    return (scale_D * gradient_BTD).astype(x_BTD.dtype), of_scale_D
+    grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
+    return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
 
 
-to_be_scaled.defvjp(_to_be_scaled_forward, _to_be_scaled_backward)
+scale_grad_only.defvjp(_scale_grad_only_forward, _scale_grad_only_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mix(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
+def _aggregate(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
     if form == "kernel":
         return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
     assert not norms.ways
@@ -126,29 +126,29 @@ def _mix(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
     return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources
 
 
-def _mix_forward(form, norms, *arguments):
+def _aggregate_forward(form, norms, *arguments):
     arguments = jax.tree.map(lambda x: x.value, arguments)  # pairs (value, perturbed)
-    return _mix(form, norms, *arguments), arguments
+    return _aggregate(form, norms, *arguments), arguments
 
 
-def _mix_backward(form, norms, kept, gradients):
+def _aggregate_backward(form, norms, kept, gradients):
     weights_BTCS, sources, scales_SD, factors_MD = kept
-    of_sums, accumulated = gradients
-    of_sums = [_array(g) for g in of_sums]
+    grad_sums, accumulated = gradients
+    grad_sums = [_array(g) for g in grad_sums]
     added = None if all(map(is_zero, accumulated)) else [*map(_array, accumulated)]
     if form != "kernel":
         differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
-        of_sums = jax.lax.optimization_barrier(of_sums)
-        found = differentiate(weights_BTCS, sources, scales_SD, of_sums, added)
+        grad_sums = jax.lax.optimization_barrier(grad_sums)
+        found = differentiate(weights_BTCS, sources, scales_SD, grad_sums, added)
         return *found, None, None
-    given = _given(weights_BTCS, sources, scales_SD, factors_MD) | {"of_sums": of_sums}
+    given = _operands(weights_BTCS, sources, scales_SD, factors_MD) | {"grad_sums": grad_sums}
     if added is not None:
         given["accumulated"] = added
     found = _kernel_gradients(norms, given)
-    return found["of_weights"], found["of_sources"], None, found.get("of_factors")
+    return found["grad_weights"], found["grad_sources"], None, found.get("grad_factors")
 
 
-_mix.defvjp(_mix_forward, _mix_backward, symbolic_zeros=True)
+_aggregate.defvjp(_aggregate_forward, _aggregate_backward, symbolic_zeros=True)
 
 
 def _array(gradient: Any) -> jax.Array:
@@ -157,7 +157,7 @@ def _array(gradient: Any) -> jax.Array:
     return gradient
 
 
-def _floats(arrays, scales_SD=None):
+def _to_f32(arrays, scales_SD=None):
     floats = [x.astype(jnp.float32) for x in arrays]
     if scales_SD is None:
         return floats
@@ -165,88 +165,88 @@ def _floats(arrays, scales_SD=None):
 
 
 def _sum(weights_BTCS, sources, scales_SD):
-    floats = _floats(sources, scales_SD)
+    floats = _to_f32(sources, scales_SD)
     return [
-        _total(weights_BTCS[:, :, way, s, None] * x for s, x in enumerate(floats)).astype(
+        _sum_terms(weights_BTCS[:, :, way, s, None] * x for s, x in enumerate(floats)).astype(
             sources[0].dtype
         )
         for way in range(weights_BTCS.shape[2])
     ]
 
 
-def _sum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
-    floats, of_sums = _floats(sources, scales_SD), _floats(of_sums)
-    of_weights_BTCS = jnp.stack(
-        [jnp.stack([jnp.sum(g * x, axis=-1) for x in floats], axis=-1) for g in of_sums], axis=-2
+def _sum_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
+    floats, grad_sums = _to_f32(sources, scales_SD), _to_f32(grad_sums)
+    grad_weights_BTCS = jnp.stack(
+        [jnp.stack([jnp.sum(g * x, axis=-1) for x in floats], axis=-1) for g in grad_sums], axis=-2
     )
     new = []
     for s, source in enumerate(sources):
-        total = _total(weights_BTCS[:, :, way, s, None] * g for way, g in enumerate(of_sums))
+        total = _sum_terms(weights_BTCS[:, :, way, s, None] * g for way, g in enumerate(grad_sums))
         if accumulated is not None:
             total = total + accumulated[s].astype(jnp.float32)
         new.append(total.astype(source.dtype))
-    return of_weights_BTCS, new
+    return grad_weights_BTCS, new
 
 
-def _product_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
+def _product_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
     """Computes `_sum_gradients` by matmuls, in 0.6 of the time on CPU."""
-    of_sums_BTCD = jnp.stack(_floats(of_sums), axis=2)
-    of_weights, new = [], []
-    for s, x_BTD in enumerate(_floats(sources, scales_SD)):
-        of_weights.append(_product("btcd,btd->btc", of_sums_BTCD, x_BTD))
-        total = _product("btc,btcd->btd", weights_BTCS[..., s], of_sums_BTCD)
+    grad_sums_BTCD = jnp.stack(_to_f32(grad_sums), axis=2)
+    grad_weights, new = [], []
+    for s, x_BTD in enumerate(_to_f32(sources, scales_SD)):
+        grad_weights.append(_product("btcd,btd->btc", grad_sums_BTCD, x_BTD))
+        total = _product("btc,btcd->btd", weights_BTCS[..., s], grad_sums_BTCD)
         if accumulated is not None:
             total = total + accumulated[s].astype(jnp.float32)
         new.append(total.astype(sources[s].dtype))
-    return jnp.stack(of_weights, axis=-1), new
+    return jnp.stack(grad_weights, axis=-1), new
 
 
 _product = functools.partial(jnp.einsum, precision="highest")  # float32 on every device
 
 
-def _total(terms) -> jax.Array:
+def _sum_terms(terms) -> jax.Array:
     return functools.reduce(jnp.add, terms)
 
 
-def _given(weights, sources, scales, factors) -> dict[str, Any]:
+def _operands(weights, sources, scales, factors) -> dict[str, Any]:
     given = {"weights": weights, "sources": sources, "scales": scales, "factors": factors}
     return {name: x for name, x in given.items() if x is not None}
 
 
 def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
-    from MaxText.layers import mixing_kernel  # here, as Pallas takes a second to import
+    from MaxText.layers import depth_aggregate_kernel  # here, as Pallas takes a second to import
 
     def run(given, **axes):
         del axes
-        sums = mixing_kernel.forward(_flat(given), _target(), norms)
+        sums = depth_aggregate_kernel.forward(_flat(given), _backend(), norms)
         return [y_ND.reshape(given["sources"][0].shape) for y_ND in sums]
 
-    given = _given(weights_BTCS, sources, scales_SD, factors_MD)
-    return _on_each_device(run, lambda state, _: state, given)
+    given = _operands(weights_BTCS, sources, scales_SD, factors_MD)
+    return _shard_map(run, lambda state, _: state, given)
 
 
 def _kernel_gradients(norms, given):
-    from MaxText.layers import mixing_kernel
+    from MaxText.layers import depth_aggregate_kernel
 
-    def run(given, of_tokens=(), of_dims=()):
-        found = mixing_kernel.backward(_flat(given), _target(), norms)
+    def run(given, token_axes=(), dim_axes=()):
+        found = depth_aggregate_kernel.backward(_flat(given), _backend(), norms)
         # Sums over sharded dimensions or tokens are partial on each device.
-        if of_dims:
-            found["of_weights"] = jax.lax.psum(found["of_weights"], of_dims)
-        if norms.ways and of_tokens:
-            found["of_factors"] = jax.lax.psum(found["of_factors"], of_tokens)
-        found["of_weights"] = found["of_weights"].reshape(given["weights"].shape)
+        if dim_axes:
+            found["grad_weights"] = jax.lax.psum(found["grad_weights"], dim_axes)
+        if norms.ways and token_axes:
+            found["grad_factors"] = jax.lax.psum(found["grad_factors"], token_axes)
+        found["grad_weights"] = found["grad_weights"].reshape(given["weights"].shape)
         shape = given["sources"][0].shape
-        return found | {"of_sources": [x.reshape(shape) for x in found["of_sources"]]}
+        return found | {"grad_sources": [x.reshape(shape) for x in found["grad_sources"]]}
 
     def specs(state, weights):
-        specs = {"of_weights": weights, "of_sources": state}
-        return specs | ({"of_factors": PartitionSpec()} if norms.ways else {})
+        specs = {"grad_weights": weights, "grad_sources": state}
+        return specs | ({"grad_factors": PartitionSpec()} if norms.ways else {})
 
-    return _on_each_device(run, specs, given)
+    return _shard_map(run, specs, given)
 
 
-def _target() -> Literal["tpu", "interpret"]:
+def _backend() -> Literal["tpu", "interpret"]:
     return "tpu" if platform() == "tpu" else "interpret"
 
 
@@ -257,17 +257,17 @@ def _flat(given: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _on_each_device(run, result_specs, given: dict[str, Any]) -> Any:
+def _shard_map(run, result_specs, given: dict[str, Any]) -> Any:
     """Runs a kernel on each device's shards, since XLA cannot partition it."""
-    sharding = sharding_in_force(HIDDEN, given["sources"][0].shape)
+    sharding = current_sharding(HIDDEN, given["sources"][0].shape)
     if sharding is None:
         return run(given)
     batch, length, dims = state = sharding.spec
-    of_tokens = (*split_axes(sharding, 0), *split_axes(sharding, 1))
+    token_axes = (*split_axes(sharding, 0), *split_axes(sharding, 1))
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
     specs = {"weights": weights, "scales": rows, "factors": rows}
     return jax.shard_map(
-        functools.partial(run, of_tokens=of_tokens, of_dims=split_axes(sharding, 2)),
+        functools.partial(run, token_axes=token_axes, dim_axes=split_axes(sharding, 2)),
         mesh=sharding.mesh,
         in_specs=({name: specs.get(name, state) for name in given},),
         out_specs=result_specs(state, weights),

@@ -19,7 +19,7 @@ Rules = Sequence[tuple[str, Sequence[str]]]
 HIDDEN = ("activation_batch", "activation_length", "activation_embed")  # [B, T, D]
 
 
-class ParameterInfo(NamedTuple):
+class ParamSpec(NamedTuple):
     """Metadata of a parameter of the abstract model."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class ParameterInfo(NamedTuple):
         return math.prod(self.shape)
 
 
-_in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar(
+_current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar(
     "axis_rules", default=None
 )
 
@@ -44,14 +44,14 @@ _in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Conte
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Sets the mesh and rules for code traced in this context."""
-    token = _in_force.set((mesh, rules))
+    token = _current.set((mesh, rules))
     try:
         yield
     finally:
-        _in_force.reset(token)
+        _current.reset(token)
 
 
-def partition_spec(
+def logical_to_mesh_axes(
     names: Sequence[str | None], shape: Sequence[int], rules: Rules, mesh: Mesh
 ) -> PartitionSpec:
     """Returns the mesh axes of each dimension of an array with logical `names`.
@@ -88,9 +88,9 @@ def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found or ())
 
 
-def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
+def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
     """Returns the current mesh, and the axes that split each name, or None."""
-    in_force = _in_force.get()
+    in_force = _current.get()
     if in_force is None or in_force[0].size == 1:
         return None
     mesh, rules = in_force
@@ -104,37 +104,37 @@ def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | Non
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Applies the sharding constraint for the logical axes `names`."""
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
-    sharding = sharding_in_force(names, x.shape)
+    sharding = current_sharding(names, x.shape)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def token_by_token(tree: Any) -> Any:
+def with_token_major_layout(tree: Any) -> Any:
     """Constrains arrays to a token-major layout on TPU; otherwise XLA inserts transposes.
 
     No effect without a mesh, as exported programs are for other machines, too.
     """
-    if _in_force.get() is None or platform() != "tpu":
+    if _current.get() is None or platform() != "tpu":
         return tree
     return jax.tree.map(
         lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), tree
     )
 
 
-def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
+def current_sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the current sharding for these axes; None on one device."""
-    in_force = _in_force.get()
+    in_force = _current.get()
     if in_force is None or in_force[0].size == 1:
         return None
     mesh, rules = in_force
-    return NamedSharding(mesh, partition_spec(names, shape, rules, mesh))
+    return NamedSharding(mesh, logical_to_mesh_axes(names, shape, rules, mesh))
 
 
-def num_stages_in_force() -> int:
-    in_force = _in_force.get()
+def current_num_stages() -> int:
+    in_force = _current.get()
     return 1 if in_force is None else in_force[0].shape["stage"]
 
 
-def split_rows(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
+def split_batch(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
     """Reshapes [B, ...] to [A, B/A, ...], part a taking rows a, a + A, ...
 
     Each part has rows of every device's share of the batch, so that no row moves. `names` are
@@ -144,8 +144,8 @@ def split_rows(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
     return constrain(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))
 
 
-def joined_rows(x: jax.Array) -> jax.Array:
-    """Reshapes [A, B/A, ...] to [B, ...], the inverse of `split_rows`."""
+def merge_batch(x: jax.Array) -> jax.Array:
+    """Reshapes [A, B/A, ...] to [B, ...], the inverse of `split_batch`."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -161,5 +161,5 @@ def device_kind() -> str:
 
 def _device() -> Any:
     """Returns a device of the current mesh, which may be of another machine."""
-    in_force = _in_force.get()
+    in_force = _current.get()
     return jax.devices()[0] if in_force is None else in_force[0].devices.flat[0]

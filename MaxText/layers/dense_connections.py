@@ -19,30 +19,30 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.dense import Dense
-from MaxText.layers.depth_mixing import (
+from MaxText.layers.dense import Dense, einsum_f32
+from MaxText.layers.depth_aggregate import (
     NO_NORMS,
     Norms,
-    mix,
-    normalizes,
-    to_be_scaled,
+    aggregate,
+    scale_grad_only,
+    supports_fused_norms,
 )
-from MaxText.layers.normalization import RMSNorm, factor, normalized
-from MaxText.layers.part import Connection, Flops, Inputs, Normalized
+from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms, rms_normalize
+from MaxText.layers.part import Connection, Flops, Inputs, PreNormalized
 from MaxText.layers.weights import Init, Shape, constant, weight, zeros
-from MaxText.parallelism.constraints import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
 
-class Source(NamedTuple):
+class LayerOutput(NamedTuple):
     """A hidden state that later layers read: embedding or layer output."""
 
     x_BTD: jax.Array
     # float32 1 / sqrt(mean(x^2) + eps), set by the first aggregation that normalizes the state;
-    # from then on gradients are with respect to scale * x (depth_mixing.to_be_scaled).
+    # from then on gradients are with respect to scale * x (depth_aggregate.scale_grad_only).
     inverse_rms_BT1: jax.Array | None = None
 
 
-Sources = tuple[Source, ...]
+LayerOutputs = tuple[LayerOutput, ...]
 
 
 @register("connection", "dense")
@@ -56,15 +56,15 @@ class DenseConnections(Connection):
     rows = "dense connections"
     not_recomputed = ("after",)
 
-    def __init__(self, keys: ModelSection, building: Init, rngs: nnx.Rngs) -> None:
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs) -> None:
         section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
         self.section = section
         self.epsilon = epsilon
-        num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
+        num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.num_layers = num_layers
         self.after = nnx.Dict(
             {
-                str(depth): DepthSum(section, depth, epsilon, building, rngs)
+                str(depth): DepthAggregate(section, depth, epsilon, init, rngs)
                 for depth in range(1, num_layers + 1)
                 if section.stands_after(depth)
             }
@@ -74,7 +74,7 @@ class DenseConnections(Connection):
         for one in made_again[max(0, len(made_again) - section.dense_kept_sums) :]:
             one.kept = True
         self.source_norm = (
-            SourceScales((num_layers + 1, D), building, rngs) if section.mudd_prenorm else None
+            PreNormScales((num_layers + 1, D), init, rngs) if section.mudd_prenorm else None
         )
 
     @classmethod
@@ -94,12 +94,12 @@ class DenseConnections(Connection):
             kept = math.nan
         return {"sums over depth": Flops(sum(sums.values()), kept=kept)}
 
-    def begin(self, x_BTD: jax.Array) -> Sources:
-        return (Source(x_BTD),)
+    def begin(self, x_BTD: jax.Array) -> LayerOutputs:
+        return (LayerOutput(x_BTD),)
 
     def read(
-        self, index: int, carried: Sources, norms: Mapping[str, nnx.Module]
-    ) -> tuple[Inputs, Sources]:
+        self, index: int, carried: LayerOutputs, norms: Mapping[str, nnx.Module]
+    ) -> tuple[Inputs, LayerOutputs]:
         """Returns layer `index`'s inputs, fusing `norms` if that pays off."""
         sources, x_BTD = carried, carried[-1].x_BTD
         if str(index) not in self.after:
@@ -110,27 +110,27 @@ class DenseConnections(Connection):
         return Inputs(*(sums.get(way, rest) for way in Inputs._fields)), sources
 
     def write(
-        self, index: int, carried: Sources, y_BTD: jax.Array, shared: dict[str, Any]
-    ) -> Sources:
-        return (*carried, Source(y_BTD))
+        self, index: int, carried: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
+    ) -> LayerOutputs:
+        return (*carried, LayerOutput(y_BTD))
 
-    def end(self, carried: Sources) -> jax.Array:
+    def end(self, carried: LayerOutputs) -> jax.Array:
         return self.read(self.num_layers, carried, {})[0].r
 
 
-class SourceScales(nnx.Module):
+class PreNormScales(nnx.Module):
     """Learned scales [L + 1, D] of the normalized hidden states X_0 to X_L."""
 
-    def __init__(self, shape: Shape, building: Init, rngs: nnx.Rngs):
-        self.zero_centered = building.zero_centered_norms
+    def __init__(self, shape: Shape, init: Init, rngs: nnx.Rngs):
+        self.zero_centered = init.zero_centered_norms
         initial = constant(0.0 if self.zero_centered else 1.0)
-        self.scale = weight(rngs, shape, (None, "norm"), initial, dtype=building.weight_dtype)
+        self.scale = weight(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype)
 
     def factors(self) -> jax.Array:
-        return factor(self.scale, self.zero_centered)
+        return effective_scale(self.scale, self.zero_centered)
 
 
-class DepthSum(nnx.Module):
+class DepthAggregate(nnx.Module):
     """The aggregations after one layer, one for each stream c.
 
         w = act(rms(X_i) W1) W2 + static          weights [C, S] of each token
@@ -144,9 +144,9 @@ class DepthSum(nnx.Module):
     not_recomputed = ("wi",)  # every policy saves x W1
 
     def __init__(
-        self, section: DenseSection, depth: int, epsilon: float, building: Init, rngs: nnx.Rngs
+        self, section: DenseSection, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs
     ):
-        num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
+        num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.section = section
         self.depth = depth
         self.epsilon = epsilon
@@ -158,21 +158,19 @@ class DepthSum(nnx.Module):
             self.norm = self.wi = self.wo = None
         else:
             width = C * S * (section.dense_last_expand if depth == num_layers else 1)
-            K = _rounded(width, section.dense_hidden_rounding)
-            self.norm = RMSNorm(D, epsilon, building, rngs, parametric=section.mudd_prenorm)
-            init = building.initializers.connection
-            self.wi = Dense((D,), (K,), ("embed", None), init, building, rngs)
-            self.wo = Dense((K,), (C, S), (None, None, None), zeros, building, rngs)
+            K = _round_hidden_width(width, section.dense_hidden_rounding)
+            self.norm = RMSNorm(D, epsilon, init, rngs, parametric=section.mudd_prenorm)
+            draw = init.initializers.connection
+            self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)
+            self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
         self.static = (
-            weight(
-                rngs, (C, S), (None, None), constant(self._identity()), dtype=building.weight_dtype
-            )
+            weight(rngs, (C, S), (None, None), constant(self._identity()), dtype=init.weight_dtype)
             if section.dense_static
             else None
         )
         self.post_norms = nnx.Dict(
             {
-                way: RMSNorm(D, epsilon, building, rngs, initial=0.001)
+                way: RMSNorm(D, epsilon, init, rngs, initial=0.001)
                 for way in self.ways
                 if section.mudd_postnorm == "all"
                 or (section.mudd_postnorm == "residual" and way == "r")
@@ -199,16 +197,16 @@ class DepthSum(nnx.Module):
         if self.norm.scale is not None:
             kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
         hidden_BTK = ACTIVATIONS[self.section.dense_activation](
-            product_of_normalized(
+            rms_norm_matmul(
                 x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
             )
         )
         return weights_BTCS + self.wo(hidden_BTK).astype(jnp.float32)
 
     def __call__(
-        self, sources: Sources, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
-    ) -> tuple[dict[str, Any], Sources]:
-        """Returns y_BTD or Normalized by stream, and the sources to carry on."""
+        self, sources: LayerOutputs, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
+    ) -> tuple[dict[str, Any], LayerOutputs]:
+        """Returns y_BTD or PreNormalized by stream, and the sources to carry on."""
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
         chosen = [sources[place] for place in self.sources]
@@ -219,7 +217,7 @@ class DepthSum(nnx.Module):
             inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
-        mixed = mix(
+        mixed = aggregate(
             weights_BTCS,
             [source.x_BTD for source in chosen],
             self.section.dense_mixing,
@@ -229,10 +227,10 @@ class DepthSum(nnx.Module):
         )
         factors = {way: norm.factors() for way, norm in self.post_norms.items()}
         outputs = self.outputs(mixed.sums, x_BTD, factors, fused)
-        handed_on = list(sources)
+        passed_on = list(sources)
         for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            handed_on[place] = source._replace(x_BTD=state_BTD)
-        return outputs, tuple(handed_on)
+            passed_on[place] = source._replace(x_BTD=state_BTD)
+        return outputs, tuple(passed_on)
 
     def outputs(
         self,
@@ -241,36 +239,40 @@ class DepthSum(nnx.Module):
         post_norms: Mapping[str, jax.Array],
         fused: Norms,
     ) -> dict[str, Any]:
-        """Returns y_BTD by stream, Normalized if its norm was fused; x_BTD is None if unused."""
+        """Returns y_BTD by stream, PreNormalized if its norm was fused; x_BTD is None if unused."""
         outputs: dict[str, Any] = {}
         for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
             if way in post_norms:
-                y_BTD = normalized(y_BTD, post_norms[way], self.epsilon)
+                y_BTD = rms_normalize(y_BTD, post_norms[way], self.epsilon)
             if self.section.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, *HIDDEN)
             if self.kept:
                 y_BTD = checkpoint_name(y_BTD, "depth_sum")
-            outputs[way] = Normalized(y_BTD) if place in fused.ways else y_BTD
+            outputs[way] = PreNormalized(y_BTD) if place in fused.ways else y_BTD
         return outputs
 
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
-        of_ways = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
-        chosen = [(place, norm) for place, norm in of_ways if isinstance(norm, RMSNorm)]
-        if not chosen or self.section.adds or not normalizes(self.section.dense_mixing, x_BTD):
+        candidates = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
+        chosen = [(place, norm) for place, norm in candidates if isinstance(norm, RMSNorm)]
+        if (
+            not chosen
+            or self.section.adds
+            or not supports_fused_norms(self.section.dense_mixing, x_BTD)
+        ):
             return NO_NORMS, None
         places, modules = zip(*chosen, strict=True)
         factors_MD = jnp.stack([module.factors() for module in modules])
         return Norms(places, modules[0].epsilon), factors_MD
 
-    def _normalized(self, source: Source, scale_D: jax.Array) -> Source:
+    def _normalized(self, source: LayerOutput, scale_D: jax.Array) -> LayerOutput:
         if source.inverse_rms_BT1 is not None:
             return source
         x_BTD = source.x_BTD
-        return Source(to_be_scaled(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
+        return LayerOutput(scale_grad_only(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
 
 
 def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]:
@@ -278,53 +280,44 @@ def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product_of_normalized(
+def rms_norm_matmul(
     x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
 ) -> jax.Array:
     """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps), in the dtype of x.
 
     Of the size of x it writes only its gradient; normalizing first would write that of r x, too.
     """
-    return product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision)[0]
+    return _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
 
-def product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision):
+def _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision):
     # Saved under every policy: both are small, and recomputing either would read x again.
     inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
     product_BTK = checkpoint_name(
-        float_product("btd,dk->btk", x_BTD, kernel_DK, precision), "depth_product"
+        einsum_f32("btd,dk->btk", x_BTD, kernel_DK, precision), "depth_product"
     )
     y_BTK = (inverse_rms_BT1 * product_BTK).astype(x_BTD.dtype)
     return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
 
 
-def inverse_rms(x_BTD: jax.Array, epsilon: float) -> jax.Array:
-    mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-    return jax.lax.rsqrt(mean_square + epsilon)
-
-
-def product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
+def _rms_norm_matmul_backward(epsilon, precision, kept, grad_y_BTK):
     del epsilon
     x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
-    gradient_BTK = gradient_BTK.astype(jnp.float32)
-    of_product_BTK = (inverse_rms_BT1 * gradient_BTK).astype(x_BTD.dtype)
-    of_kernel_DK = float_product("btd,btk->dk", x_BTD, of_product_BTK, precision)
+    grad_y_BTK = grad_y_BTK.astype(jnp.float32)
+    grad_product_BTK = (inverse_rms_BT1 * grad_y_BTK).astype(x_BTD.dtype)
+    grad_kernel_DK = einsum_f32("btd,btk->dk", x_BTD, grad_product_BTK, precision)
     # dr / dx = -r^3 x / D
-    of_inverse_rms_BT1 = jnp.sum(gradient_BTK * product_BTK, axis=-1, keepdims=True)
-    share_BT1 = inverse_rms_BT1**3 * of_inverse_rms_BT1 / x_BTD.shape[-1]
-    of_x_BTD = float_product("btk,dk->btd", of_product_BTK, kernel_DK, precision)
-    of_x_BTD = of_x_BTD - share_BT1 * x_BTD.astype(jnp.float32)
-    return of_x_BTD.astype(x_BTD.dtype), of_kernel_DK.astype(kernel_DK.dtype)
+    grad_inverse_rms_BT1 = jnp.sum(grad_y_BTK * product_BTK, axis=-1, keepdims=True)
+    share_BT1 = inverse_rms_BT1**3 * grad_inverse_rms_BT1 / x_BTD.shape[-1]
+    grad_x_BTD = einsum_f32("btk,dk->btd", grad_product_BTK, kernel_DK, precision)
+    grad_x_BTD = grad_x_BTD - share_BT1 * x_BTD.astype(jnp.float32)
+    return grad_x_BTD.astype(x_BTD.dtype), grad_kernel_DK.astype(kernel_DK.dtype)
 
 
-product_of_normalized.defvjp(product_of_normalized_forward, product_of_normalized_backward)
+rms_norm_matmul.defvjp(_rms_norm_matmul_forward, _rms_norm_matmul_backward)
 
 
-def float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _rounded(width: int, rounding: str) -> int:
+def _round_hidden_width(width: int, rounding: str) -> int:
     if rounding == "reference":
         return (width // 64 + 1) * 64
     return -(-width // 64) * 64 if rounding == "ceil" else width

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from MaxText.layers.depth_mixing import NO_NORMS, Norms, chip_memory
-from MaxText.parallelism.constraints import device_kind
+from MaxText.layers.depth_aggregate import NO_NORMS, Norms, chip_memory
+from MaxText.parallelism.logical_sharding import device_kind
 
 Target = Literal["tpu", "interpret"]
 
@@ -26,10 +26,10 @@ MAX_ROWS = {"tpu": 128, "interpret": 16}
 MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions in registers at once
 
 
-Given = dict[str, Any]
+Operands = dict[str, Any]
 
 
-def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.Array]:
+def forward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> list[jax.Array]:
     """Returns norm_c(sum_s w_cs * scale_s * x_s) of each stream c, [N, D] in the sources' dtype.
 
     Args:
@@ -50,26 +50,26 @@ def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.A
     )["sums"]
 
 
-def backward(given: Given, target: Target, norms: Norms = NO_NORMS) -> dict[str, Any]:
+def backward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> dict[str, Any]:
     """Returns gradients of `forward`, those of the sources accumulated in place.
 
-        of_weights_cs = sum_D g_c * scale_s * x_s      of_sources_s += sum_c w_cs g_c
+        grad_weights_cs = sum_D g_c * scale_s * x_s      grad_sources_s += sum_c w_cs g_c
 
     g_c is the gradient of a sum before its norm, for which the sum is recomputed on chip.
 
     Args:
-      given: Arguments of `forward`; `of_sums`, gradients of its results; optionally `accumulated`,
-        gradients of the sources so far, whose memory is reused.
+      given: Arguments of `forward`; `grad_sums`, gradients of its results; optionally
+        `accumulated`, gradients of the sources so far, whose memory is reused.
 
     Returns:
-      `of_weights` [N, K] float32; `of_sources`, [N, D] each, of scale * x for scaled sources
-      (depth_mixing.to_be_scaled); with norms `of_factors` [M, D] float32.
+      `grad_weights` [N, K] float32; `grad_sources`, [N, D] each, of scale * x for scaled sources
+      (depth_aggregate.scale_grad_only); with norms `grad_factors` [M, D] float32.
     """
-    weights, sources, num_ways = given["weights"], given["sources"], len(given["of_sums"])
+    weights, sources, num_ways = given["weights"], given["sources"], len(given["grad_sums"])
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     results: dict[str, Any] = {
-        "of_sources": [state] * len(sources),
-        "of_weights": jax.ShapeDtypeStruct(weights.shape, jnp.float32),
+        "grad_sources": [state] * len(sources),
+        "grad_weights": jax.ShapeDtypeStruct(weights.shape, jnp.float32),
     }
     found = _call(
         functools.partial(_backward_body, norms),
@@ -80,16 +80,18 @@ def backward(given: Given, target: Target, norms: Norms = NO_NORMS) -> dict[str,
         target=target,
     )
     if norms.ways:
-        found["of_factors"] = jnp.sum(found.pop(_PART_OF_FACTORS), axis=0)
+        found["grad_factors"] = jnp.sum(found.pop(_PARTIAL_GRAD_FACTORS), axis=0)
     return found
 
 
-_PART_OF_FACTORS = "part_of_factors"  # sums of each tile, [tiles, M, D]; small next to sources
+_PARTIAL_GRAD_FACTORS = (
+    "partial_grad_factors"  # sums of each tile, [tiles, M, D]; small next to sources
+)
 
 
 def _call(
     body: Callable,
-    given: Given,
+    given: Operands,
     results: dict[str, Any],
     *,
     norms: Norms,
@@ -99,7 +101,7 @@ def _call(
     """Runs a kernel over tiles of tokens; all tiles share "scales" and "factors".
 
     `body` takes (chunk, target, input refs, result refs, scratch). "accumulated" donates its memory
-    to "of_sources", for which both must come first by name.
+    to "grad_sources", for which both must come first by name.
     """
     num_tokens, emb_dim = given["sources"][0].shape
 
@@ -107,20 +109,20 @@ def _call(
         return x.size * x.dtype.itemsize
 
     fixed = sum(num_bytes(given[name]) for name in ("scales", "factors") if name in given)
-    of_tokens = [x for x in jax.tree.leaves((given, results)) if x.shape[0] == num_tokens]
-    bytes_of_token = sum(map(num_bytes, of_tokens)) // num_tokens
+    per_token = [x for x in jax.tree.leaves((given, results)) if x.shape[0] == num_tokens]
+    bytes_per_token = sum(map(num_bytes, per_token)) // num_tokens
     in_scratch = 4 * emb_dim * len(norms.ways)
-    rows = _rows(num_tokens, 2 * bytes_of_token + in_scratch, target)
+    rows = _rows(num_tokens, 2 * bytes_per_token + in_scratch, target)
     tiles = pl.cdiv(num_tokens, rows)
 
-    if norms.ways and "of_weights" in results:
+    if norms.ways and "grad_weights" in results:
         shape = (tiles, len(norms.ways), emb_dim)
-        results = results | {_PART_OF_FACTORS: jax.ShapeDtypeStruct(shape, jnp.float32)}
+        results = results | {_PARTIAL_GRAD_FACTORS: jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def spec(name: str, x) -> pl.BlockSpec:
         if name in ("scales", "factors"):
             return pl.BlockSpec(x.shape, lambda tile: (0, 0))
-        if name == _PART_OF_FACTORS:
+        if name == _PARTIAL_GRAD_FACTORS:
             return pl.BlockSpec((1, *x.shape[1:]), lambda tile: (tile, 0, 0))
         return pl.BlockSpec((rows, x.shape[1]), lambda tile: (tile, 0))
 
@@ -135,7 +137,7 @@ def _call(
         shape = (len(norms.ways), rows, emb_dim)
         options["scratch_shapes"] = [pltpu.VMEM(shape, jnp.float32)]
     if target == "tpu":
-        needed = (2 * bytes_of_token + in_scratch) * rows + 2 * fixed
+        needed = (2 * bytes_per_token + in_scratch) * rows + 2 * fixed
         options["compiler_params"] = pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=min(chip_memory(device_kind()), max(16 * 2**20, needed + 8 * 2**20)),
@@ -157,11 +159,11 @@ def _call(
     )(given)
 
 
-def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
+def _rows(num_tokens: int, bytes_per_token: int, target: Target) -> int:
     rows = MAX_ROWS[target]
     if target == "tpu":
-        blocks = chip_memory(device_kind()) // 2  # `bytes_of_token` counts both buffers of each
-        while rows > TPU_ROWS and rows * bytes_of_token > blocks:
+        blocks = chip_memory(device_kind()) // 2  # `bytes_per_token` counts both buffers of each
+        while rows > TPU_ROWS and rows * bytes_per_token > blocks:
             rows //= 2
         if num_tokens % TPU_ROWS:
             return rows  # the last tile is masked
@@ -174,7 +176,7 @@ def _chunk(emb_dim: int, largest: int) -> int:
     return min(largest, emb_dim & -emb_dim)
 
 
-def _for_each(number: int, do: Callable[[Any], Any]) -> None:
+def _fori_loop(number: int, do: Callable[[Any], Any]) -> None:
     def body(index, _):
         do(index)
 
@@ -193,10 +195,10 @@ class Tile(NamedTuple):
         return min(self.shape[0], TPU_ROWS) if self.target == "tpu" else self.shape[0]
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
-        _for_each(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
+        _fori_loop(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
 
     def for_columns(self, do: Callable[[Any], Any]) -> None:
-        _for_each(self.shape[1] // self.chunk, lambda d: do(pl.ds(d * self.chunk, self.chunk)))
+        _fori_loop(self.shape[1] // self.chunk, lambda d: do(pl.ds(d * self.chunk, self.chunk)))
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""
@@ -267,19 +269,19 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile.for_tokens(at_tokens)
 
 
-def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> None:
+def _norm_vjp(tile: Tile, norms: Norms, given, results, normed, token) -> None:
     """Writes gradients before the norms to `normed` [M, tokens, D], and adds those of factors.
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
     """
-    num_norms, of_sums, factors = len(norms.ways), given["of_sums"], given["factors"]
+    num_norms, grad_sums, factors = len(norms.ways), given["grad_sums"], given["factors"]
 
     def measure(columns):
         squares, inner = [], []
         sums = _sums(tile, given, norms.ways, token, columns)
         for m, (c, y) in enumerate(zip(norms.ways, sums, strict=True)):
             normed[m, token, columns] = y
-            h = of_sums[c][token, columns].astype(jnp.float32)
+            h = grad_sums[c][token, columns].astype(jnp.float32)
             h = h * factors[pl.ds(m, 1), columns]
             squares.append(y * y)
             inner.append(h * y)
@@ -295,8 +297,8 @@ def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> N
     def differentiate(columns):
         for m, c in enumerate(norms.ways):
             y, r = normed[m, token, columns], inverse_rms[m]
-            g = of_sums[c][token, columns].astype(jnp.float32) * r
-            results[_PART_OF_FACTORS][0, pl.ds(m, 1), columns] += jnp.sum(
+            g = grad_sums[c][token, columns].astype(jnp.float32) * r
+            results[_PARTIAL_GRAD_FACTORS][0, pl.ds(m, 1), columns] += jnp.sum(
                 g * y, axis=0, keepdims=True
             )
             normed[m, token, columns] = g * factors[pl.ds(m, 1), columns] - shares[m] * y
@@ -306,34 +308,34 @@ def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> N
 
 def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile = Tile(given["sources"][0].shape, chunk, target)
-    num_sources, of_sums = len(given["sources"]), given["of_sums"]
+    num_sources, grad_sums = len(given["sources"]), given["grad_sums"]
     if norms.ways:
-        part = results[_PART_OF_FACTORS]
+        part = results[_PARTIAL_GRAD_FACTORS]
         part[...] = jnp.zeros(part.shape, jnp.float32)
 
     def at_tokens(token):
         def gradient(c, columns):
             if c in norms.ways:
                 return scratch[norms.ways.index(c), token, columns]
-            return of_sums[c][token, columns].astype(jnp.float32)
+            return grad_sums[c][token, columns].astype(jnp.float32)
 
         if norms.ways:
-            _through_norms(tile, norms, given, results, scratch, token)
+            _norm_vjp(tile, norms, given, results, scratch, token)
         for s in range(num_sources):
-            places = [c * num_sources + s for c in range(len(of_sums))]
+            places = [c * num_sources + s for c in range(len(grad_sums))]
             weights = [given["weights"][token, pl.ds(k, 1)] for k in places]
 
             def products(columns, s=s, weights=weights):
                 x = _source(given, s, token, columns)
-                ways = [gradient(c, columns) for c in range(len(of_sums))]
+                ways = [gradient(c, columns) for c in range(len(grad_sums))]
                 terms = [weight * g for weight, g in zip(weights, ways, strict=True)]
                 if "accumulated" in given:
                     terms.append(given["accumulated"][s][token, columns].astype(jnp.float32))
-                new = results["of_sources"][s]
+                new = results["grad_sources"][s]
                 new[token, columns] = functools.reduce(jnp.add, terms).astype(new.dtype)
                 return [g * x for g in ways]
 
             for k, total in zip(places, tile.sums(products, len(places)), strict=True):
-                results["of_weights"][token, pl.ds(k, 1)] = total[:, None]
+                results["grad_weights"][token, pl.ds(k, 1)] = total[:, None]
 
     tile.for_tokens(at_tokens)

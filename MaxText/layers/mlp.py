@@ -18,10 +18,10 @@ from MaxText.layers.activations import (
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
-from MaxText.layers.mixture_of_experts import MixtureOfExperts
+from MaxText.layers.moe import RoutedMoE
 from MaxText.layers.part import FeedForward, Scalars
 from MaxText.layers.weights import Init
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.logical_sharding import constrain
 
 _RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
 
@@ -40,31 +40,31 @@ class MLP(FeedForward):
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
         section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
         if experts.num_experts > 1:
-            return MixtureOfExperts(experts, section.mlp_activations, init, rngs)
+            return RoutedMoE(experts, section.mlp_activations, init, rngs)
         return cls(section, init, rngs)
 
     def __init__(
         self,
         section: FeedForwardSection,
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
         place: int = _RANDOM_SLOPES,  # RNG stream id within a layer
     ):
-        D, F = building.dimensions.emb_dim, building.dimensions.mlp_dim
-        init = building.initializers
+        D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
+        draw = init.initializers
         bias = section.ffn_bias
         self.activations = section.mlp_activations
         many = len(self.activations) > 1
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(self.activations))]
         for name in self.input_names:
-            dense = Dense((D,), (F,), ("embed", "mlp"), init.kernel, building, rngs, use_bias=bias)
+            dense = Dense((D,), (F,), ("embed", "mlp"), draw.kernel, init, rngs, use_bias=bias)
             setattr(self, name, dense)
         for name, activation in zip(self.input_names, self.activations, strict=True):
             if activation in LEARNED:
-                learned = LearnedActivation(activation, building, rngs)
+                learned = LearnedActivation(activation, init, rngs)
                 setattr(self, name.replace("wi", "activation"), learned)
         self.place = place
-        self.wo = Dense((F,), (D,), ("mlp", "embed"), init.output, building, rngs, use_bias=bias)
+        self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         h_BTF = None

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from MaxText.layers import depth_mixing, mixing_kernel
-from MaxText.layers.depth_mixing import (
+from MaxText.layers import depth_aggregate, depth_aggregate_kernel
+from MaxText.layers.depth_aggregate import (
     Norms,
-    bytes_of_token,
-    kernel_refused,
-    mix,
-    normalizes,
-    to_be_scaled,
+    aggregate,
+    kernel_unsupported_reason,
+    scale_grad_only,
+    supports_fused_norms,
+    vmem_bytes_per_token,
 )
-from MaxText.parallelism.constraints import axis_rules
+from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
 
@@ -39,7 +39,7 @@ def given(dtype, seed=0):
     return normal(B, T, C, S), normal(1, 1, C, S - 1), sources, normal(S, D)
 
 
-def of_sums(sums, offset):
+def grad_sums(sums, offset):
     """A number that depends on every element of every way in another way."""
     return sum(jnp.sum(jnp.sin(jnp.float32(y) + offset) * (c + 1)) for c, y in enumerate(sums))
 
@@ -55,18 +55,18 @@ def naive(weights, fixed, sources, scales):
             for c in range(C)
         ]
         sums = [y.astype(sources[0].dtype) for y in sums]
-        total = total + of_sums(sums, number)
+        total = total + grad_sums(sums, number)
     return total
 
 
 def chained(form, weights, fixed, sources, scales):
     """The same by `mix`, each sum reading what the one before has handed on."""
     if scales is not None:
-        sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
-    first = mix(weights, sources, form, scales_SD=scales)
+        sources = [scale_grad_only(x, scale) for x, scale in zip(sources, scales, strict=True)]
+    first = aggregate(weights, sources, form, scales_SD=scales)
     fewer = None if scales is None else scales[: S - 1]
-    second = mix(fixed, first.sources[: S - 1], form, scales_SD=fewer)
-    return of_sums(first.sums, S) + of_sums(second.sums, S - 1)
+    second = aggregate(fixed, first.sources[: S - 1], form, scales_SD=fewer)
+    return grad_sums(first.sums, S) + grad_sums(second.sums, S - 1)
 
 
 def differentiated(function, arguments):
@@ -109,7 +109,7 @@ def test_gradients_of_other_backends():
     def both(*arguments):
         return [
             gradients(*arguments)
-            for gradients in (depth_mixing._sum_gradients, depth_mixing._product_gradients)
+            for gradients in (depth_aggregate._sum_gradients, depth_aggregate._product_gradients)
         ]
 
     near(*both(weights, sources, scales, ways, sources[::-1]))
@@ -121,7 +121,7 @@ def test_sums_are_float32():
     sources = [one, *[little] * 8]
     weights = jnp.ones((1, 1, 1, len(sources)))
     for form in FORMS:
-        (y_BTD,) = mix(weights, sources, form).sums
+        (y_BTD,) = aggregate(weights, sources, form).sums
         assert np.all(y_BTD == 1.03125), form
 
 
@@ -129,8 +129,10 @@ def test_gradients_are_added_in_the_memory_of_those_before():
     weights, _, sources, _ = given(jnp.float32)
 
     def two(sources):
-        first = mix(weights, sources, "kernel")
-        return of_sums(first.sums, 0) + of_sums(mix(weights, first.sources, "kernel").sums, 1)
+        first = aggregate(weights, sources, "kernel")
+        return grad_sums(first.sums, 0) + grad_sums(
+            aggregate(weights, first.sources, "kernel").sums, 1
+        )
 
     # The last sum starts from nothing, not from zeros; the first is given one for each source.
     each = "(" + ", ".join(f"({s}, {s})" for s in range(S)) + ")"
@@ -154,18 +156,18 @@ def test_kernels_lower():
 
     def both(weights, states, scales, ways, old):
         given: dict = {"weights": weights, "sources": states, "scales": scales}
-        of = given | {"of_sums": ways}
+        of = given | {"grad_sums": ways}
         full: dict = {"weights": weights[:32], "sources": [x[:32] for x in states]}
         full |= {"factors": FACTORS}
-        of_full = full | {"of_sums": [x[:32] for x in ways]}
+        of_full = full | {"grad_sums": [x[:32] for x in ways]}
         before = [x[:32] for x in old]
         return (
-            mixing_kernel.forward(given, "tpu"),
-            mixing_kernel.backward(of, "tpu"),
-            mixing_kernel.backward(of | {"accumulated": old}, "tpu"),
-            mixing_kernel.forward(full, "tpu", NORMS),
-            mixing_kernel.backward(of_full, "tpu", NORMS),
-            mixing_kernel.backward(of_full | {"accumulated": before}, "tpu", NORMS),
+            depth_aggregate_kernel.forward(given, "tpu"),
+            depth_aggregate_kernel.backward(of, "tpu"),
+            depth_aggregate_kernel.backward(of | {"accumulated": old}, "tpu"),
+            depth_aggregate_kernel.forward(full, "tpu", NORMS),
+            depth_aggregate_kernel.backward(of_full, "tpu", NORMS),
+            depth_aggregate_kernel.backward(of_full | {"accumulated": before}, "tpu", NORMS),
         )
 
     traced = jax.jit(both).trace(weights, states, scales, ways, states)
@@ -186,20 +188,20 @@ def naive_norms(weights, factors, sources, scales):
     for place, c in enumerate(NORMS.ways):
         mean_square = jnp.mean(sums[c] ** 2, axis=-1, keepdims=True)
         sums[c] = sums[c] / jnp.sqrt(mean_square + NORMS.epsilon) * factors[place]
-    return of_sums(sums, 0)
+    return grad_sums(sums, 0)
 
 
 def kernel_norms(weights, factors, sources, scales):
     if scales is not None:
-        sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
-    mixed = mix(weights, sources, "kernel", scales_SD=scales, norms=NORMS, factors_MD=factors)
-    return of_sums(mixed.sums, 0)
+        sources = [scale_grad_only(x, scale) for x, scale in zip(sources, scales, strict=True)]
+    mixed = aggregate(weights, sources, "kernel", scales_SD=scales, norms=NORMS, factors_MD=factors)
+    return grad_sums(mixed.sums, 0)
 
 
 def test_kernel_with_norms():
     weights, _, sources, scales = given(jnp.float32)
     arguments = (weights, FACTORS, sources, scales)
-    assert normalizes("kernel", sources[0])
+    assert supports_fused_norms("kernel", sources[0])
     near(differentiated(kernel_norms, arguments), differentiated(naive_norms, arguments))
 
 
@@ -209,9 +211,9 @@ def near(ours, theirs):
 
 
 def test_states_whose_sums_a_kernel_does_not_normalise():
-    assert not normalizes("sum", jnp.zeros((2, 16, D)))
+    assert not supports_fused_norms("sum", jnp.zeros((2, 16, D)))
     # Tiles of tokens that are not full would add what is not there to gradients of factors.
-    assert not normalizes("kernel", jnp.zeros((2, 11, D)))
+    assert not supports_fused_norms("kernel", jnp.zeros((2, 11, D)))
 
 
 @pytest.mark.parametrize(
@@ -224,8 +226,10 @@ def test_states_whose_sums_a_kernel_does_not_normalise():
     ],
 )
 def test_states_that_kernels_refuse(width, backend, kind, refused):
-    of_token = bytes_of_token(33, 4, 2 * width)
-    reason = kernel_refused(width, backend, of_token=of_token, device_kind=kind)
+    bytes_per_token = vmem_bytes_per_token(33, 4, 2 * width)
+    reason = kernel_unsupported_reason(
+        width, backend, bytes_per_token=bytes_per_token, device_kind=kind
+    )
     assert (reason is not None) == refused
 
 
@@ -289,7 +293,7 @@ def test_kernel_on_several_devices(embed_axes):
 
 def normalized_on(mesh, rules, sources):
     with axis_rules(mesh, rules):
-        return normalizes("kernel", sources[0])
+        return supports_fused_norms("kernel", sources[0])
 
 
 @pytest.mark.multi_device

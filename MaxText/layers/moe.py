@@ -19,10 +19,10 @@ from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.part import Scalars
 from MaxText.layers.weights import Init, Initializer, weight
-from MaxText.parallelism.constraints import batch_axes_in_force, constrain
+from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
 
 
-def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:
+def expert_capacity(section: MoESection, length: int, factor: float) -> tuple[int, int]:
     """Returns the tokens of a group and C; the factor counts tokens, not choices (GShard)."""
     group = length
     if section.moe_group_size != -1 and length % section.moe_group_size == 0:
@@ -38,24 +38,24 @@ class Experts(nnx.Module):
         num_experts: int,
         width: int,
         activations: tuple[str, ...],
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
     ):
-        D, init = building.dimensions.emb_dim, building.initializers
+        D, draw = init.dimensions.emb_dim, init.initializers
         self.activations = activations
-        self.dtype, self.precision = building.dtype, building.precision
+        self.dtype, self.precision = init.dtype, init.precision
         many = len(activations) > 1
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(activations))]
 
         def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
             return weight(
                 rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
-                dtype=building.weight_dtype, num_in_dims=1, used_in=building.dtype,
+                dtype=init.weight_dtype, num_in_dims=1, used_in=init.dtype,
             )  # fmt: skip
 
         for name in self.input_names:
-            setattr(self, name, matrices(D, width, ("embed", "mlp"), init.kernel))
-        self.wo = matrices(width, D, ("mlp", "embed"), init.output)
+            setattr(self, name, matrices(D, width, ("embed", "mlp"), draw.kernel))
+        self.wo = matrices(width, D, ("mlp", "embed"), draw.output)
 
     def inputs(self) -> list[jax.Array]:
         return [getattr(self, name)[...].astype(self.dtype) for name in self.input_names]
@@ -70,7 +70,7 @@ class Experts(nnx.Module):
         )
 
 
-class MixtureOfExperts(nnx.Module):
+class RoutedMoE(nnx.Module):
     """y = sum over a token's experts of gate * expert(x).
 
     Gates are the largest of p = softmax(x Wg), float32: p itself for one expert per token (Fedus et
@@ -89,31 +89,31 @@ class MixtureOfExperts(nnx.Module):
         self,
         section: MoESection,
         activations: tuple[str, ...],
-        building: Init,
+        init: Init,
         rngs: nnx.Rngs,
     ):
-        dimensions = building.dimensions
+        dimensions = init.dimensions
         self.section = section
         self.gate = Dense(
             (dimensions.emb_dim,),
             (section.num_experts,),
             ("embed", None),
-            building.initializers.kernel,
-            building,
+            init.initializers.kernel,
+            init,
             rngs,
             used_in=jnp.dtype(jnp.float32),  # rounding could send a token to another expert
         )
         width = dimensions.mlp_dim if section.moe_mlp_dim == -1 else section.moe_mlp_dim
         chosen = section.moe_activations or activations
-        self.experts = Experts(section.num_experts, width, chosen, building, rngs)
+        self.experts = Experts(section.num_experts, width, chosen, init, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens that are not padding."""
         section = self.section
         batch, length, width = x_BTD.shape
         factor = section.capacity_factor if context.training else section.eval_capacity_factor
-        group, capacity = places(section, length, factor)
-        if context.generates or not context.drops_tokens:
+        group, capacity = expert_capacity(section, length, factor)
+        if context.is_decoding or not context.drops_tokens:
             factor, capacity = self._without_drops(factor), group
         x = x_BTD.reshape(-1, group, width)
         logits = self.gate(x)
@@ -134,7 +134,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _without_drops(self, factor: float) -> float:
         """Returns -1, or `factor` if experts are sharded and need a capacity."""
-        found = batch_axes_in_force("activation_exp")
+        found = current_batch_axes("activation_exp")
         return factor if found is not None and found[1][0] else -1.0
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
@@ -251,7 +251,7 @@ class MixtureOfExperts(nnx.Module):
             return y.reshape(x.shape)
 
         given = (x, gates, choices, kept, experts.inputs(), experts.outputs())
-        found = batch_axes_in_force("activation_batch", "activation_length", "activation_mlp")
+        found = current_batch_axes("activation_batch", "activation_length", "activation_mlp")
         if found is None:
             return on_one_device(*given)
         mesh, (batch_axes, length_axes, tensor_axes) = found

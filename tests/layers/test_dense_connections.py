@@ -10,9 +10,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from MaxText.config.dense_connections_section import DenseConnections
-from MaxText.layers.connections import product_of_normalized
+from MaxText.layers.dense_connections import rms_norm_matmul
 from MaxText.layers.model import Model
-from MaxText.layers.stack import rematerialized
+from MaxText.layers.stack import apply_remat
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import map_param_names
 from tests.small_models import random_batch, some_quick, tiny_config, trainer
@@ -230,9 +230,9 @@ def test_a_model_by_kernel_is_that_by_sums(keys):
 
 @pytest.mark.parametrize("policy", ["full", "minimal"])
 def test_the_product_that_weights_come_from_is_not_made_again(policy):
-    @functools.partial(rematerialized, policy=policy, in_scan=False)
+    @functools.partial(apply_remat, policy=policy, in_scan=False)
     def layer(x_BTD, kernel_DK):
-        return jnp.sin(product_of_normalized(x_BTD, kernel_DK, 1e-6, None))
+        return jnp.sin(rms_norm_matmul(x_BTD, kernel_DK, 1e-6, None))
 
     def loss(x_BTD, kernel_DK):
         return jnp.sum(layer(x_BTD, kernel_DK))

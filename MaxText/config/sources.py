@@ -1,4 +1,4 @@
-"""Layers of settings, gathered in the order in which later ones win."""
+"""Layers of settings, collected in the order in which later ones win."""
 
 import dataclasses
 import enum
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, values
-from MaxText.config.catalogue import all_keys
-from MaxText.config.config_files import FileProblem, display
-from MaxText.config.maxtext_keys import ALIASES, UNAVAILABLE, translation
-from MaxText.config.problems import Problem, nearest, nearest_fact
+from MaxText.config.catalog import all_keys
+from MaxText.config.config_files import ConfigFileError, short_path
+from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
+from MaxText.config.problems import Problem, close_matches, close_matches_fact
 from MaxText.config.schema import SCHEMA_VERSION
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
-FOR_COMPARE = {
+SWEEP_KEYS = {
     "sweep": "several configurations",
     "stages": "several runs, each beginning from the one before",
 }
 
-FILE_KEYS = ("base_config", "schema_version", *FOR_COMPARE)
+FILE_KEYS = ("base_config", "schema_version", *SWEEP_KEYS)
 
 # What an argument of a program is: key=value, or a config file.
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"-\d.*", re.DOTALL)
 YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
-class Layer(enum.Enum):
+class Source(enum.Enum):
     """Sources of values, weakest first. DERIVED values are computed from the others."""
 
     DEFAULT = "schema default"
@@ -47,12 +47,12 @@ class Layer(enum.Enum):
 
     @property
     def rank(self) -> int:
-        return list(Layer).index(self)
+        return list(Source).index(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    layer: Layer
+    source: Source
     file: Path | None = None  # YAML file, or None
     line: int | None = None  # line in that file, or None
     raw: str = ""  # the value as it was written
@@ -62,10 +62,10 @@ class Origin:
     def place(self) -> str:
         """For example "configs/gpt2.yml:12"."""
         if self.file is not None:
-            return f"{display(self.file)}:{self.line}"
-        if self.layer is Layer.ENVIRONMENT:
+            return f"{short_path(self.file)}:{self.line}"
+        if self.source is Source.ENVIRONMENT:
             return f"environment variable {self.note}"
-        return f"{self.layer.value} {self.note}" if self.note else self.layer.value
+        return f"{self.source.value} {self.note}" if self.note else self.source.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Setting:
     @property
     def place(self) -> str:
         raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
-        if self.origin.layer is Layer.ENVIRONMENT:
+        if self.origin.source is Source.ENVIRONMENT:
             return f"{self.origin.place}={raw}"
         between = ": " if self.origin.file else "="
         return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnConfiguration:
+class CheckpointConfig:
     """The configuration that weights record, in place of a config file."""
 
     values: Mapping[str, Any]  # by key
@@ -95,7 +95,7 @@ class OwnConfiguration:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForCompare:
+class SweepBlock:
     """`sweep:` or `stages:` of a file, for compare.py."""
 
     value: Any  # as config_files reads it
@@ -103,7 +103,7 @@ class ForCompare:
 
 
 @dataclasses.dataclass
-class Gathered:
+class CollectedSettings:
     """All settings, weakest first, before their types are checked."""
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
@@ -111,34 +111,36 @@ class Gathered:
     is_file_missing: bool = False
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
-    for_compare: dict[str, ForCompare] = dataclasses.field(default_factory=dict)
+    sweep_blocks: dict[str, SweepBlock] = dataclasses.field(default_factory=dict)
 
     def last(self, name: str) -> Setting | None:
         return next((s for s in reversed(self.settings) if s.name == name), None)
 
 
-def gather(
+def collect(
     arguments: Sequence[str],
     overrides: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
-    own: OwnConfiguration | None = None,
-) -> Gathered:
-    """Gathers the settings of all layers.
+    own: CheckpointConfig | None = None,
+) -> CollectedSettings:
+    """Collects the settings of all sources.
 
     Args:
       arguments: Config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of configure()).
       own: Configuration that weights record, below a config file.
     """
-    result = Gathered()
+    result = CollectedSettings()
     if own is not None:
         for name, value in own.values.items():
-            origin = Origin(Layer.SAVED_CONFIG, raw=values.show(value), note=f"of {own.place}")
+            origin = Origin(
+                Source.SAVED_CONFIG, raw=values.format_value(value), note=f"of {own.place}"
+            )
             result.settings.append(Setting(name, value, origin, name))
     paths, typed = _read_arguments(arguments, result)
     typed += _distinct(
         [
-            Setting(name, value, Origin(Layer.ARGUMENT, raw=values.show(value)), name)
+            Setting(name, value, Origin(Source.ARGUMENT, raw=values.format_value(value)), name)
             for name, value in overrides.items()
         ],
         result,
@@ -147,32 +149,34 @@ def gather(
     for path in paths:
         try:
             result.config_path = config_files.find(path)
-            result.settings += _read_chain(result.config_path, Layer.CONFIG_FILE, result)
-        except FileProblem as error:
+            result.settings += _read_chain(result.config_path, Source.CONFIG_FILE, result)
+        except ConfigFileError as error:
             result.problems.append(error.problem)
             result.is_file_missing = True
 
     upper = environment_settings + typed
     place = len(result.settings)
     result.settings += upper
-    preset = _read_named("model_name", config_files.MODELS, Layer.PRESET, result)
+    preset = _read_named("model_name", config_files.MODELS, Source.PRESET, result)
     named = result.last("model_name")
     if preset and named is not None and named.origin.file is not None:
         # Keys written in the file that names the preset beat it.
         file = named.origin.file
         place = next(i for i, each in enumerate(result.settings) if each.origin.file == file)
     result.settings[place:place] = preset
-    bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Layer.DECODER_BLOCK, result)
+    bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Source.DECODER_BLOCK, result)
     result.settings[:0] = bundle
     return result
 
 
-def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[str], list[Setting]]:
+def _read_arguments(
+    arguments: Sequence[str], result: CollectedSettings
+) -> tuple[list[str], list[Setting]]:
     paths, settings = [], []
     for argument in _without_dashes(arguments):
         if match := ARGUMENT.fullmatch(argument):
             name, text = match.groups()
-            origin = Origin(Layer.COMMAND_LINE, raw=text)
+            origin = Origin(Source.COMMAND_LINE, raw=text)
             settings.append(Setting(name, values.from_text(text), origin, name))
         elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
             paths.append(argument)
@@ -181,7 +185,7 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[st
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
             if argument.startswith("-"):
                 what = f"argument {argument!r} has no value: write {name}=VALUE"
-            facts = nearest_fact(name, all_keys(), "{}=...")
+            facts = close_matches_fact(name, all_keys(), "{}=...")
             if os.path.exists(os.path.expanduser(argument)):
                 facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
@@ -207,24 +211,24 @@ def _without_dashes(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _read_environment(environment: Mapping[str, str], result: Gathered) -> list[Setting]:
+def _read_environment(environment: Mapping[str, str], result: CollectedSettings) -> list[Setting]:
     by_variable = {f"M_{name.upper()}": name for name in (*all_keys(), *ALIASES)}
     settings = []
     for variable, text in sorted(environment.items()):
         if not variable.startswith("M_"):
             continue
         if name := by_variable.get(variable):
-            origin = Origin(Layer.ENVIRONMENT, raw=text, note=variable)
+            origin = Origin(Source.ENVIRONMENT, raw=text, note=variable)
             settings.append(Setting(name, values.from_text(text), origin, name))
-        elif reason := UNAVAILABLE.get(variable[2:].lower()):
+        elif reason := UNSUPPORTED.get(variable[2:].lower()):
             result.notices.append(f"warning: {variable} has no effect: {reason.sentence}")
-        elif close := nearest(variable[2:], all_keys(), count=1):
+        elif close := close_matches(variable[2:], all_keys(), count=1):
             name = f"M_{close[0].upper()}"
             result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
     return _distinct(settings, result, last_wins=True)
 
 
-def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
+def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
     """Returns the settings of a file and of its base configs, the deepest first."""
     chain: list[list[Setting]] = []
     seen: list[Path] = []
@@ -236,42 +240,42 @@ def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
         special = {entry.name: entry for entry in entries if entry.name in FILE_KEYS}
         if "schema_version" in special:
             _check_version(special["schema_version"], path, result)
-            here = Layer.SAVED_CONFIG if layer is Layer.CONFIG_FILE else here
+            here = Source.SAVED_CONFIG if layer is Source.CONFIG_FILE else here
         settings = [
             Setting(e.name, e.value, Origin(here, path, e.line, e.raw), e.name)
             for e in entries
             if e.name not in FILE_KEYS
         ]
         chain.append(_distinct(settings, result))
-        for name in FOR_COMPARE:
-            if name not in result.for_compare and (entry := special.get(name)):
-                place = f"{display(path)}:{entry.line}"
-                result.for_compare[name] = ForCompare(entry.value, place)
+        for name in SWEEP_KEYS:
+            if name not in result.sweep_blocks and (entry := special.get(name)):
+                place = f"{short_path(path)}:{entry.line}"
+                result.sweep_blocks[name] = SweepBlock(entry.value, place)
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
             break
-        place = f"{display(path)}:{base.line}, base_config: {base.raw}"
+        place = f"{short_path(path)}:{base.line}, base_config: {base.raw}"
         try:
             if not isinstance(base.value, str):
                 what = f"base_config: {base.raw} is not the path of one YAML file"
-                raise FileProblem(Problem(what))
+                raise ConfigFileError(Problem(what))
             path = config_files.find(base.value, beside=path.parent)
             if path in seen:
-                way = " -> ".join(display(step) for step in (*seen[seen.index(path) :], path))
-                raise FileProblem(Problem(f"base_config: files refer to each other: {way}"))
-        except FileProblem as error:
+                way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
+                raise ConfigFileError(Problem(f"base_config: files refer to each other: {way}"))
+        except ConfigFileError as error:
             result.problems.append(dataclasses.replace(error.problem, where=(place,)))
             break
-        if layer is Layer.CONFIG_FILE:
-            here = Layer.BASE_CONFIG
+        if layer is Source.CONFIG_FILE:
+            here = Source.BASE_CONFIG
     return [setting for settings in reversed(chain) for setting in settings]
 
 
-def _check_version(entry: config_files.Entry, path: Path, result: Gathered) -> None:
-    place = f"{display(path)}:{entry.line}, schema_version: {entry.raw}"
+def _check_version(entry: config_files.YamlEntry, path: Path, result: CollectedSettings) -> None:
+    place = f"{short_path(path)}:{entry.line}, schema_version: {entry.raw}"
     try:
         version = values.convert(entry.value, int)
-    except values.WrongValue as error:
+    except values.InvalidValueError as error:
         result.problems.append(Problem(f"schema_version: {error}", (place,)))
         return
     if version > SCHEMA_VERSION:
@@ -282,7 +286,7 @@ def _check_version(entry: config_files.Entry, path: Path, result: Gathered) -> N
         result.problems.append(Problem(what, (place,), (("instead", "update the program"),)))
 
 
-def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list[Setting]:
+def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
     """Returns the settings of the preset or bundle that `name` asks for."""
     setting = result.last(name)
     default = all_keys()[name].default
@@ -290,9 +294,9 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
     if setting is not None and not isinstance(chosen, str):
         chosen = setting.origin.raw
     # A saved configuration already holds what its preset gave, and what beat it.
-    if layer is Layer.PRESET and setting and setting.origin.layer is Layer.SAVED_CONFIG:
+    if layer is Source.PRESET and setting and setting.origin.source is Source.SAVED_CONFIG:
         return []
-    if layer is Layer.PRESET and (chosen in ("", default) or values.is_null(chosen)):
+    if layer is Source.PRESET and (chosen in ("", default) or values.is_null(chosen)):
         return []
     known = config_files.preset_names(folder)
     place = (setting.place,) if setting else ()
@@ -301,45 +305,45 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
         beside = setting.origin.file.parent if setting.origin.file else None
         try:
             file = config_files.find(chosen, beside)
-        except FileProblem as error:
+        except ConfigFileError as error:
             problem = dataclasses.replace(error.problem, where=place)
             result.problems.append(problem)
             return []
     elif chosen not in known:
         facts = (
-            *nearest_fact(str(chosen), known),
+            *close_matches_fact(str(chosen), known),
             ("known", ", ".join(known)),
             ("default", default),
         )
-        what = f"{name}: there is no {display(folder)}/{chosen}.yml"
+        what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
         result.problems.append(Problem(what, place, facts))
         return []
     try:
         settings = _read_chain(file, layer, result)
-    except FileProblem as error:
+    except ConfigFileError as error:
         result.problems.append(dataclasses.replace(error.problem, where=place))
         return []
     kept = []
     for inner in settings:
         if inner.name == "model_name" and inner.value != chosen:
-            what = f"model_name: a file of {display(folder)} cannot choose another preset"
+            what = f"model_name: a file of {short_path(folder)} cannot choose another preset"
             result.problems.append(Problem(what, (inner.place,)))
         elif inner.name not in ("model_name", name):
             kept.append(inner)
     return kept
 
 
-def unexpanded(name: str, place: str) -> Problem:
+def sweep_not_supported(name: str, place: str) -> Problem:
     """Returns the problem of a file for several runs in a program that does one."""
     return Problem(
-        f"{name}: stands for {FOR_COMPARE[name]}, which only compare.py expands",
+        f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands",
         (place,),
         (("run", f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"),),
     )
 
 
 def _distinct(
-    settings: list[Setting], result: Gathered, *, last_wins: bool = False
+    settings: list[Setting], result: CollectedSettings, *, last_wins: bool = False
 ) -> list[Setting]:
     """Returns the settings of one source under our names.
 
@@ -351,7 +355,7 @@ def _distinct(
         if name != setting.name:
             result.notices.append(f"note: {setting.name} is called {name} here")
         setting = dataclasses.replace(setting, name=name)
-        if found := translation(name, setting.value):
+        if found := find_mapping(name, setting.value):
             written = f"{setting.written}={setting.origin.raw}"
             result.notices.append(f"note: {written} {found.sentence}")
             if not found.name:
@@ -370,7 +374,7 @@ def _distinct(
     return list(kept.values())
 
 
-def announce(notices: Sequence[str]) -> None:
+def print_notices(notices: Sequence[str]) -> None:
     """Writes each notice once to stderr."""
     for notice in dict.fromkeys(notices):
         sys.stderr.write(notice + "\n")

@@ -1,0 +1,187 @@
+"""Block variants: parallel, without a mixer, static SGU, Macaron, ReZero."""
+
+import functools
+import types
+from typing import Any
+
+import jax
+from flax import nnx
+
+from MaxText.config.model_sections import Layer
+from MaxText.layers.block import ATTENTION, MLP, Block, add_scalars
+from MaxText.layers.context import Context
+from MaxText.layers.mlp import MLP as PlainMLP
+from MaxText.layers.part import Inputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.static_sgu import BesideStaticSGU
+from MaxText.layers.weights import Init, weight, zeros
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+
+_MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the others
+
+
+def block_class(layer: Layer) -> type[Block]:
+    own = layer.section.block
+    bases: list[type[Block]] = [ParallelBlock if own.block_arrangement == "parallel" else Block]
+    if own.mixer == "none":
+        bases = [BlockWithoutMixer]
+    elif layer.section.attention.static_sgu:
+        bases.append(WithStaticSGU)
+    if layer.section.dense_connections.mixes_attention_inputs and own.mixer != "none":
+        bases.append(WithSeparateNorms)
+    if own.use_macaron:
+        bases.append(Macaron)
+    if own.use_rezero:
+        bases.append(ReZero)
+    return combine(*reversed(bases))
+
+
+@functools.cache
+def combine(*bases: type) -> Any:
+    """Returns a class of all bases, the same one for the same bases."""
+    return bases[0] if len(bases) == 1 else types.new_class(bases[0].__name__, bases)
+
+
+def mixer_class(layer: Layer) -> type[Mixer] | None:
+    if layer.section.block.mixer == "none":
+        return None
+    return block_class(layer).mixer_class(layer)
+
+
+class ParallelBlock(Block):
+    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, 2.1.2); GPT-J shares one norm."""
+
+    not_recomputed = ("self_attention", "mlp")
+
+    def build_feed_forward(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+        if not layer.section.block.parallel_residual_shared_norm:
+            return super().build_feed_forward(layer, init, rngs)
+        self.pre_mlp_layer_norm = None
+        self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
+        return None
+
+    def __call__(
+        self, inputs: Inputs, context: Context, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        normed = self.mixer_input(inputs)
+        out, scalars, state = self.mix(normed, context, state)
+        h_BTD = inputs.r + self.branch(out, context, ATTENTION)
+        if self.pre_mlp_layer_norm is None:
+            out, more = self.run_mlp(normed[0], context)
+        else:
+            out, more = self.feed_forward(inputs.r, context)
+        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        return y_BTD, add_scalars(scalars, more), state
+
+
+class BlockWithoutMixer(Block):
+    """y = x + mlp(norm(x))."""
+
+    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+        self.doubles = layer.section.attention.none_doubles_residual
+        self.is_parallel = layer.section.block.block_arrangement == "parallel"
+
+    def __call__(
+        self, inputs: Inputs, context: Context, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
+        out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
+        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        return y_BTD, scalars, state
+
+
+class WithStaticSGU(Block):
+    """Static SGU on half of the channels, the mixer on the other half."""
+
+    @classmethod
+    def mixer_class(cls, layer: Layer) -> Any:
+        return combine(BesideStaticSGU, super().mixer_class(layer))
+
+
+class WithSeparateNorms(Block):
+    """Separate inputs and norms of q, k and v."""
+
+    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+        for way in "qkv":
+            setattr(self, self._name(way), self.norm(layer, init, rngs))
+        self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
+
+    def mixer_input(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BTD, k_BTD, v_BTD = (
+            x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(way))(x)
+            for way, x in zip("qkv", inputs[:3], strict=True)
+        )
+        return q_BTD, k_BTD, v_BTD
+
+    @property
+    def stream_norms(self) -> dict[str, nnx.Module]:
+        norms = {way: getattr(self, self._name(way)) for way in "qkv"}
+        return {way: norm for way, norm in norms.items() if not isinstance(norm, Identity)}
+
+    @staticmethod
+    def _name(way: str) -> str:
+        return f"pre_self_attention_layer_norm_{way}"
+
+
+class Macaron(Block):
+    """Half a feed-forward before and after the mixer (Lu et al. 2019)."""
+
+    def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
+        super().__init__(layer, init, rngs)
+        section = layer.section
+        self.macaron_mlp = PlainMLP(section.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
+        has_norm = section.block.macaron_prenorm
+        self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
+
+    def __call__(
+        self, inputs: Inputs, context: Context, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
+        x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
+        y_BTD, more, state = super().__call__(Inputs.all(x_BTD), context, state)
+        return y_BTD, add_scalars(scalars, more), state
+
+    def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+        out, scalars = super().feed_forward(x_BTD, context)
+        return 0.5 * out, scalars
+
+
+class ReZero(Block):
+    """Learned gates instead of norms (Bachlechner et al. 2020)."""
+
+    not_recomputed = ()  # gates read all outputs
+
+    def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
+        super().__init__(layer, init, rngs)
+        own = layer.section.block
+        if own.mixer != "none":
+            self.attention_gate = ReZeroScale(init, rngs)
+        self.mlp_gate = ReZeroScale(init, rngs)
+        if own.use_macaron and own.macaron_prenorm:
+            self.macaron_gate = ReZeroScale(init, rngs)
+
+    def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
+        return Identity()
+
+    def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
+        names = {ATTENTION: "attention_gate", MLP: "mlp_gate", _MACARON: "macaron_gate"}
+        gate = getattr(self, names[stream], None)
+        return super().branch(x_BTD if gate is None else gate(x_BTD), context, stream)
+
+
+class Identity(nnx.Module):
+    """The identity, in place of a norm."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+class ReZeroScale(nnx.Module):
+    """A learned scalar that multiplies a branch, initially 0."""
+
+    rows = "gates"
+
+    def __init__(self, init: Init, rngs: nnx.Rngs):
+        self.scale = weight(rngs, (), (), zeros, dtype=init.weight_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale[...].astype(x.dtype)
