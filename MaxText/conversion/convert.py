@@ -109,7 +109,9 @@ def show_memory(peak: int, show: Show) -> None:
     show(f"Peak memory, besides the program: about {size}")
 
 
-def _to_run(request: Request, weights: WeightSource, loaded: LoadedConfig | None, show: Show) -> None:
+def _to_run(
+    request: Request, weights: WeightSource, loaded: LoadedConfig | None, show: Show
+) -> None:
     show_memory(imported_run.peak_bytes(weights), show)
     source = weights.folder if isinstance(weights, HFWeights) else None
     if isinstance(weights, HFWeights):

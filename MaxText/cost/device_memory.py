@@ -172,7 +172,7 @@ def _advice(
         if section.memory.remat_policy != "full":
             policy = section.memory.remat_policy
             lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
-        if not section.memory.scan_layers and section.scan_refused is None:
+        if not section.memory.scan_layers and section.scan_unsupported_reason is None:
             lines.append("scan_layers=true: one layer's temporaries at a time")
         vocabulary, length = section.shape.vocab_size, planned.length
         sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]

@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from MaxText.config.loading import Layer, Loaded
+from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.evaluation import results
@@ -33,12 +33,12 @@ class EvaluationRequest(NamedTuple):
     is_tokenizer_typed: bool  # whether the user set tokenizer_path
 
 
-def parse_request(loaded: Loaded) -> EvaluationRequest:
+def parse_request(loaded: LoadedConfig) -> EvaluationRequest:
     """Separates user-set keys from those that the weights supplied."""
     config, origins = loaded.config, loaded.origins
     typed = any(map(loaded.typed, _DATA_KEYS))
     scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness_tasks)
-    if origins["eval_steps"].layer is Layer.SAVED_CONFIG and config.data.dataset_type == "grain":
+    if origins["eval_steps"].source is Source.SAVED_CONFIG and config.data.dataset_type == "grain":
         # Training limits eval_steps to save time; eval.py reads the whole split.
         evaluation = config.evaluation.model_copy(update={"eval_steps": -1})
         config = config.model_copy(update={"evaluation": evaluation})

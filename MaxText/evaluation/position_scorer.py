@@ -14,8 +14,8 @@ import numpy as np
 from MaxText.evaluation.masked_text import MaskIds
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
-from MaxText.parallelism.constraints import HIDDEN, constrain
-from MaxText.parallelism.mesh import rows_of_batch
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.mesh import microbatch_size
 from MaxText.training.objective import cross_entropy
 
 _SHORTEST = 16  # padded length of shorter sequences: compiling another program would cost more
@@ -60,7 +60,7 @@ class PositionScorer:
         self._before = [] if mask_ids is None or mask_ids.cls is None else [mask_ids.cls]
         self.window: int = length - len(self._before)
         self._max_length = length
-        self._num_tokens = rows_of_batch(config.batch, layout, per_device) * length
+        self._num_tokens = microbatch_size(config.batch, layout, per_device) * length
         self._num_parts = layout.num_batch_parts
         self._sees_padding = not section.attention.causal
         self._layout = layout

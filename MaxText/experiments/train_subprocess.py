@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from MaxText.config.catalogue import all_keys
+from MaxText.config.catalog import all_keys
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.saved import resolved_yaml
+from MaxText.config.serialization import resolved_yaml
 from MaxText.early_signals import handled
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import Run

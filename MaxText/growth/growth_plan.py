@@ -135,9 +135,7 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
     )
 
 
-def _fixed_depth(
-    stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]
-) -> str | None:
+def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:

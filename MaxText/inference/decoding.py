@@ -23,7 +23,7 @@ from MaxText.inference.prompt_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.trained_model import load_model
 from MaxText.layers.model import Model, Parameters
-from MaxText.parallelism.mesh import Layout, rows_of_batch
+from MaxText.parallelism.mesh import Layout, microbatch_size
 
 Write = Callable[[str], None]
 

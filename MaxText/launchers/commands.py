@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.layering import Layer
 from MaxText.config.loading import load
+from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
 Show = Callable[[str], None]
@@ -41,7 +41,7 @@ def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
     given = list(arguments)
     # A run_name derived from a given path is the same every time.
     origin = loaded.origins["run_name"]
-    if origin.layer is Layer.DERIVED and "time of start" in origin.note:
+    if origin.source is Source.DERIVED and "time of start" in origin.note:
         given.append(f"run_name={run.run_name}")
     return RunArguments(given, run.run_name, folder)
 

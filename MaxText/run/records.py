@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.config.schema import flat, resolved_yaml
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config
+from MaxText.config.serialization import flatten, resolved_yaml
 from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_facts, parent_folder, sizes

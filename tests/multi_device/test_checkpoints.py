@@ -142,7 +142,13 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
     checkpoints = CheckpointManager(tmp_path / "sharded" / "checkpoints", config.checkpoint)
     start = restore_or_initialize(
-        checkpoints, config.checkpoint, abstract, lambda: drawn, flatten(config), [].append, resolved
+        checkpoints,
+        config.checkpoint,
+        abstract,
+        lambda: drawn,
+        flatten(config),
+        [].append,
+        resolved,
     )
     for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding

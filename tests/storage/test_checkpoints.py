@@ -8,7 +8,7 @@ import pytest
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.catalogue import build
+from MaxText.config.catalog import unflatten
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
 from MaxText.growth.resolve import resolve_growth
@@ -170,7 +170,7 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
 
     checkpoints = opened()
     stored = [checkpoints.stored(step) for step in reversed(checkpoints.steps_to_resume())]
-    resolved = resolve_growth(build(CONFIG), stored)
+    resolved = resolve_growth(unflatten(CONFIG), stored)
     assert checkpoints.latest_step() == steps[-1]
     start = restore_or_initialize(
         checkpoints, Checkpoint(), abstract(state), pytest.fail, CONFIG, [].append, resolved
