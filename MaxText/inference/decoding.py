@@ -54,7 +54,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
         write, output = lambda text: None, JsonlWriter("", "")
     engine = Engine(
         trained.model,
-        trained.model.in_parts(trained.params),
+        trained.model.unstack_params(trained.params),
         trained.layout,
         sampling_params(section),
         num_ids=tokenizer.num_sampled_ids(config.model.shape.vocab_size),
