@@ -37,7 +37,7 @@ def _reached(*_):
 # Where the work itself begins, for which a command line is accepted.
 _WORK = (
     "inference.decoding.load_model",
-    "evaluation.evaluating.load_model",
+    "evaluation.evaluate.load_model",
     "input_pipeline.inspection.inspect_dataset.Inspection.show_statistics",
     "input_pipeline.inspection.inspect_dataset.Inspection.show_batch",
 )
