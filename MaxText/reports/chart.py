@@ -1,4 +1,4 @@
-"""Chart descriptions, drawn by page.js in HTML and by pictures.py as PNG."""
+"""Chart descriptions, drawn by page.js in HTML and by figures.py as PNG."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
