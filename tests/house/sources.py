@@ -47,6 +47,16 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def lazy_imports(path: Path) -> set[str]:
+    """The modules that a file imports inside functions."""
+    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
+    inside = [node for function in functions for node in ast.walk(function)]
+    found = {node.module for node in inside if isinstance(node, ast.ImportFrom) and node.module}
+    return found | {
+        alias.name for node in inside if isinstance(node, ast.Import) for alias in node.names
+    }
+
+
 @functools.cache
 def main_of(program: str) -> Callable[[], int]:
     """The function main of a program, for this process; it reads sys.argv."""

@@ -12,6 +12,7 @@ from tests.house.sources import (
     REPOSITORY,
     imported_modules,
     is_program,
+    lazy_imports,
     parsed,
     python_files,
     shown,
@@ -65,6 +66,19 @@ def test_entry_scripts_are_never_imported():
     assert "MaxText.train" in scripts
     importing = [shown(path) for path in FILES if scripts.intersection(imported_modules(path))]
     assert importing == ["MaxText/api.py"]  # the Python interface trains as train.py does
+
+
+def test_imports_inside_functions_are_listed(told):
+    # Each keeps a slow library, such as jax, out of the first second of a program.
+    told(
+        "\n".join(
+            sorted(
+                f"{shown(path)}: {name}"
+                for path in python_files("MaxText")
+                for name in lazy_imports(path)
+            )
+        )
+    )
 
 
 def test_nothing_is_left_for_later():
