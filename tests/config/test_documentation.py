@@ -36,9 +36,8 @@ def test_the_default_configuration_is_the_schema():
     config = Config()
     assert unflatten(flatten(config)) == config
     assert list(flatten(config)) == list(all_keys())
-    changed = {
-        name for name, value in flatten(configure()).items() if value != flatten(config)[name]
-    }
+    defaults = flatten(config)
+    changed = {name for name, value in flatten(configure()).items() if value != defaults[name]}
     assert changed == {"run_name", "base_output_directory", "learning_rate_schedule_steps"}
 
 

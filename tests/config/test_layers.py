@@ -26,9 +26,8 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert config.schedule.warmup_steps_fraction == 0.2
     assert config.model.shape.base_emb_dim == 512  # preset over file
     layers = {
-        "block_arrangement": Source.DECODER_BLOCK,
-        "rotary_pct": Source.BASE_CONFIG,         "steps": Source.CONFIG_FILE,
-        "base_emb_dim": Source.PRESET, "learning_rate": Source.DEFAULT,
+        "block_arrangement": Source.DECODER_BLOCK, "rotary_pct": Source.BASE_CONFIG,
+        "steps": Source.CONFIG_FILE, "base_emb_dim": Source.PRESET, "learning_rate": Source.DEFAULT,
     }  # fmt: skip
     assert {name: loaded.origins[name].source for name in layers} == layers
     assert loaded.origins["steps"].line == 3
@@ -81,18 +80,14 @@ def test_a_cycle_is_an_error(write):
     ["gpt2.yml", "configs/gpt2.yml", "MaxText/configs/gpt2.yml", "./configs/gpt2.yml",
      "models/gpt2-124m.yml", "gpt2-124m.yml"],
 )  # fmt: skip
-def test_shipped_configs_are_found_from_any_folder(name, tmp_path, monkeypatch):
+def test_shipped_configs_are_found_from_any_folder(name, write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = load([name]).config_path
     assert path is not None
     assert path.is_relative_to(config_files.SHIPPED)
     assert path.name == Path(name).name
-
-
-def test_a_given_path_comes_before_a_shipped_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2.yml").write_text("steps: 5\n")
-    assert load(["gpt2.yml"]).config.run.steps == 5
+    write("steps: 5\n", name)  # what lies at the path itself comes first
+    assert load([name]).config.run.steps == 5
 
 
 @pytest.mark.parametrize("name", ["gpt22.yml", "mine/gpt2.yml", "/nowhere/configs/gpt2.yml"])

@@ -37,6 +37,9 @@ def test_absent_keys_are_explained(capsys):
                 load([f"{name}=something"])  # some values hold here anyway
             shown = str(caught.value)
         assert reason.sentence in shown
+    # Of a family of keys.
+    assert "attention=flash" in maxtext_keys.find_unsupported("sa_block_kv_dq").why
+    assert maxtext_keys.find_unsupported("lerning_rate") is None
 
 
 @pytest.mark.parametrize("off", ["false", "0", "", "null", "[]"])
@@ -76,11 +79,6 @@ def test_keys_of_other_programs_name_ours():
         assert ours in all_keys()
         with pytest.raises(ConfigurationError, match=f"{whose}; use {ours}"):
             load([f"{name}=something"])
-
-
-def test_families():
-    assert "attention=flash" in maxtext_keys.find_unsupported("sa_block_kv_dq").why
-    assert maxtext_keys.find_unsupported("lerning_rate") is None
 
 
 def test_values_with_a_note_are_not_accepted():

@@ -21,6 +21,12 @@ RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
 RECIPES = ["gpt2", "tokenformer", "base_v2", "recipes/fattorib"]
 BUNDLES = config_files.preset_names(config_files.DECODER_BLOCKS)
+# What is recorded as <name>.yml.
+RECORDED = {
+    **{name: {"model_name": name} for name in PRESETS},
+    **{f"decoder_block_{name}": {"decoder_block": name} for name in BUNDLES},
+    **{Path(name).name: {"config_file": f"{name}.yml"} for name in RECIPES},
+}
 
 _RUN = (
     "base_output_directory=gs://BUCKET dataset_type=grain grain_train_files=DIR/train* "
@@ -56,30 +62,16 @@ def changed(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def check(name: str, config: Config) -> None:
-    path = RESOLVED / f"{name}.yml"
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_recorded(name):
+    path, lines = RESOLVED / f"{name}.yml", changed(configure(**RECORDED[name], run_name="r"))
     if os.environ.get("UPDATE_RESOLVED"):
-        path.write_text(changed(config), encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == changed(config)
+        path.write_text(lines, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == lines
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_model_presets(name):
-    check(name, configure(model_name=name, run_name="r"))
-
-
-@pytest.mark.parametrize("name", BUNDLES)
-def test_decoder_blocks(name):
-    check(f"decoder_block_{name}", configure(decoder_block=name, run_name="r"))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes(name):
-    check(Path(name).name, configure(f"{name}.yml", run_name="r"))
-
-
-def test_base_v2_is_the_recipe_of_the_preset():
-    assert configure("base_v2.yml").model == configure(model_name="MUDDLlama2Medium").model
+def test_nothing_recorded_is_stale():
+    assert {path.stem for path in RESOLVED.glob("*.yml")} == RECORDED.keys()
 
 
 def test_published_commands():
@@ -88,21 +80,16 @@ def test_published_commands():
         assert found | keys == found
 
 
-def documented_commands() -> list[str]:
-    """Arguments of train.py on the page, with data where it says that there are more."""
+def test_documented_commands():
     text = (config_files.REPOSITORY / "docs/how-to/train_muddformer.md").read_text(encoding="utf-8")
     text = text.replace("\\\n", " ")
     whole = re.findall(r"^    python MaxText/train\.py (.*?)(?:  +#.*)?$", text, re.MULTILINE)
     in_tables = re.findall(r"^\| .* \| `(model_name=[^`]*)` \|$", text, re.MULTILINE)
     assert len(whole) > 10
     assert len(in_tables) > 7
-    whole += [f"{line} ..." for line in in_tables]
-    return [re.sub(r" +", " ", line.replace("...", "dataset_path=FOLDER")) for line in whole]
-
-
-def test_documented_commands():
-    for line in documented_commands():
-        load(line.split(), "MaxText/train.py")
+    # Data where the page says that there are more arguments.
+    for line in [*whole, *(f"{line} ..." for line in in_tables)]:
+        load(line.replace("...", "dataset_path=FOLDER").split(), "MaxText/train.py")
 
 
 def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
@@ -137,15 +124,10 @@ def test_the_words_of_the_class_of_muddformer_give_the_preset():
     assert theirs.evaluation.eval_steps == 162
 
 
-def test_nothing_recorded_is_stale():
-    known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES)}
-    known |= {Path(name).name for name in RECIPES}
-    assert {path.stem for path in RESOLVED.glob("*.yml")} == known
-
-
 def test_a_preset_as_config_file_gives_the_same_model():
     for name in PRESETS:
         assert configure(f"configs/models/{name}.yml").model == configure(model_name=name).model
+    assert configure("base_v2.yml").model == configure(model_name="MUDDLlama2Medium").model
 
 
 @pytest.mark.parametrize("path", sorted(config_files.SHIPPED.rglob("*.yml")), ids=lambda p: p.name)

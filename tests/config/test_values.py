@@ -103,15 +103,10 @@ def test_what_is_given_over_a_saved_configuration_counts(write):
 
 def test_differences():
     old, new = flatten(configure(run_name="a")), flatten(configure(run_name="a", steps=3))
-    assert diff_configs(old, new) == {
-        "steps": ("150001", "3"),
-        "learning_rate_schedule_steps": ("150001", "3"),
-    }
+    changed = ("150001", "3")
+    assert diff_configs(old, new) == {"steps": changed, "learning_rate_schedule_steps": changed}
     stored = json.loads(json.dumps(new))  # which turns tuples into lists
     assert diff_configs(stored, new) == {}
     del stored["steps"]
-    absent = "(no such key)"
-    assert diff_configs(stored | {"gone": 1}, new) == {
-        "steps": (absent, "3"),
-        "gone": ("1", absent),
-    }
+    none = "(no such key)"
+    assert diff_configs(stored | {"gone": 1}, new) == {"steps": (none, "3"), "gone": ("1", none)}

@@ -125,19 +125,12 @@ def of_muddformer(case: str) -> Golden:
     theirs = facts["config"]
     if "prepost" in case:
         heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["n_head"])
-        keys = (
-            {"decoder_block": "muddformer_prepost"}
-            | heads
-            | {
-                "base_emb_dim": theirs["dim"],
-                "head_dim": -1,
-                "base_mlp_dim": theirs["mlp_dim"],
-                "base_num_decoder_layers": theirs["n_layer"],
-                "vocab_size": theirs["vocab_size"],
-                "normalization_layer_epsilon": theirs["norm_eps"],
-                "max_target_length": facts["length"],
-            }
-        )
+        keys = heads | {
+            "decoder_block": "muddformer_prepost", "base_emb_dim": theirs["dim"], "head_dim": -1,
+            "base_mlp_dim": theirs["mlp_dim"], "base_num_decoder_layers": theirs["n_layer"],
+            "vocab_size": theirs["vocab_size"], "max_target_length": facts["length"],
+            "normalization_layer_epsilon": theirs["norm_eps"],
+        }  # fmt: skip
         return golden._replace(source="maxtext", arguments=typed(keys))
     released = muddformer(case.partition("_")[0])[0]
     fields = {name: released[name] for name in ("model_type", "architectures", "auto_map")}
@@ -182,27 +175,17 @@ def of_fattorib(case: str) -> Golden:
     facts, arrays = _read("fattorib", case)
     theirs, width = facts["config"], facts["config"]["embedding_dim"]
     heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["num_head"])
-    keys = (
-        {"decoder_block": "fattorib"}
-        | heads
-        | {
-            "base_emb_dim": width,
-            "base_mlp_dim": 4 * width,
-            "base_num_decoder_layers": theirs["N"],
-            "head_dim": width // theirs["num_head"],
-            "vocab_size": theirs["vocab_size"],
-            "max_target_length": arrays["tokens"].shape[1],
-        }
-    )
+    keys = heads | {
+        "decoder_block": "fattorib", "base_emb_dim": width, "base_mlp_dim": 4 * width,
+        "base_num_decoder_layers": theirs["N"], "head_dim": width // theirs["num_head"],
+        "vocab_size": theirs["vocab_size"], "max_target_length": arrays["tokens"].shape[1],
+    }  # fmt: skip
     if theirs.get("use_static_sgu"):
         keys |= {
-            "head_dim": width // theirs["num_head"] // 2,
-            "position_embedding": "learned",
-            "block_arrangement": "sequential",
-            "static_sgu": True,
-            "static_sgu_kernel": theirs["sgu_kernel"],
-            "head_qk": True,
-        }
+            "head_dim": width // theirs["num_head"] // 2, "position_embedding": "learned",
+            "block_arrangement": "sequential", "static_sgu": True,
+            "static_sgu_kernel": theirs["sgu_kernel"], "head_qk": True,
+        }  # fmt: skip
     return Golden(
         facts, arrays, next_tokens(arrays["tokens"]), below(arrays, "params/"),
         below(arrays, "grads/"), "fattorib", arguments=typed(keys),

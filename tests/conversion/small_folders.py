@@ -13,15 +13,8 @@ from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weight_source import abstract_model
 
-_SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
+_SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32}
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 _MOE = "block_sparse_moe"
 _Q, _K, _V, _O = (f"self_attn.{letter}_proj" for letter in "qkvo")
@@ -86,24 +79,13 @@ def tokenformer(dtype: str = "float32", **changes: Any) -> tuple[dict, dict[str,
       changes: fields of config.json that differ from those.
     """
     config = {
-        "architectures": ["TokenFormerForCausalLM"],
-        "num_layers": 1,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "qkv_slot_num": 10,
-        "proj_slot_num": 14,
-        "ffn_slot_num": 22,
-        "seq_length": 32,
-        "max_position_embeddings": 32,
-        "pos_emb": "rotary",
-        "rotary_pct": 0.25,
-        "no_weight_tying": False,
-        "norm": "layernorm_nonparam",
-        "final_norm": "layernorm",
+        "architectures": ["TokenFormerForCausalLM"], "torch_dtype": "float16", "vocab_size": 40,
+        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2,
+        "qkv_slot_num": 10, "proj_slot_num": 14, "ffn_slot_num": 22,
+        "seq_length": 32, "max_position_embeddings": 32, "pos_emb": "rotary", "rotary_pct": 0.25,
+        "no_weight_tying": False, "norm": "layernorm_nonparam", "final_norm": "layernorm",
         "norm_activation_type": "l2_norm_gelu",
-        "torch_dtype": "float16",
-        "vocab_size": 40,
-    }
+    }  # fmt: skip
     config |= changes
     return config, _drawn_by_table(config, dtype)
 
@@ -126,28 +108,13 @@ def muddformer(
             "AutoConfig": f"configuration_{model_type}.{architecture}Config",
             "AutoModelForCausalLM": f"modeling_{model_type}.{architecture}",
         },
-        "vocab_size": 40,
-        "block_size": 32,
-        "dim": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_local_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 256,
-        "rope_base": 10000,
-        "norm_eps": 1e-5 if pythia else 1e-6,
-        "use_qk_norm": True,
-        "dense": True,
-        "dynamic_dense": True,
-        "dense_type": "qkvr",
-        "sepln": True,
-        "expand_last": True,
-        "round64": True,
-        "stack_hidden": False,
-        "tie_word_embeddings": False,
-        "is_training": False,
-        "torch_dtype": dtype,
-    }
+        "vocab_size": 40, "block_size": 32, "dim": 16, "n_layer": 2, "n_head": 2,
+        "n_local_heads": 2, "head_dim": 8, "intermediate_size": 256, "rope_base": 10000,
+        "norm_eps": 1e-5 if pythia else 1e-6, "use_qk_norm": True,
+        "dense": True, "dynamic_dense": True, "dense_type": "qkvr", "sepln": True,
+        "expand_last": True, "round64": True, "stack_hidden": False,
+        "tie_word_embeddings": False, "is_training": False, "torch_dtype": dtype,
+    }  # fmt: skip
     if pythia:
         config |= {"rotary_pct": 0.25, "use_parallel_residual": True, "use_linear_bias": True}
     config |= changes

@@ -269,17 +269,16 @@ def test_an_exported_program_runs_without_this_package(here, users_environment):
     assert names(here / "out") == ["forward.stablehlo", "forward.stablehlo.README.md"]
     np.savez(here / "golden.npz", tokens=tokens, logits=logits)
     readme = (here / "out" / "forward.stablehlo.README.md").read_text()
-    lines = [line.strip() for line in readme.splitlines() if line.startswith("    ")]
-    program = "\n".join(
-        [
-            "import sys, numpy as np, jax, jax.export",
-            "arrays = np.load('../golden.npz')",
-            "tokens = arrays['tokens']",
-            *lines,
-            "np.testing.assert_allclose(logits, arrays['logits'], rtol=0, atol=5e-5)",
-            "assert 'MaxText' not in sys.modules",
-        ]
-    )
+    shown = (line.strip() for line in readme.splitlines() if line.startswith("    "))
+    lines = "\n".join(shown)
+    program = f"""
+import sys, numpy as np, jax, jax.export
+arrays = np.load("../golden.npz")
+tokens = arrays["tokens"]
+{lines}
+np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=5e-5)
+assert "MaxText" not in sys.modules
+"""
     environment = users_environment | {"JAX_PLATFORMS": "cpu"}
     subprocess.run(
         [sys.executable, "-I", "-c", program], cwd=here / "out", env=environment, check=True

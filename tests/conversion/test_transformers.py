@@ -12,15 +12,9 @@ from tests.conversion.running import run
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 48, "max_position_embeddings": 64,
+         "initializer_range": 0.3}  # fmt: skip
 MODELS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40,
              "vocab_size": 96, "initializer_range": 0.3},
@@ -65,14 +59,18 @@ def saved(model_type, folder, dtype="float32", changes=None, **how):
     return model
 
 
+def verified(source, target, *more):
+    """Converts; the logits are those of transformers."""
+    said = run(f"from={source}", f"to={target}", "--verify", *more)
+    assert "Verified: logits differ by at most" in said
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_both_ways_agree(model_type, tmp_path):
     dtype = {"mistral": "bfloat16", "gpt2": "float16"}.get(model_type, "float32")
     original = saved(model_type, tmp_path / "hf", dtype, max_shard_size="20KB")
-    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
-    assert "Verified: logits differ by at most" in said
-    said = run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'again'}", "--verify")
-    assert "Verified: logits differ by at most" in said
+    verified(f"hf:{tmp_path / 'hf'}", tmp_path / "run")
+    verified(tmp_path / "run", f"hf:{tmp_path / 'again'}")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert loaded.dtype == getattr(torch, dtype)
     wanted = original.state_dict()
@@ -88,10 +86,8 @@ def test_both_ways_agree(model_type, tmp_path):
 )  # fmt: skip
 def test_changed_rotary_frequencies_agree(model_type, scaling, tmp_path):
     saved(model_type, tmp_path / "hf", changes={"rope_scaling": dict(SCALINGS[scaling])})
-    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
-    assert "Verified: logits differ by at most" in said
-    said = run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'again'}", "--verify")
-    assert "Verified: logits differ by at most" in said
+    verified(f"hf:{tmp_path / 'hf'}", tmp_path / "run")
+    verified(tmp_path / "run", f"hf:{tmp_path / 'again'}")
     found = transformers.AutoConfig.from_pretrained(tmp_path / "again").rope_parameters
     wanted = transformers.AutoConfig.from_pretrained(tmp_path / "hf").rope_parameters
     assert found == wanted
@@ -108,10 +104,7 @@ def test_changed_rotary_frequencies_agree(model_type, scaling, tmp_path):
 def test_an_export_that_rounds_is_verified(dtype, tmp_path):
     saved("qwen3", tmp_path / "hf")
     run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}")
-    said = run(
-        f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'out'}", "--verify", f"dtype={dtype}"
-    )
-    assert "Verified: logits differ by at most" in said
+    verified(tmp_path / "run", f"hf:{tmp_path / 'out'}", f"dtype={dtype}")
 
 
 def test_the_older_format_of_torch(tmp_path):
@@ -119,12 +112,10 @@ def test_the_older_format_of_torch(tmp_path):
     (tmp_path / "hf" / "model.safetensors").unlink()
     file = tmp_path / "hf" / "pytorch_model.bin"
     torch.save(model.state_dict(), file)
-    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
-    assert "Verified" in said
+    verified(f"hf:{tmp_path / 'hf'}", tmp_path / "run")
     # Parameters instead of their numbers, in the format before torch 1.6.
     torch.save(dict(model.named_parameters()), file, _use_new_zipfile_serialization=False)
-    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'older'}", "--verify")
-    assert "Verified" in said
+    verified(f"hf:{tmp_path / 'hf'}", tmp_path / "older")
 
 
 class _Unsafe:

@@ -239,16 +239,11 @@ def test_words_of_the_command_line():
     assert asked == plan_args.PlanArgs("8xH100", 300e9, None, True, ("a.yml", "steps=3"))
 
 
-@pytest.fixture
-def run(capsys):
+def test_the_program(capsys):
     def run(*arguments):
         code = run_main("plan.py", ["model_name=gpt2-124m", *arguments])
         return code, *capsys.readouterr()
 
-    return run
-
-
-def test_the_program(run):
     keys = ("per_device_batch_size=2", "base_num_decoder_layers=2", "max_target_length=64")
     code, output, _ = run("hardware=1xH200", *keys, "tokens=1B", "price_per_chip_hour=3")
     assert code == 0
@@ -294,9 +289,8 @@ def test_stages_of_a_pipeline():
 def test_names_of_hardware(name, chip, num_chips, num_devices, slices):
     found = find(name)
     assert found.chip is CHIPS[chip]
-    assert (found.num_chips, found.num_devices, found.num_slices) == (
-        num_chips, num_devices, slices,
-    )  # fmt: skip
+    sizes = (found.num_chips, found.num_devices, found.num_slices)
+    assert sizes == (num_chips, num_devices, slices)
 
 
 def test_the_cpu_is_one_device_with_the_memory_of_the_machine():

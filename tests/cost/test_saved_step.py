@@ -32,20 +32,15 @@ def compiled(planned):
 
 @pytest.fixture(scope="module")
 def saved(planned, compiled, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    path = str(folder / "step")
+    path = str(tmp_path_factory.mktemp("saved") / "step")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(serialized_executable.KEY_VARIABLE, f"{path}.key")
         saved_step.save(path, planned, compiled)
         yield path
 
 
-def with_keys(config, **keys):
-    return unflatten(flatten(config) | keys)
-
-
 def open_with(planned, **keys):
-    config = with_keys(planned.config, **keys)
+    config = unflatten(flatten(planned.config) | keys)
     return saved_step.open_saved(config, planned.model.section, planned.layout, planned.state)
 
 
@@ -79,8 +74,7 @@ def test_another_batch_is_left_to_the_compiler(planned, saved):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("learning_rate", 0.5), ("adam_b1", 0.8), ("skip_step_scaling_factor", 3.0)],
+    ("key", "value"), [("learning_rate", 0.5), ("adam_b1", 0.8), ("skip_step_scaling_factor", 3.0)]
 )
 def test_the_step_of_another_configuration_is_refused(planned, saved, key, value, monkeypatch):
     monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", None)

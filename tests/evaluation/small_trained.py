@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from MaxText.inference.trained_model import TrainedModel
@@ -32,16 +31,12 @@ def full_log_probabilities(trained: TrainedModel, ids: Any) -> np.ndarray:
     window = trained.model.section.shape.max_target_length
     tokens = np.full((1, window), trained.model.section.shape.vocab_size - 1, np.int32)
     tokens[0, : len(ids)] = ids
-    logits = np.asarray(_logits(trained.model)(trained.params, tokens)[0, : len(ids)], np.float64)
+    logits = np.asarray(forward(trained.model)(trained.params, tokens)[0, : len(ids)], np.float64)
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 @functools.cache
-def _logits(model: Model) -> Any:
-    def logits(params, tokens):
-        decoder = model.merge(params)
-        hidden, _ = decoder.hidden(Batch(tokens, tokens, jnp.ones(tokens.shape)))
-        return decoder.logits(hidden)
-
-    return jax.jit(logits)
+def forward(model: Model) -> Any:
+    """As training has it: (parameters, tokens [B, T]) -> float32 logits [B, T, V]."""
+    return jax.jit(lambda params, tokens: model.merge(params)(Batch(tokens, tokens, None)))

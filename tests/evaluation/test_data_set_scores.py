@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from MaxText.config.data_sections import Preparation
 from MaxText.config.loading import configure
@@ -19,6 +20,7 @@ from MaxText.input_pipeline.preparation.prepare import prepare
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
+from tests.inference.small_models import byte_level
 from tests.small_models import some_quick
 
 # One id per byte, and eos, bos and pad.
@@ -54,15 +56,11 @@ def configured(location, **keys):
     return configure(**{"vocab_size": VOCAB, "max_target_length": LENGTH} | keys)
 
 
-def opened_at(config):
-    return open_eval_sources(config)
-
-
 def score(trained, location, rows=4, **keys):
     """Scores of what lies at a location, by source."""
     config = configured(location, **{"per_device_batch_size": rows} | keys)
     text_bytes = TextBytes("train", config.masking.mlm_training, UserError("no tokenizer"))
-    opened = opened_at(config) if location else []
+    opened = open_eval_sources(config) if location else []
     return score_data_set(trained, opened, text_bytes, config, lambda line: None)
 
 
@@ -75,7 +73,7 @@ def batches_of(folder, masking=None):
 
 
 def documents_of(folder):
-    (source,) = opened_at(configured(folder))
+    (source,) = open_eval_sources(configured(folder))
     stream = source.data.store
     ends = stream.document_offsets
     ids = stream.read(ends[:1], ends[-1:])
@@ -167,24 +165,12 @@ def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
         assert found.num_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
-def lowercase_tokenizer(folder):
-    """A tokenizer whose ids do not tell how long the text was; ids as those of bytes."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<s>"])
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
 def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
-    path = lowercase_tokenizer(tmp_path / "tokenizer")
+    # Ids that do not tell how long the text was.
+    tokenizer, path = byte_level(), str(tmp_path / "tokenizer.json")
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(path)
     texts = ["İstanbul ve İzmir", "Ab"]  # shorter in lower case, or longer
     with_bos = data_set(tmp_path / "bos", texts, tokenizer_path=path, add_bos=True)
     (found,) = score(trained, with_bos)
@@ -195,9 +181,8 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     (found,) = score(trained, plain)
     assert (found.num_bytes, found.bits_per_byte) == (None, None)
     assert "normalizes text (Lowercase); and not every token" in found.bytes_unavailable_reason
-    assert f"bits/byte of {plain} is not shown: its tokenizer.json normalizes" in source_table(
-        [found]
-    )
+    said = f"bits/byte of {plain} is not shown: its tokenizer.json normalizes"
+    assert said in source_table([found])
 
 
 def test_a_part_of_the_split(trained, folder):

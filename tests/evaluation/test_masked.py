@@ -1,12 +1,10 @@
 """Hidden tokens, LAMBADA and WikiText of masked models against one forward pass at a time."""
 
-import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,8 +18,7 @@ from MaxText.evaluation.masked_text import Masked, MaskIds
 from MaxText.evaluation.scorers import MaskedScorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
-from MaxText.layers.batch import Batch
-from tests.evaluation.small_trained import tiny_trained
+from tests.evaluation.small_trained import forward, tiny_trained
 from tests.small_models import some_quick
 
 VOCAB, WINDOW = 64, 16
@@ -57,11 +54,6 @@ def tokenizer_of(*prefix, mask_id=None):
 @pytest.fixture(scope="module")
 def trained():
     return tiny_trained(**KEYS, base_num_decoder_layers=1)
-
-
-@functools.cache
-def forward(model):
-    return jax.jit(lambda params, tokens: model.merge(params)(Batch(tokens, None, None)))
 
 
 def slow_log_p(trained, ids, hidden, cls: int | None = CLS):

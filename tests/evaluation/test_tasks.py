@@ -50,17 +50,11 @@ def test_passages_of_both_kinds_of_file(tmp_path):
     passages = ["the cat sat on the mat", "a  b", "to be or\nnot to be"]
     rows = tmp_path / "lambada.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
-    assert lambada.read_passages(str(rows)) == [
-        Passage("the cat sat on the", " mat"),
-        Passage("a ", " b"),
-        Passage("to be or\nnot to", " be"),
-    ]
+    mat, be = Passage("the cat sat on the", " mat"), Passage("to be or\nnot to", " be")
+    assert lambada.read_passages(str(rows)) == [mat, Passage("a ", " b"), be]
     plain = tmp_path / "lambada.txt"
     plain.write_text("the cat sat on the mat\n\na b \n")
-    assert lambada.read_passages(str(plain)) == [
-        Passage("the cat sat on the", " mat"),
-        Passage("a", " b"),
-    ]
+    assert lambada.read_passages(str(plain)) == [mat, Passage("a", " b")]
 
 
 def test_lambada_by_brute_force(trained, tokenizer):
@@ -127,14 +121,11 @@ def test_wikitext_by_brute_force(trained, tokenizer):
     num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
     assert num_tokens < num_bytes
     assert found.counts == {"pages": 2, "words": words, "bytes": num_bytes, "tokens": num_tokens}
-    assert found.metrics == pytest.approx(
-        {
-            "word_perplexity": math.exp(loss / words),
-            "byte_perplexity": math.exp(loss / num_bytes),
-            "bits_per_byte": loss / num_bytes / math.log(2),
-        },
-        rel=1e-4,
-    )
+    expected = {
+        "word_perplexity": math.exp(loss / words), "byte_perplexity": math.exp(loss / num_bytes),
+        "bits_per_byte": loss / num_bytes / math.log(2),
+    }  # fmt: skip
+    assert found.metrics == pytest.approx(expected, rel=1e-4)
 
 
 WIKI_LETTERS = st.sampled_from([*"ab sN1@-,.:;!?()[]{}\"'=°\n", " 's ", " @-@ ", "= = ", " N "])
@@ -157,12 +148,7 @@ def test_the_rules_of_the_harness(harness_rules, page):
 @pytest.mark.parametrize(
     ("task", "name", "content", "message"),
     [
-        (
-            "lambada",
-            "a.jsonl",
-            b'{"text": "a b"}\n{"text": "word"}\n',
-            ":2 has fewer than two words",
-        ),
+        ("lambada", "a.jsonl", b'{"text": "a b"}\n{"text": "word"}\n', ":2 has fewer than two"),
         ("lambada", "a.jsonl", b'{"text": ""}\n', r"a\.jsonl:1 has fewer than two words \(''\)"),
         ("lambada", "a.jsonl", b'{"text": "a b"}\n{"txt": "a"}', ':2 has no .* "text"; .*txt'),
         ("lambada", "a.jsonl", b"a b\n", ":1 is not JSON .*one object"),

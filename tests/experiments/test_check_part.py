@@ -20,29 +20,15 @@ from tests.programs import run
 
 PART = "tests/experiments/running_mean.py"
 # Fault -> the check that finds it.
-FAULTS = {
-    "random initialization": "initialization",
-    "unknown axis": "logical axes",
-    "FLOPs": "FLOPs",
-    "future leak": "causality",
-    "document leak": "documents",
-    "padding leak": "padding",
-    "dropped gradient": "gradients",
-    "counts its calls": "scan and remat",
-    "stale position": "decode state",
-    "padding in the state": "decode state",
-    "float32 output": "formats",
-    "one device": "8 devices",
-    "softmax over slots": "growth",
-}
-QUICK = (
-    "random initialization",
-    "unknown axis",
-    "FLOPs",
-    "document leak",
-    "stale position",
-    "softmax over slots",
-)
+QUICK = {
+    "random initialization": "initialization", "unknown axis": "logical axes", "FLOPs": "FLOPs",
+    "document leak": "documents", "stale position": "decode state", "softmax over slots": "growth",
+}  # fmt: skip
+SLOW = {
+    "future leak": "causality", "padding leak": "padding", "dropped gradient": "gradients",
+    "counts its calls": "scan and remat", "padding in the state": "decode state",
+    "float32 output": "formats", "one device": "8 devices",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -62,17 +48,15 @@ def faulty(monkeypatch):
     registry.forget(importlib.import_module("tests.experiments.running_mean").__file__)
 
 
-def tier(fault):
-    if fault in QUICK:
-        return fault
+def slow(fault):
     mark = pytest.mark.multi_device if fault == "one device" else pytest.mark.slow
     return pytest.param(fault, marks=mark)
 
 
-@pytest.mark.parametrize("fault", [tier(fault) for fault in FAULTS])
+@pytest.mark.parametrize("fault", [*QUICK, *map(slow, SLOW)])
 def test_the_check_for_it_finds(fault, faulty):
     subject = faulty(fault)
-    check = next(check for check in CHECKS if check.name == FAULTS[fault])
+    check = next(check for check in CHECKS if check.name == (QUICK | SLOW)[fault])
     assert result(check, subject)
 
 

@@ -65,10 +65,8 @@ def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
     (configs / "grown.yml").write_text(f"base_config: large.yml\n{stages}")
     done = run("grown.yml", "large.yml", "match=flops", "tolerance=0.1", "output=out")
     assert done.returncode == 0, done.stderr
-    assert {name: len(of) for name, of in losses(configs / "out").items()} == {
-        "grown": 1,
-        "large": 1,
-    }
+    found = losses(configs / "out")
+    assert {name: len(of) for name, of in found.items()} == {"grown": 1, "large": 1}
     small, grown = (
         read_run(configs / "out" / "grown" / "seed_0" / f"stage_{number}") for number in (1, 2)
     )

@@ -1,5 +1,6 @@
 """Runs of a comparison as processes, with a stand-in for train.py; and how much time is left."""
 
+import functools
 import json
 import os
 import signal
@@ -94,12 +95,8 @@ def progress(monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     config = tiny_config(steps=10)
     runs = [Run(f"r{i}", 0, config, Path(f"r{i}"), weight) for i, weight in enumerate((1.0, 3.0))]
-    return (
-        clock,
-        runs,
-        lines,
-        lambda finished: RunsProgress(runs, finished, lines.append, lambda: clock.now),
-    )
+    start = functools.partial(RunsProgress, runs, show=lines.append, now=lambda: clock.now)
+    return clock, runs, lines, start
 
 
 def test_time_left_is_work_left_at_the_speed_so_far(progress):

@@ -24,12 +24,9 @@ from MaxText.training.step import make_initialize, make_train_step
 from tests.small_models import random_batch, tiny_config
 
 SMALL = {
-    "base_num_kv_heads": 4,
-    "slot_num": 6,
-    "logits_via_embedding": True,
-    "base_num_decoder_layers": 2,
-    "max_target_length": 8,
-}
+    "base_num_kv_heads": 4, "slot_num": 6, "logits_via_embedding": True,
+    "base_num_decoder_layers": 2, "max_target_length": 8,
+}  # fmt: skip
 
 
 def config_of(**keys: Any) -> Config:
@@ -123,7 +120,6 @@ class Grown(NamedTuple):
     resolved: ResolvedGrowth
     program: Program
     start: RestoreResult
-    lines: list[str]
 
     @property
     def params(self) -> dict[str, np.ndarray]:
@@ -146,17 +142,16 @@ def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Gr
     checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
     resolved = resolve_growth(config, [checkpoints.stored(step) for step in checkpoints.steps()])
     made = program(resolved.config, resolved)
-    lines: list[str] = list(resolved.lines)
     start = restore_or_initialize(
         checkpoints,
         resolved.config.checkpoint,
         made.abstract,
         lambda: jax.tree.map(lambda x: x.copy(), fresh or made.state),
         flatten(resolved.config),
-        lines.append,
+        lambda line: None,
         resolved,
     )
-    return Grown(resolved, made, start, lines)
+    return Grown(resolved, made, start)
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
@@ -178,9 +173,9 @@ def logits_of(model: Model, params: Any, batch: Batch) -> np.ndarray:
     return np.asarray(run(params, batch))
 
 
-def logits(config: Config, params: Any, seed: int = 9) -> np.ndarray:
+def logits(config: Config, params: Any) -> np.ndarray:
     """Logits of a random batch."""
-    return logits_of(Model(config.model), params, random_batch(config, 4, seed=seed))
+    return logits_of(Model(config.model), params, random_batch(config, 4, seed=9))
 
 
 def stored_in(run: Path) -> checkpoint_files.StoredCheckpoint:

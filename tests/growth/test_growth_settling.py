@@ -77,16 +77,9 @@ def test_the_record_and_its_event(small):
     assert record["slots"]["layers/mlp/keys/kernel"] == [24, 32]
     assert len(record["slots"]) == len(result.existing_slots) == 10
     assert result.existing_slots["layers/self_attention/out/values/kernel"] == 6
-    facts = {
-        "step": 0,
-        "from": "runs/a",
-        "mode": "function_preserving",
-        "slots": "6 -> 8 (attention), 24 -> 32 (feed-forward)",
-        "zoom_dim": 6,
-        "moments": "zeroed",
-        "data": "restart",
-        "old_slots_learning_rate": 0.25,
-    }
+    facts = {"step": 0, "from": "runs/a", "mode": "function_preserving", "zoom_dim": 6}
+    facts |= {"slots": "6 -> 8 (attention), 24 -> 32 (feed-forward)", "moments": "zeroed"}
+    facts |= {"data": "restart", "old_slots_learning_rate": 0.25}
     assert facts["slots"] in result.lines[0]
     assert PARENT in result.lines[0]
     assert growth_events(record, "growth") == [facts]

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.document_sources.text_streams import Skipped
-
 
 def torch_file(ids: np.ndarray) -> bytes:
     """What torch.save writes of a one-dimensional int64 tensor (version 2 of its rebuild call)."""
@@ -38,21 +35,21 @@ def torch_archive(pickled: bytes, parts: dict[str, bytes] | None = None) -> byte
     return file.getvalue()
 
 
-def tar_archive(members: dict[str, bytes]) -> bytes:
-    """An archive with these files."""
-    stored = io.BytesIO()
-    with tarfile.open(fileobj=stored, mode="w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+def npy(array: np.ndarray | list) -> bytes:
+    np.save(stored := io.BytesIO(), array, allow_pickle=True)
     return stored.getvalue()
 
 
-def texts_of(path: Path, *shard_bytes: int) -> list[str]:
-    """All texts of a corpus."""
-    units = open_corpus(str(path), "text", *shard_bytes).shards
-    return [document.text for unit in units for document in unit.documents(Skipped())]
+def tar_archive(members: dict[str, bytes], mode: str = "w") -> bytes:
+    """An archive with these files, and a folder for each name that ends as one."""
+    stored = io.BytesIO()
+    with tarfile.open(fileobj=stored, mode=mode) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            archive.addfile(member, io.BytesIO(content))
+    return stored.getvalue()
 
 
 class Touches:

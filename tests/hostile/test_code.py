@@ -1,12 +1,10 @@
 """Files that are programs where they are loaded carelessly: none of them is run."""
 
-import io
 import itertools
 import json
 import pickle
 import tarfile
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +13,12 @@ from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hf_checkpoint import TensorFiles
-from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.records import read_ids
-from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
+from tests.hostile.files import Touches, npy, tar_archive, torch_archive
+from tests.input_pipeline.document_sources.written_corpora import read_documents, read_texts
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -82,12 +79,6 @@ def test_pickles_that_fill_the_memory():
     tracemalloc.stop()
 
 
-def npy(array: np.ndarray) -> bytes:
-    stored = io.BytesIO()
-    np.save(stored, array, allow_pickle=True)
-    return stored.getvalue()
-
-
 def test_arrays_of_objects(tmp_path, marker):
     content = npy(np.array([Touches(marker)], object))
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
@@ -95,25 +86,23 @@ def test_arrays_of_objects(tmp_path, marker):
     assert "Object arrays" in record.reason
 
 
-def _read_parameters(path: Path) -> None:
-    FattoribWeights(str(path.parent), configure(model_name="fattorib-smol"))
-
-
 @pytest.mark.parametrize(
     ("read", "names"),
     [
-        (texts_of, ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin", "corpus.txt"]),
+        (read_texts, ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin", "corpus.txt"]),
         (load_tokenizer, ["tokenizer.json", "a.model", "a.tiktoken", "vocab.txt"]),
         (lambda path: TensorFiles(path.parent), ["pytorch_model.bin", "model.safetensors"]),
-        (_read_parameters, ["params_1"]),
+        (
+            lambda path: FattoribWeights(str(path.parent), configure(model_name="fattorib-smol")),
+            ["params_1"],
+        ),
     ],
 )
 def test_pickles_named_as_something_else(tmp_path, marker, read, names):
     pickled = pickle.dumps(Touches(marker), 2)
     for name, content in itertools.product(names, (pickled, torch_archive(pickled))):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name}|{tmp_path}"):
-            read(tmp_path / name)
+        refused(f"{name}|{tmp_path}", read, tmp_path / name)
         (tmp_path / name).unlink()
 
 
@@ -122,8 +111,7 @@ def test_tokenizers_that_name_code(tmp_path, marker):
     settings = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "code.py").write_text(f"import os; os.mkdir({str(marker)!r})")
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path)
+    refused(r"tokenizer\.json", load_tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +159,7 @@ def test_links_and_devices_in_archives_of_text(tmp_path):
             member = tarfile.TarInfo(f"{kind.decode()}.txt")
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
-    skipped = Skipped()
-    (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").shards
-    assert not list(unit.documents(skipped))
-    assert skipped == {"links and devices in archives": 4}
-
-
-def _below(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    assert read_documents(tmp_path / "a.tar") == ([], {"links and devices in archives": 4})
 
 
 @pytest.mark.parametrize("name", ["../../out.txt", "/tmp/out.txt", "a/../../out.txt", "C:\\a.txt"])
@@ -186,10 +167,10 @@ def test_names_that_lead_out_of_an_archive(tmp_path, name):
     folder = tmp_path / "here" / "deep"
     folder.mkdir(parents=True)
     (folder / "a.tar").write_bytes(tar_archive({name: b"some text"}))
-    before = _below(tmp_path)
-    assert texts_of(folder / "a.tar") == ["some text"]
+    before = {*tmp_path.rglob("*")}
+    assert read_texts(folder / "a.tar") == ["some text"]
     (folder / "a.tar").write_bytes(tar_archive({name.replace(".txt", ".npy"): npy(np.arange(3))}))
     (record,) = read_ids(str(folder / "a.tar"), "webdataset")
     assert record.ids.tolist() == [0, 1, 2]
     # Names are never paths: what a member holds is read, and nothing is written.
-    assert _below(tmp_path) == before
+    assert {*tmp_path.rglob("*")} == before

@@ -30,10 +30,6 @@ class _Reached(Exception):
     """The command line was accepted, and the work itself would begin."""
 
 
-def _reached(*_):
-    raise _Reached
-
-
 # Where the work itself begins, for which a command line is accepted.
 _WORK = (
     "inference.decoding.load_model",
@@ -48,7 +44,7 @@ def run(program: str, arguments: list[str]) -> int:
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
     with contextlib.ExitStack() as patches:
         for name in _WORK:
-            patches.enter_context(mock.patch(f"MaxText.{name}", _reached))
+            patches.enter_context(mock.patch(f"MaxText.{name}", side_effect=_Reached))
         patches.enter_context(contextlib.redirect_stdout(out))
         patches.enter_context(contextlib.redirect_stderr(err))
         try:

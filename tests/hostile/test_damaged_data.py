@@ -1,7 +1,6 @@
 """Files of tokens, damaged at random: an error, or a record that is passed over; where a format has
 checksums never other tokens than were written."""
 
-import gzip
 import itertools
 import shutil
 from collections.abc import Callable
@@ -10,29 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.loader import make_train_iterator
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
-from tests.hostile.files import damaged, tar_archive, torch_file
+from tests.hostile.files import damaged
 from tests.input_pipeline import small_data
 from tests.input_pipeline.token_store import token_files
+from tests.refusals import refused
 
 VOCAB_SIZE = 3000
-SIZES = (40, 7, 19, 1, 64, 33, 12, 25, 50, 3)
-DOCUMENTS = token_files.documents(0, SIZES, VOCAB_SIZE)
+DOCUMENTS = token_files.documents(0, (40, 7, 19, 1, 64, 33, 12, 25, 50, 3), VOCAB_SIZE)
 DAMAGES = 40
-
-
-def _tfrecord_gz(path: Path, documents: list[np.ndarray]) -> None:
-    token_files.write_tfrecord(path, documents)
-    path.write_bytes(gzip.compress(path.read_bytes()))
-
-
-def _tar_of_torch(path: Path, documents: list[np.ndarray]) -> None:
-    names = (f"s/{number:06d}.input_id.pth" for number in itertools.count())
-    path.write_bytes(tar_archive(dict(zip(names, map(torch_file, documents), strict=False))))
 
 
 def _megatron(path: Path, documents: list[np.ndarray]) -> None:
@@ -50,10 +35,11 @@ def _prepared(path: Path, documents: list[np.ndarray]) -> None:
 # pages; what torch.save writes has those of zip. An index and a manifest have none, and must fit
 # the data exactly.
 _CHECKED = {
-    "a.tfrecord": token_files.write_tfrecord, "a.tfrecord.gz": _tfrecord_gz,
-    "a.array_record": token_files.write_array_record,
+    "a.tfrecord": token_files.write_tfrecord,
+    "a.tfrecord.gz": token_files.write_compressed_tfrecord,
+    "a.array_record": token_files.write_array_record, "a.idx": _megatron,
     "train/tokens-00000.array_record": _prepared, "manifest.json": _prepared,
-    "a.idx": _megatron, "a.parquet": token_files.write_parquet, "torch.tar": _tar_of_torch,
+    "a.parquet": token_files.write_parquet, "torch.tar": token_files.write_torch_tar,
 }  # fmt: skip
 # Ids that were changed into other ids cannot be told from those that were written.
 _UNCHECKED = {
@@ -66,13 +52,9 @@ _UNCHECKED = {
 def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None], str]:
     """Documents, None for each that cannot be read, and what an error or a note says."""
     bad = "skip" if skip else "fail"
-    data = Data(dataset_path=str(folder), data_cache_dir=str(cache), on_bad_record=bad)
     found: list[np.ndarray | None] = []
     try:
-        request = OpenRequest(
-            str(folder), "dataset_path", data, Preparation(), "train", True, lambda line: None
-        )
-        tokens = open_token_data(request)
+        tokens = token_files.open_data(folder, cache, on_bad_record=bad)
         offsets = tokens.store.document_offsets
     except UserError as error:
         return [], str(error)
@@ -124,10 +106,7 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     content = bytearray((tmp_path / "a.bin").read_bytes())
     content[21] |= 0x80  # the upper half of id 10
     (tmp_path / "a.bin").write_bytes(content)
-    batches = make_train_iterator(
-        Data(dataset_path=str(tmp_path), data_cache_dir=str(tmp_path / "cache")),
-        schedule=BatchSchedule.constant(4, 16), vocab_size=VOCAB_SIZE,
-    )  # fmt: skip
-    with pytest.raises(UserError, match="vocab_size=3000"):
-        list(itertools.islice(batches, 8))
+    data = small_data.data_keys(tmp_path, data_cache_dir=str(tmp_path / "cache"))
+    batches = small_data.open_train(data, batch=4, vocab_size=VOCAB_SIZE)
+    refused("vocab_size=3000", list, itertools.islice(batches, 8))
     batches.close()

@@ -21,7 +21,9 @@ from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage.errors import BadRecord
 from MaxText.storage.file_access import file_info
-from tests.hostile.files import tar_archive, texts_of, torch_archive
+from tests.hostile.files import tar_archive, torch_archive
+from tests.input_pipeline.document_sources.written_corpora import read_texts
+from tests.refusals import refused
 
 DEEP = "[" * 100_000
 
@@ -51,8 +53,7 @@ def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
 )  # fmt: skip
 def test_weights_whose_header_lies(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        TensorFiles(tmp_path)
+    refused(r"model\.safetensors", TensorFiles, tmp_path)
 
 
 def _npy(header: str) -> bytes:
@@ -85,8 +86,8 @@ def test_indices_whose_header_lies(tmp_path):
     ):
         header = struct.pack("<9sQBQQ", MAGIC, 1, 4, sequences, documents)
         (tmp_path / "a.idx").write_bytes(header + bytes(64))
-        with pytest.raises(UserError, match=r"a\.idx"):
-            read_header(tmp_path / "a.idx", file_info(str(tmp_path / "a.idx")))
+        path = tmp_path / "a.idx"
+        refused(r"a\.idx", read_header, path, file_info(str(path)))
 
 
 @pytest.mark.parametrize("length", [1, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
@@ -100,14 +101,16 @@ def test_tables_whose_header_lies(tmp_path, length):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadRecord):
             list(read_ids(str(tmp_path / name), name.rsplit(".")[1]))
-        with pytest.raises(UserError, match=re.escape(name)):
-            texts_of(tmp_path / name)
+        refused(re.escape(name), read_texts, tmp_path / name)
 
 
 def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
     """Offsets are read as they are; without a look at them this reads other memory."""
     ids = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.int32()))
-    for text, values in ((False, ids), (True, pyarrow.array(["ab", "c"]))):
+    for values, read, error in (
+        (ids, lambda path: list(read_ids(str(path), "arrow")), BadRecord),
+        (pyarrow.array(["ab", "c"]), read_texts, UserError),
+    ):
         table = pyarrow.table({"text": values})
         with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
             writer.write_table(table)
@@ -116,12 +119,8 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
         assert content.count(offsets) == 1
         wrong = content.replace(offsets, struct.pack("<3i", 0, 1 << 30, 1 << 30))
         (tmp_path / "a.arrow").write_bytes(wrong)
-        if text:
-            with pytest.raises(UserError, match=r"a\.arrow"):
-                texts_of(tmp_path / "a.arrow")
-        else:
-            with pytest.raises(BadRecord, match=r"a\.arrow"):
-                list(read_ids(str(tmp_path / "a.arrow"), "arrow"))
+        with pytest.raises(error, match=r"a\.arrow"):
+            read(tmp_path / "a.arrow")
 
 
 @pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
@@ -134,7 +133,7 @@ def test_array_records_of_nothing(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("list.json", texts_of), ("rows.jsonl", texts_of),
+        ("list.json", read_texts), ("rows.jsonl", read_texts),
         ("lambada.jsonl", lambda path: lambada.read_passages(str(path))),
         ("config.json", read_json),
         ("config.json", lambda path: checkpoint_config.load([
@@ -145,8 +144,7 @@ def test_array_records_of_nothing(tmp_path, content):
 def test_texts_nested_without_end(tmp_path, name, read):
     for text in (DEEP, '{"text": ' + DEEP):
         (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=f"{name}.* JSON"):
-            read(tmp_path / name)
+        refused(f"{name}.* JSON", read, tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +162,6 @@ _WRONG = (
     None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**30, 10**400, "", "x", "9" * 5000,
     [], [[]], ["x"], {}, {"a": {"b": []}}, {"type": []}, {"rope_type": {}},
 )  # fmt: skip
-
-
 _SIZES = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,

@@ -8,21 +8,10 @@ import pytest
 
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
-from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
+from tests.evaluation.small_trained import forward
 from tests.small_models import tiny_config
-
-
-def whole_logits(model, params, tokens_BT):
-    """Float32 [B, T, V] of the forward pass that training uses."""
-
-    @jax.jit
-    def run(params, tokens_BT):
-        decoder = model.merge(params)
-        return decoder(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape, jnp.float32)))
-
-    return np.asarray(run(params, jnp.asarray(tokens_BT, jnp.int32)))
 
 
 def test_several_new_tokens_at_once():
@@ -37,7 +26,7 @@ def test_several_new_tokens_at_once():
         positions_BT = jnp.tile(jnp.arange(8, 12), (2, 1))
         return decoder.logits(decoder.decode_step(tokens_BT[:, 8:], positions_BT, states)[0])
 
-    expected = whole_logits(model, params, tokens)[:, 8:]
+    expected = forward(model)(params, tokens)[:, 8:]
     np.testing.assert_allclose(run(params, tokens), expected, atol=1e-4)
 
 

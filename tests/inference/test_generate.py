@@ -14,7 +14,7 @@ from MaxText.inference.generate import StoppingCriteria, generate
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
-from tests.inference.test_cached_decoding import whole_logits
+from tests.evaluation.small_trained import forward
 from tests.small_models import some_quick, tiny_config
 
 WINDOW = 32
@@ -49,8 +49,8 @@ def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass(small):
     ):
         assert completion.finish_reason == "length"
         ids = prompt + completion.tokens
-        logits = whole_logits(model, params, np.array([ids + [0] * (WINDOW - len(ids))]))[0]
-        logits = logits[len(prompt) - 1 : len(ids) - 1]
+        logits = forward(model)(params, np.array([ids + [0] * (WINDOW - len(ids))]))
+        logits = np.asarray(logits)[0, len(prompt) - 1 : len(ids) - 1]
         assert completion.tokens == logits.argmax(-1).tolist()
         expected = scipy.special.log_softmax(logits, axis=-1).max(-1)
         np.testing.assert_allclose(completion.log_probabilities, expected, atol=1e-4)
@@ -124,7 +124,7 @@ def test_beyond_the_window_the_newer_half_goes_on(small):
     ids = PROMPTS[0] + completion.tokens
     # The first token drawn from a full window cannot be read any more: the newer half is.
     half = ids[WINDOW + 1 - WINDOW // 2 : WINDOW + 1]
-    logits = whole_logits(model, params, np.array([half + [0] * (WINDOW - len(half))]))
+    logits = forward(model)(params, np.array([half + [0] * (WINDOW - len(half))]))
     assert ids[WINDOW + 1] == logits[0, len(half) - 1].argmax()
 
 

@@ -122,10 +122,6 @@ EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typic
          "eta": 0.2, "entmax_alpha": 1.5}  # fmt: skip
 
 
-def test_without_settings_all_ids_are_drawn():
-    assert sampling_params(Decoding()) == SamplingParams()
-
-
 @pytest.mark.parametrize(
     ("strategy", "used"),
     [
@@ -141,3 +137,4 @@ def test_settings_of_other_strategies_have_no_effect(strategy, used):
     section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
     expected = {name: EVERY[name] for name in used} or {"temperature": 0}
     assert sampling_params(section) == SamplingParams(repetition_penalty=1.2, **expected)
+    assert sampling_params(Decoding()) == SamplingParams()

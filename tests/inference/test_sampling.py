@@ -72,13 +72,7 @@ def test_a_bound_that_is_missed_by_rounding_is_reached(params, num_kept):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        Params(top_k=2),
-        Params(nucleus_p=0.5),
-        Params(typical_p=0.2),
-        Params(eta=0.9),
-    ],
+    "params", [Params(top_k=2), Params(nucleus_p=0.5), Params(typical_p=0.2), Params(eta=0.9)]
 )
 def test_tied_ids_share_their_fate(params):
     p_V = distribution(logits_of(0.3, 0.05, 0.3, 0.05, 0.3), params)[0]
@@ -149,9 +143,8 @@ def test_draws_have_the_frequencies_of_the_distribution(params):
     num_draws = 20_000
     logits_V = random_logits(41, scale=1.0)  # 41: the blocks of the draw have padding
     logits_BV = jnp.broadcast_to(logits_V, (num_draws, 41))
-    token_B, log_probability_B = draw(
-        logits_BV, jax.random.split(jax.random.key(7), num_draws), params
-    )
+    key_B = jax.random.split(jax.random.key(7), num_draws)
+    token_B, log_probability_B = draw(logits_BV, key_B, params)
     p_V = np.array(distribution(logits_V[None], params)[0], np.float64)
     found_V = np.bincount(token_B, minlength=41)
     assert not np.any(found_V[p_V == 0])
@@ -174,18 +167,13 @@ def test_a_rows_draws_do_not_depend_on_its_neighbours():
         assert alone_B.tolist() == together_B[here].tolist()
     again_B, _ = draw(logits_BV[::-1], key_B[::-1], params, seen_BV[::-1])
     assert again_B.tolist() == together_B[::-1].tolist()
-    assert (
-        len({int(draw(logits_BV[:1], key[None], params, seen_BV[:1])[0][0]) for key in key_B}) > 1
-    )
+    drawn = {int(draw(logits_BV[:1], key[None], params, seen_BV[:1])[0][0]) for key in key_B}
+    assert len(drawn) > 1
 
 
 def test_padding_of_the_vocabulary_is_never_chosen():
     logits_BV = jnp.array([[1.0, 2.0, 9.0, jnp.nan], [1.0, 2.0, 9.0, 9.0]])
-    for params in (
-        Params(temperature=0),
-        Params(),
-        Params(entmax_alpha=1.3, **ALL_FILTERS),
-    ):
+    for params in (Params(temperature=0), Params(), Params(entmax_alpha=1.3, **ALL_FILTERS)):
         p_BV = distribution(logits_BV, params, num_ids=2)
         np.testing.assert_array_equal(p_BV[:, 2:], 0)
         np.testing.assert_allclose(p_BV.sum(axis=-1), 1, rtol=1e-6)

@@ -7,13 +7,7 @@ import pytest
 
 from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 from MaxText.storage.errors import UnreadableFile
-from tests.input_pipeline.small_data import (
-    data_keys,
-    open_train,
-    quiet,
-    random_documents,
-    take,
-)
+from tests.input_pipeline.small_data import data_keys, open_train, quiet, random_documents, take
 from tests.input_pipeline.token_store import token_files
 
 DOCUMENTS = random_documents(3, 60, 40)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from MaxText.config.data_sections import Masking
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.faults import failing_reads
+from tests.input_pipeline.sequences.test_order import RANGES
 from tests.input_pipeline.small_data import (
     LENGTH,
     assert_same,
@@ -35,10 +36,8 @@ def sets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     write_data_set(folder / "a", {"train": random_documents(0, 90, 50)})
     write_data_set(folder / "b", {"train": random_documents(1, 50, 30)}, file_format="bin")
-    (folder / "c").mkdir()
-    for number in range(3):
-        path = folder / "c" / f"{number}.tfrecord"
-        token_files.write_tfrecord(path, random_documents(2 + number, 12, 60))
+    parts = [random_documents(seed, 12, 60) for seed in (2, 3, 4)]
+    token_files.write("tfrecord", folder / "c", parts)
     return folder
 
 
@@ -74,10 +73,7 @@ def run_keys(run, sets, cache, **more):
     return data_keys(sets / name if name else "", **keys)
 
 
-EXCLUDED = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda pair: (pair[0], sum(pair))),
-    max_size=3,
-)
+EXCLUDED = st.lists(RANGES, max_size=3)
 
 
 @pytest.fixture(scope="module")

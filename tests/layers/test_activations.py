@@ -15,6 +15,7 @@ from tests.small_models import tiny_config
 X = np.concatenate([np.linspace(-6, 6, 25), [-30.0, 30.0]])
 SIGMOID = 1 / (1 + np.exp(-X))
 SOFTPLUS = np.log1p(np.exp(X))
+BELOW = np.expm1(np.minimum(X, 0))
 SINH = np.log(X + np.sqrt(1 + X**2))
 LN2 = np.log(2)  # softplus of 0, the first value of numbers that are positive
 
@@ -23,21 +24,13 @@ def leaky(slope):
     return np.where(X > 0, X, slope * X)
 
 
-def gelu():
-    return 0.5 * X * (1 + np.tanh(np.sqrt(2 / np.pi) * (X + 0.044715 * X**3)))
-
-
-def selu():
-    return 1.0507009873554805 * np.where(X > 0, X, 1.6732632423543772 * np.expm1(np.minimum(X, 0)))
-
-
 FORMULAS = {
-    "gelu": gelu(),
+    "gelu": 0.5 * X * (1 + np.tanh(np.sqrt(2 / np.pi) * (X + 0.044715 * X**3))),
     "relu": np.maximum(X, 0),
     "sigmoid": SIGMOID,
     "tanh": np.tanh(X),
-    "selu": selu(),
-    "elu": np.where(X > 0, X, np.expm1(np.minimum(X, 0))),
+    "selu": 1.0507009873554805 * np.where(X > 0, X, 1.6732632423543772 * BELOW),
+    "elu": np.where(X > 0, X, BELOW),
     "abs": np.abs(X),
     "sin": np.sin(X),
     "cos": np.cos(X),
@@ -77,8 +70,6 @@ FORMULAS = {
     "psoftplus": SOFTPLUS,
     "proottanh": (np.abs(X) ** (2 + LN2) + 1 + LN2) ** (1 / (3 + LN2)) * np.tanh(X),
 }
-
-
 FUNCTIONS = (
     ACTIVATIONS
     | OVER_FEATURES

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
-from MaxText.layers.linear_attention import (
-    bidirectional_linear_attention,
-    causal_linear_attention,
-)
+from MaxText.layers.linear_attention import bidirectional_linear_attention, causal_linear_attention
 from MaxText.layers.positions import alibi_slopes
 
 B, N, K, H = 2, 4, 2, 6
@@ -59,15 +56,10 @@ def test_blocks_of_queries_equal_the_full_square(scores, packed):
     if packed:
         mask = mask & (segments[:, :, None] == segments[:, None])
     expected = dense(q, k, v, mask, soft_cap=scores.get("soft_cap", 0.0))
+    documents = segments if packed else None
     for size in (None, 5, 64):
-        found = softmax(
-            q,
-            k,
-            v,
-            AttentionSpec(**scores),
-            segments_BT=segments if packed else None,
-            block_size=size,
-        )
+        spec = AttentionSpec(**scores)
+        found = softmax(q, k, v, spec, segments_BT=documents, block_size=size)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -80,8 +72,7 @@ def test_many_blocks_grow_instead_of_multiplying():
 
 
 @pytest.mark.parametrize(
-    ("window", "length", "causal"),
-    [(1, 9, True), (16, 50, True), (5, 24, False), (40, 33, False)],
+    ("window", "length", "causal"), [(1, 9, True), (16, 50, True), (5, 24, False), (40, 33, False)]
 )
 def test_a_window_is_a_mask(window, length, causal):
     q, k, v, segments = projected(length)
@@ -112,15 +103,15 @@ def test_memories_are_keys_that_all_see():
     np.testing.assert_allclose(ours, dense(q, *whole, mask), atol=2e-6)
 
 
-def linear_by_definition(q, k, v, segments, epsilon):
-    """sum_s phi_t . exp(k_s) v_s / (sum_s phi_t . exp(k_s) + epsilon), float64."""
-    k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
-    phi = np.exp(q - q.max(-1, keepdims=True))
+def linear_by_definition(q, k, v, segments, epsilon, xp=np):
+    """sum_s phi_t . exp(k_s) v_s / (sum_s phi_t . exp(k_s) + epsilon), in numpy float64."""
+    k, v = (xp.repeat(x, N // K, axis=2) for x in (k, v))
+    phi = xp.exp(q - q.max(-1, keepdims=True))
     phi /= phi.sum(-1, keepdims=True)
-    scores = np.einsum("btnh,bsnh->bnts", phi, np.exp(k))
+    scores = xp.einsum("btnh,bsnh->bnts", phi, xp.exp(k))
     mask = (distances(q.shape[1]) >= 0)[None] & (segments[:, :, None] == segments[:, None])
-    scores = np.where(mask[:, None], scores, 0.0)
-    above = np.einsum("bnts,bsnh->btnh", scores, v)
+    scores = xp.where(mask[:, None], scores, 0.0)
+    above = xp.einsum("bnts,bsnh->btnh", scores, v)
     return above / (scores.sum(-1).transpose(0, 2, 1)[..., None] + epsilon)
 
 
@@ -168,12 +159,7 @@ def test_gradient_of_linear_attention():
         return (linear(q, k, v, segments, chunk=5) ** 2).sum()
 
     def quadratic(q, k, v):
-        k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", jax.nn.softmax(q), jnp.exp(k))
-        mask = (distances(12) >= 0)[None] & (segments[:, :, None] == segments[:, None])
-        scores = jnp.where(mask[:, None], scores, 0.0)
-        below = scores.sum(-1).transpose(0, 2, 1)[..., None] + 0.1
-        return ((jnp.einsum("bnts,bsnh->btnh", scores, v) / below) ** 2).sum()
+        return (linear_by_definition(q, k, v, segments, 0.1, jnp) ** 2).sum()
 
     with jax.default_matmul_precision("highest"):
         gradients = jax.jit(lambda *x: [jax.grad(f, (0, 1, 2))(*x) for f in (ours, quadratic)])

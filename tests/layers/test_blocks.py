@@ -18,15 +18,12 @@ ALL_HEADS = {"base_num_kv_heads": 4}
 def built(family="gpt_neo", **keys):
     """(configuration, model, parameters that are nowhere 0 or 1)."""
     config = tiny_config(family, **(ALL_HEADS | {"base_num_decoder_layers": 2} | keys))
-    model = Model(config.model)
-    return config, model, with_noise(jax.jit(model.initialize)(jax.random.key(0)))
-
-
-def with_noise(params):
-    generator = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: x + 0.2 * generator.normal(size=x.shape).astype(np.float32), params
+    model, generator = Model(config.model), np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: x + 0.2 * generator.normal(size=x.shape).astype(np.float32),
+        jax.jit(model.initialize)(jax.random.key(0)),
     )
+    return config, model, params
 
 
 def first_layer(model, params):
@@ -35,20 +32,22 @@ def first_layer(model, params):
     return nnx.merge(model.blueprint.graphdefs[0], weights)
 
 
-def hidden_states(seed=1, length=16):
-    return np.random.default_rng(seed).normal(size=(2, length, 32)).astype(np.float32)
+def hidden_states():
+    return np.random.default_rng(1).normal(size=(2, 16, 32)).astype(np.float32)
 
 
-def applied(model, params, by_hand, x):
-    """What the first layer makes of x, and what `by_hand` (layer, x, context) does."""
+def check_first_layer(model, params, by_hand):
+    """It makes of x what `by_hand` (layer, x, context) does, which is not x."""
 
     @jax.jit
     def run(params, x):
-        layer = first_layer(model, params)
-        context = Context().for_layer(0)
+        layer, context = first_layer(model, params), Context().for_layer(0)
         return layer(Inputs.all(x), context)[0], by_hand(layer, x, context)
 
-    return run(params, x)
+    x = hidden_states()
+    got, expected = run(params, x)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert np.abs(got - x).max() > 0.1
 
 
 def attention(layer, x, context):
@@ -57,15 +56,12 @@ def attention(layer, x, context):
 
 def test_rezero_multiplies_each_part():
     _, model, params = built(use_rezero=True)
-    x = hidden_states()
 
     def by_hand(layer, x, context):
         h = x + layer.attention_gate.scale[...] * attention(layer, x, context)
         return h + layer.mlp_gate.scale[...] * layer.mlp(h, context)[0]
 
-    got, expected = applied(model, params, by_hand, x)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-    assert np.abs(got - x).max() > 0.1
+    check_first_layer(model, params, by_hand)
 
 
 @pytest.mark.parametrize("prenorm", [True, False])
@@ -78,8 +74,7 @@ def test_macaron_is_two_halves(prenorm):
         h = h + attention(layer, layer.pre_self_attention_layer_norm(h), context)
         return h + 0.5 * layer.mlp(layer.pre_mlp_layer_norm(h), context)[0]
 
-    got, expected = applied(model, params, by_hand, hidden_states())
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    check_first_layer(model, params, by_hand)
     assert ("layers/macaron_layer_norm/scale" in model.parameters) == prenorm
 
 
@@ -93,16 +88,13 @@ def test_parallel_parts_read_the_same_stream(shared):
         of_mlp = h if shared else layer.pre_mlp_layer_norm(x)
         return x + attention(layer, h, context) + layer.mlp(of_mlp, context)[0]
 
-    got, expected = applied(model, params, by_hand, hidden_states())
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    check_first_layer(model, params, by_hand)
 
 
 @pytest.mark.parametrize("doubles", [False, True])
 def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
     _, model, params = built(
-        attention_types=[[["none", "global"], 1]],
-        none_doubles_residual=doubles,
-        scan_layers=False,
+        attention_types=[[["none", "global"], 1]], none_doubles_residual=doubles, scan_layers=False
     )
     assert not any(name.startswith("layers/0/self_attention") for name in model.parameters)
     assert any(name.startswith("layers/1/self_attention") for name in model.parameters)
@@ -111,8 +103,7 @@ def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
         h = 2 * x if doubles else x
         return h + layer.mlp(layer.pre_mlp_layer_norm(h), context)[0]
 
-    got, expected = applied(model, params, by_hand, hidden_states())
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    check_first_layer(model, params, by_hand)
 
 
 def test_shared_layers_are_layers_with_the_same_weights():

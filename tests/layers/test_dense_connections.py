@@ -15,6 +15,7 @@ from MaxText.layers.model import Model
 from MaxText.layers.stack import apply_remat
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import map_param_names
+from tests.growth.growing import by_name
 from tests.small_models import random_batch, some_quick, tiny_config, trainer
 
 NORM = "pre_self_attention_layer_norm"
@@ -63,14 +64,6 @@ def built(block, keys):
     return model, run
 
 
-def named(tree):
-    """Name -> array."""
-    return {
-        "/".join(entry.key for entry in path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
 def without_connections(dense, plain):
     """The parameters of a plain model, from those of one with dense connections."""
     num_layers = plain.section.shape.dimensions.num_layers
@@ -97,11 +90,11 @@ def test_a_fresh_model_is_the_one_without_connections_and_each_learns(name):
     plain, run_plain = built(block, {k: v for k, v in keys.items() if k in SIZES | WIDTHS})
     assert any(name.startswith("connections/") for name in model.parameters)
     assert not any(name.startswith("connections/") for name in plain.parameters)
-    expected, _ = run_plain(without_connections(named(parameters), plain))
+    expected, _ = run_plain(without_connections(by_name(parameters), plain))
     np.testing.assert_array_equal(logits, expected)
 
     stands_still = {
-        name for name, gradient in named(first["connections"]).items() if not np.any(gradient)
+        name for name, gradient in by_name(first["connections"]).items() if not np.any(gradient)
     }
     # What acts through a second product, through a sum, or on one, that are still 0.
     behind = ("wi/kernel", "/norm/scale", "source_norm/scale") + (
@@ -109,7 +102,7 @@ def test_a_fresh_model_is_the_one_without_connections_and_each_learns(name):
     )
     assert all(any(part in name for part in behind) for name in stands_still)
     _, second = run(jax.tree.map(lambda p, g: p - g, parameters, first))
-    for name, gradient in named(second["connections"]).items():
+    for name, gradient in by_name(second["connections"]).items():
         if name.endswith(("static", "wo/kernel")):
             # Each source of each way.
             gradient = np.abs(gradient).max(axis=tuple(range(gradient.ndim - 2)))
@@ -157,12 +150,8 @@ def test_a_model_has_the_sums_that_its_keys_name():
         "denseformer", base_num_decoder_layers=6, scan_layers=False, dense_ways=["q", "r"],
         dense_sources="dilated", dense_dilation=2, dense_period=2, dense_mixing="sum",
     )  # fmt: skip
-    shapes = {
-        name: info.shape
-        for name, info in Model(config.model).parameters.items()
-        if name.startswith("connections/")
-    }
-    assert shapes == {
+    parameters = Model(config.model).parameters.items()
+    assert {name: info.shape for name, info in parameters if "connections/" in name} == {
         "connections/after/2/static": (2, 2),
         "connections/after/4/static": (2, 3),
         "connections/after/6/static": (1, 4),
@@ -220,8 +209,8 @@ def test_a_model_by_kernel_is_that_by_sums(keys):
     logits, gradients = run(moved)
     by_kernel, found = built("llama2", given | {"dense_mixing": "kernel"})[1](moved)
     np.testing.assert_allclose(by_kernel, logits, atol=1e-5)
-    found = named(found)
-    for name, gradient in named(gradients).items():
+    found = by_name(found)
+    for name, gradient in by_name(gradients).items():
         largest = np.abs(gradient).max()
         np.testing.assert_allclose(
             found[name] / largest, gradient / largest, atol=2e-5, err_msg=name
@@ -254,7 +243,7 @@ def test_optimizers_do_not_divide_by_gradients_of_zero(opt_type):
     batch = random_batch(config, rows=4)
     first, _ = step(state, batch)
     second, _ = step(first, batch)
-    before, after = named(state.params), named(second.params)
+    before, after = by_name(state.params), by_name(second.params)
     for name in before:
         assert np.all(np.isfinite(after[name])), name
         assert np.any(after[name] != before[name]), name

@@ -134,15 +134,12 @@ def test_gradients_are_added_in_the_memory_of_those_before():
             aggregate(weights, first.sources, "kernel").sums, 1
         )
 
+    program = str(jax.make_jaxpr(jax.grad(two))(sources))
+    # (operand, result) that share memory, of each kernel.
+    handed_over = [part.split("\n")[0] for part in program.split("input_output_aliases=")[1:]]
     # The last sum starts from nothing, not from zeros; the first is given one for each source.
     each = "(" + ", ".join(f"({s}, {s})" for s in range(S)) + ")"
-    program = jax.make_jaxpr(jax.grad(two))(sources)
-    assert sorted(handed_over(program)) == sorted(["()", "()", "()", each])
-
-
-def handed_over(program):
-    """(operand, result) that share memory, of each kernel in a program."""
-    return [part.split("\n")[0] for part in str(program).split("input_output_aliases=")[1:]]
+    assert sorted(handed_over) == sorted(["()", "()", "()", each])
 
 
 def test_kernels_lower():
@@ -181,9 +178,8 @@ FACTORS = jnp.asarray(np.random.default_rng(1).normal(size=(2, D)), jnp.float32)
 
 
 def naive_norms(weights, factors, sources, scales):
-    rows = [1.0] * S if scales is None else list(scales)
     sums = [
-        sum(weights[:, :, c, s, None] * rows[s] * sources[s] for s in range(S)) for c in range(C)
+        sum(weights[:, :, c, s, None] * scales[s] * sources[s] for s in range(S)) for c in range(C)
     ]
     for place, c in enumerate(NORMS.ways):
         mean_square = jnp.mean(sums[c] ** 2, axis=-1, keepdims=True)
@@ -192,8 +188,7 @@ def naive_norms(weights, factors, sources, scales):
 
 
 def kernel_norms(weights, factors, sources, scales):
-    if scales is not None:
-        sources = [scale_grad_only(x, scale) for x, scale in zip(sources, scales, strict=True)]
+    sources = [scale_grad_only(x, scale) for x, scale in zip(sources, scales, strict=True)]
     mixed = aggregate(weights, sources, "kernel", scales_SD=scales, norms=NORMS, factors_MD=factors)
     return grad_sums(mixed.sums, 0)
 
@@ -203,17 +198,14 @@ def test_kernel_with_norms():
     arguments = (weights, FACTORS, sources, scales)
     assert supports_fused_norms("kernel", sources[0])
     near(differentiated(kernel_norms, arguments), differentiated(naive_norms, arguments))
+    assert not supports_fused_norms("sum", sources[0])
+    # Tiles of tokens that are not full would add what is not there to gradients of factors.
+    assert not supports_fused_norms("kernel", sources[0][:, :11])
 
 
 def near(ours, theirs):
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, other, atol=4e-6 * np.abs(other).max())
-
-
-def test_states_whose_sums_a_kernel_does_not_normalise():
-    assert not supports_fused_norms("sum", jnp.zeros((2, 16, D)))
-    # Tiles of tokens that are not full would add what is not there to gradients of factors.
-    assert not supports_fused_norms("kernel", jnp.zeros((2, 11, D)))
 
 
 @pytest.mark.parametrize(
@@ -239,9 +231,8 @@ def test_form_on_each_generation(kind, form):
     device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
     mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
     layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
-    keys = {"dense_mixing": "auto", "base_emb_dim": 4096, "dtype": "bfloat16"}
-    keys |= {"base_num_decoder_layers": 32}
-    section = tiny_config("llama2", dense_conn=True, scan_layers="auto", **keys).model
+    keys = {"dense_conn": True, "dense_mixing": "auto", "scan_layers": "auto", "dtype": "bfloat16"}
+    section = tiny_config("llama2", base_emb_dim=4096, base_num_decoder_layers=32, **keys).model
     resolved, lines = backend_defaults.resolve_auto(section, "tpu", layout)
     assert resolved.dense_connections.dense_mixing == form
     assert resolved.memory.scan_layers is False
@@ -274,39 +265,24 @@ def test_form_on_each_backend(given, emb_dim, backend, chosen, named):
 @pytest.mark.multi_device
 @pytest.mark.parametrize("embed_axes", [(), ("tensor",)], ids=["whole", "divided"])
 def test_kernel_on_several_devices(embed_axes):
-    """Each device sums its own tokens; where states are divided, weights' gradients are added."""
+    """Each device sums its own tokens; where states are divided, weights' gradients are added.
+
+    Else gradients of norms' factors are added over the devices that have other tokens.
+    """
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    rules = [
-        ("activation_batch", ("data",)),
-        ("activation_length", ()),
-        ("activation_embed", embed_axes),
-    ]
-    *rest, scales = given(jnp.float32)
+    rules = [("activation_batch", ("data",)), ("activation_length", ())]
+    rules += [("activation_embed", embed_axes)]
+    weights, fixed, sources, scales = given(jnp.float32)
 
-    def sharded(*arguments):
+    def sharded(function, *arguments):
         with axis_rules(mesh, rules):
-            return chained("kernel", *arguments)
+            return function(*arguments)
 
-    near(differentiated(sharded, (*rest, scales)), differentiated(naive, (*rest, scales)))
-    assert not embed_axes or not normalized_on(mesh, rules, rest[-1])
-
-
-def normalized_on(mesh, rules, sources):
-    with axis_rules(mesh, rules):
-        return supports_fused_norms("kernel", sources[0])
-
-
-@pytest.mark.multi_device
-def test_norms_on_several_devices():
-    """Gradients of norms' factors are added over the devices that have other tokens."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    rules = [("activation_batch", ("data",)), ("activation_length", ()), ("activation_embed", ())]
-    weights, _, sources, scales = given(jnp.float32)
-    assert normalized_on(mesh, rules, sources)
-
-    def sharded(*arguments):
-        with axis_rules(mesh, rules):
-            return kernel_norms(*arguments)
-
-    arguments = (weights, FACTORS, sources, scales)
-    near(differentiated(sharded, arguments), differentiated(naive_norms, arguments))
+    kernels = functools.partial(sharded, chained, "kernel")
+    arguments = (weights, fixed, sources, scales)
+    near(differentiated(kernels, arguments), differentiated(naive, arguments))
+    assert sharded(supports_fused_norms, "kernel", sources[0]) == (not embed_axes)
+    if not embed_axes:
+        arguments = (weights, FACTORS, sources, scales)
+        kernels = functools.partial(sharded, kernel_norms)
+        near(differentiated(kernels, arguments), differentiated(naive_norms, arguments))

@@ -56,7 +56,16 @@ def differentiated(function, q, k, v, weights):
     return jax.block_until_ready(graded(q, k, v))
 
 
-def near(found, expected):
+def check_kernel(spec, arrays, segments, *shardings):
+    """Its outputs and gradients are those of plain attention."""
+
+    def kernel(q, k, v):
+        return flash_attention.flash_attention(q, k, v, spec, *shardings, segments_BT=segments)
+
+    def plain(q, k, v):
+        return dot_product_attention(q, k, v, spec, segments_BT=segments)
+
+    found, expected = differentiated(kernel, *arrays), differentiated(plain, *arrays)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * max(1.0, np.abs(theirs).max()))
 
@@ -64,15 +73,7 @@ def near(found, expected):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "scores", "documents"), CASES)
 def test_the_same_outputs_and_gradients(heads, kv_heads, head_dim, scores, documents):
     *arrays, segments = given(heads, kv_heads, head_dim, documents)
-    spec = AttentionSpec(**scores)
-
-    def kernel(q, k, v):
-        return flash_attention.flash_attention(q, k, v, spec, None, None, segments_BT=segments)
-
-    def plain(q, k, v):
-        return dot_product_attention(q, k, v, spec, segments_BT=segments)
-
-    near(differentiated(kernel, *arrays), differentiated(plain, *arrays))
+    check_kernel(AttentionSpec(**scores), arrays, segments, None, None)
 
 
 # (axes of the batch, of the sequence, of the heads, key/value heads, spec)
@@ -91,17 +92,7 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
     query_sharding = NamedSharding(mesh, PartitionSpec(batch, length, heads))
     own = heads if kv_heads % 2 == 0 else None
     key_sharding = NamedSharding(mesh, PartitionSpec(batch, None, own))
-    spec = AttentionSpec(**scores)
-
-    def kernel(q, k, v):
-        return flash_attention.flash_attention(
-            q, k, v, spec, query_sharding, key_sharding, segments_BT=segments
-        )
-
-    def plain(q, k, v):
-        return dot_product_attention(q, k, v, spec, segments_BT=segments)
-
-    near(differentiated(kernel, *arrays), differentiated(plain, *arrays))
+    check_kernel(AttentionSpec(**scores), arrays, segments, query_sharding, key_sharding)
 
 
 @pytest.mark.parametrize(

@@ -143,14 +143,9 @@ def test_head(keys, formula):
 
 
 WIDE = {
-    "base_emb_dim": 128,
-    "base_num_kv_heads": 4,
-    "head_dim": 32,
-    "base_mlp_dim": 256,
-    "base_num_decoder_layers": 2,
-    "vocab_size": 512,
-    "max_target_length": 256,
-}
+    "base_emb_dim": 128, "base_num_kv_heads": 4, "head_dim": 32, "base_mlp_dim": 256,
+    "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 256,
+}  # fmt: skip
 XAVIER, SMALL = (2 / (128 + 256)) ** 0.5, (2 / (5 * 128)) ** 0.5
 NEO = {
     "query/kernel": (128 * 32) ** -0.5,
@@ -253,11 +248,8 @@ def test_a_layer_without_positions():
     attention = [layer.self_attention for layer in map(
         nnx.merge, model.blueprint.graphdefs, model.blueprint.layer_weights(
             jax.tree.map(lambda x: jnp.ones(x.shape), model.abstract["layers"])))]  # fmt: skip
-    x, context = jnp.asarray(hidden_states(1, 8, 32)), Context(rotary=model_rotary(model))
+    rotary = rotary_table(jnp.arange(8)[None], 8, model.section.position)
+    x, context = jnp.asarray(hidden_states(1, 8, 32)), Context(rotary=rotary)
     turned, plain = (one((x, x, x), context)[0] for one in attention)
     np.testing.assert_array_equal(plain, attention[0]((x, x, x), Context())[0])
     assert not np.allclose(turned, plain)
-
-
-def model_rotary(model):
-    return rotary_table(jnp.arange(8)[None], 8, model.section.position)

@@ -18,8 +18,7 @@ EXAMPLE = {
 }
 PARTS = """
 import jax.numpy as jnp
-from MaxText.layers.part import Position, register
-from MaxText.layers.part import Connection, Inputs
+from MaxText.layers.part import Connection, Inputs, Position, register
 
 
 @register("position", "sinusoidal")

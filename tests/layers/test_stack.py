@@ -70,10 +70,7 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
 ):
     weights, loss = loss_of(alike, shared, reads_all, sequential=True)
     x = jnp.linspace(-1, 1, 2 * D).reshape(2, D)
-
-    def gradients(weights, x):
-        return jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
-
+    gradients = jax.value_and_grad(loss, argnums=(0, 1))
     expected, found = {}, {}
     for results, platform in ((expected, "cpu"), (found, "tpu")):
         monkeypatch.setattr(stack, "platform", lambda platform=platform: platform)
@@ -113,28 +110,20 @@ def test_layers_are_numbered_through_a_pattern(stacked):
     )
     assert (blueprint.plan, blueprint.is_stacked) == ((8, 1, (2, 1), 2), stacked)
 
-    def numbers(apply_layers):
-        def apply(layer, x, index):
-            width = layer.unread.shape[0] - D
-            number = jnp.asarray(index, jnp.float32)
-            return layer(x) + 0.1 * number, {"widths": width * number, "numbers": number**2}
+    def apply(layer, x, index):
+        width = layer.unread.shape[0] - D
+        number = jnp.asarray(index, jnp.float32)
+        return layer(x) + 0.1 * number, {"widths": width * number, "numbers": number**2}
 
-        return apply_layers(apply)
+    def apply_one(layer, outputs, index, state):
+        y, scalars = apply(layer, outputs[-1], index)
+        return (y,), scalars, state
 
-    def scanned(apply):
-        return stack.apply_scanned(layers, blueprint, jnp.zeros((1, 1, D)), apply, "full")
-
-    def unrolled(apply):
-        def one(layer, outputs, index, state):
-            y, scalars = apply(layer, outputs[-1], index)
-            return (y,), scalars, state
-
-        found = stack.apply_unrolled(layers, blueprint, (jnp.zeros((1, 1, D)),), one)
-        return found.carried[-1], found.scalars
-
-    (y, scalars), (z, others) = numbers(scanned), numbers(unrolled)
-    np.testing.assert_allclose(y, z, rtol=1e-6)
-    assert scalars == others
+    x = jnp.zeros((1, 1, D))
+    y, scalars = stack.apply_scanned(layers, blueprint, x, apply, "full")
+    unrolled = stack.apply_unrolled(layers, blueprint, (x,), apply_one)
+    np.testing.assert_allclose(y, unrolled.carried[-1], rtol=1e-6)
+    assert scalars == unrolled.scalars
     assert scalars["numbers"] == sum(i**2 for i in range(8))
     assert scalars["widths"] == (0 if stacked else sum(i * kind for i, kind in enumerate(kinds)))
     together = blueprint.join(blueprint.layer_weights(stack.weights_dict(layers)))

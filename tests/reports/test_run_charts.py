@@ -5,12 +5,7 @@ import pytest
 
 from MaxText.metrics.run_record import read_run
 from MaxText.reports.curves import Axes
-from MaxText.reports.downsampling import (
-    MAX_POINTS,
-    MAX_SMOOTH_POINTS,
-    downsample,
-    running_median,
-)
+from MaxText.reports.downsampling import MAX_POINTS, MAX_SMOOTH_POINTS, downsample, running_median
 from MaxText.reports.entries import group_runs
 from MaxText.reports.figures import draw_bars, draw_chart
 from MaxText.reports.run_charts import goodput_bars, loss_chart, quantity_charts

@@ -1,7 +1,6 @@
 """convert.py grow: a larger model as a run that others start from."""
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -118,9 +117,7 @@ def test_a_run_without_configuration(small, tmp_path):
     source = save(tmp_path / "small", config, state, {"config": {}})
     with pytest.raises(UserError, match=r"CONFIG\.yml from="):
         made(source, tmp_path / "large", "slot_num=10")
-    assert (
-        json.loads((stored_in(source).folder / "metadata" / "metadata").read_text())["config"] == {}
-    )
+    assert stored_in(source).try_metadata()["config"] == {}
 
 
 def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
@@ -136,15 +133,8 @@ def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
         np.testing.assert_array_equal(deep[name], expected, err_msg=name)
     # A run of the same keys grows to the same parameters.
     keys = weights.keys | {"base_num_decoder_layers": 2 * depth, "growth_mode": "random"}
-    config = configure(
-        dataset_type="synthetic",
-        steps=10,
-        dtype="float32",
-        scan_layers=True,
-        remat_policy="none",
-        load_parameters_path=f"hf:{folder}",
-        **keys,
-    )
+    keys |= {"dataset_type": "synthetic", "steps": 10, "load_parameters_path": f"hf:{folder}"}
+    config = configure(dtype="float32", scan_layers=True, remat_policy="none", **keys)
     grown = grow_by(tmp_path / "run", config)
     for name, array in grown.params.items():
         np.testing.assert_array_equal(array, deep[name].astype(array.dtype), err_msg=name)

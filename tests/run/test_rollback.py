@@ -96,17 +96,9 @@ def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=()
 
 
 def metrics(num_skipped=0, last=-1, first=-1, recent=0, rise=0.0, began=0, **more):
-    return {
-        "loss": 3.0,
-        "grad_norm": 1.0,
-        "update_norm": 0.1,
-        "num_skipped": num_skipped,
-        "last_skipped": last,
-        "skips_began": first,
-        "recent_skips": recent,
-        "loss_rise": rise,
-        "rise_began": began,
-    } | more
+    skips = {"num_skipped": num_skipped, "last_skipped": last, "skips_began": first}
+    skips |= {"recent_skips": recent, "loss_rise": rise, "rise_began": began}
+    return {"loss": 3.0, "grad_norm": 1.0, "update_norm": 0.1} | skips | more
 
 
 def in_trouble(rollback):

@@ -6,11 +6,11 @@ import itertools
 import json
 import subprocess
 import sys
-import types
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import fsspec
 import gcsfs.retry
@@ -124,8 +124,4 @@ def clients(emulator: Emulator) -> Iterator[None]:
 @pytest.fixture
 def no_waits(clients: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """gcsfs tries again at once, as often as ever."""
-
-    async def none(seconds: float) -> None:
-        """Instead of asyncio.sleep."""
-
-    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=none))
+    monkeypatch.setattr(gcsfs.retry, "asyncio", mock.Mock(sleep=mock.AsyncMock()))

@@ -10,7 +10,6 @@ from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.catalog import unflatten
 from MaxText.config.training_sections import Checkpoint
-from MaxText.errors import UserError
 from MaxText.growth.resolve import resolve_growth
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError, is_unavailable
@@ -110,8 +109,8 @@ def test_going_back_withdraws_before_it_deletes(opened, emulator):
     checkpoints = opened()
     save_steps(checkpoints, fresh_state(), [0, 1, 2])
     # Killed in the midst, here: the bucket refuses to delete anything but the mark.
-    with emulator.failing(Fault(403, "DELETE (?!.*2%2Fcommit_success)")), pytest.raises(UserError):
-        checkpoints.roll_back_to(1)
+    with emulator.failing(Fault(403, "DELETE (?!.*2%2Fcommit_success)")):
+        refused("checkpoints/2", checkpoints.roll_back_to, 1)
     assert opened().steps() == [0, 1]
     again = opened()
     again.roll_back_to(0)
@@ -126,8 +125,7 @@ def test_a_save_fails_and_the_next_one_does_not(folder, opened, emulator):
     state, _ = save_steps(checkpoints, fresh_state(), [0])
     # 503 would be tried again by TensorStore, for a quarter of an hour.
     with emulator.failing(Fault(403, "POST /upload.*checkpoints.*items")):
-        with pytest.raises(UserError, match="step 1 "):
-            state, _ = save_steps(checkpoints, state, [1])
+        refused("step 1 ", save_steps, checkpoints, state, [1])
         assert checkpoints.steps() == [0]
     save_steps(checkpoints, fresh_state(), [2])
     assert checkpoints.steps() == [2]

@@ -4,7 +4,6 @@ import fsspec
 import pytest
 
 from MaxText.config.data_sections import Preparation
-from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.prepare import prepare
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.storage.errors import BadRecord
@@ -64,28 +63,27 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
         assert_same(first + take(iterator, 19), expected)
 
 
-def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
-    write("megatron", tmp_path / "set")
-    upload(emulator, tmp_path / "set", f"{bucket}/set")
-    keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
-    iterator = opened(f"{bucket}/set", keys)
+@pytest.mark.parametrize("kept", ["megatron"], indirect=True)
+def test_a_bucket_that_fails_for_ever(kept, bucket, emulator):
+    _, _, url, keys = kept
+    keys["data_read_retries"] = 2
+    iterator = opened(url, keys)
     with emulator.failing(Fault(503)):
         refused(r"after 3 tries .*set", take, iterator, 20)
-        refused("after 3 tries", opened, f"{bucket}/set", keys)
+        refused("after 3 tries", opened, url, keys)
     refused("no such file", opened, f"{bucket}/nothing", keys)
     refused("no such file", opened, "gs://no-such-bucket/set", keys)
 
 
-def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket, emulator):
-    write("array_record", tmp_path / "set")
-    keys = {"data_cache_dir": str(tmp_path / "cache")}
-    upload(emulator, tmp_path / "set", f"{bucket}/set")
-    take(opened(f"{bucket}/set", keys), 1)
-    for file in (tmp_path / "set").iterdir():
+@pytest.mark.parametrize("kept", ["array_record"], indirect=True)
+def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
+    _, folder, url, keys = kept
+    take(opened(url, keys), 1)
+    for file in folder.iterdir():
         file.write_bytes(file.read_bytes()[:-100])
-    upload(emulator, tmp_path / "set", f"{bucket}/set")
+    upload(emulator, folder, url)
     with pytest.raises(BadRecord, match="ids0"):
-        opened(f"{bucket}/set", keys | {"data_read_retries": 0})
+        opened(url, keys | {"data_read_retries": 0})
 
 
 @pytest.fixture
@@ -111,25 +109,20 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     assert lines[-1].startswith(f"Kept {bucket}/there")
     other = asked.model_copy(update={"prepare_seed": 1})
-    with pytest.raises(UserError, match=f"dataset_path={bucket}/there .*prepare_seed"):
-        prepare(other, f"{bucket}/there", quiet, cache_dir=cache)
+    message = f"dataset_path={bucket}/there .*prepare_seed"
+    refused(message, prepare, other, f"{bucket}/there", quiet, cache_dir=cache)
+    emulator.write(f"{bucket}/with_others/holiday.jpg", b"x")
+    refused(r"holiday\.jpg", prepare, asked, f"{bucket}/with_others", quiet, cache_dir=cache)
 
 
 def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
     cache = str(tmp_path / "cache")
-    with emulator.failing(Fault(503, "POST /upload.*", skip=3)), pytest.raises(UserError):
-        prepare(text, f"{bucket}/there", quiet, cache_dir=cache)
-    names = emulator.names(bucket)
-    assert names
+    with emulator.failing(Fault(503, "POST /upload.*", skip=3)):
+        refused("/there", prepare, text, f"{bucket}/there", quiet, cache_dir=cache)
+    assert (names := emulator.names(bucket))
     assert "there/manifest.json" not in names
     lines = []
     prepare(text, f"{bucket}/there", lines.append, cache_dir=cache)
     assert any(line.startswith("Kept") for line in lines)
     (tmp_path / "manifest.json").write_text(emulator.read(f"{bucket}/there/manifest.json"))
     assert read_manifest(str(tmp_path)).splits["train"].num_tokens > 0
-
-
-def test_what_cannot_be_prepared_there(text, tmp_path, bucket, emulator):
-    emulator.write(f"{bucket}/there/holiday.jpg", b"x")
-    with pytest.raises(UserError, match=r"holiday\.jpg"):
-        prepare(text, f"{bucket}/there", quiet, cache_dir=str(tmp_path / "cache"))

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import numpy as np
@@ -112,26 +113,16 @@ def test_remote_ranges_are_one_call_and_a_folder_one_listing(tmp_path, monkeypat
     system, folder = fsspec.filesystem("memory"), f"memory://{tmp_path}/many"
     for number in range(30):
         system.pipe(f"{folder}/{number:03d}", bytes([number]) * 4)
-    calls = []
-
-    def counted(name):
-        real = getattr(type(system), name)
-
-        def call(self, *arguments, **keys):
-            calls.append(name)
-            return real(self, *arguments, **keys)
-
-        monkeypatch.setattr(type(system), name, call)
-
-    for name in ("cat_ranges", "info", "ls"):
-        counted(name)
+    names = ("cat_ranges", "info", "ls")
+    counted = {name: mock.Mock(side_effect=getattr(system, name)) for name in names}
+    for name in names:
+        monkeypatch.setattr(type(system), name, counted[name])
     files = file_access.list_files(f"{folder}/{{000..029}}", "dataset_path")
     assert [file.size for file in files] == [4] * 30
-    assert calls.count("ls") == 1
-    assert "info" not in calls
-    calls.clear()
+    assert counted["ls"].call_count == 1
+    assert not counted["info"].called
     assert read(*((file.path, 1, 2) for file in files))[7] == b"\x07\x07"
-    assert calls.count("cat_ranges") == 1
+    assert counted["cat_ranges"].call_count == 1
     system.rm(folder, recursive=True)
 
 

@@ -168,17 +168,10 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
     """Against optax.adafactor, whose learning rate is a schedule here too."""
     name, linear = "logits_dense/kernel", {"lr_schedule_type": "linear", "learning_rate": 0.1}
     gradients = [functools.partial(jax.random.normal, jax.random.key(step)) for step in range(3)]
-    found, state = steps_of(
-        gradients,
-        only=name,
-        opt_type="adafactor",
-        adafactor_decay_exponent=0.7,
-        adafactor_epsilon_gradient=1e-6,
-        adafactor_clipping_threshold=0.5,
-        adafactor_min_dim_size_to_factor=8,
-        adam_weight_decay=0.0,
-        **linear,
-    )
+    keys = {"only": name, "opt_type": "adafactor", "adam_weight_decay": 0.0}
+    own = {"adafactor_decay_exponent": 0.7, "adafactor_epsilon_gradient": 1e-6}
+    own |= {"adafactor_clipping_threshold": 0.5, "adafactor_min_dim_size_to_factor": 8}
+    found, state = steps_of(gradients, **keys, **own, **linear)
     schedule = learning_rate_schedule(tiny_config(**linear).schedule)
     theirs = optax.adafactor(
         schedule, min_dim_size_to_factor=8, decay_rate=0.7, eps=1e-6, clipping_threshold=0.5
@@ -191,7 +184,6 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
         expected, state = theirs.update(gradient(params.shape), state, params)
         np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
     # Updates are as large as the parameter or as this, or a mean over them.
-    keys = {"only": name, "opt_type": "adafactor", "adam_weight_decay": 0.0}
     for more, expected in (
         ({}, [2, -2]),
         ({"adafactor_epsilon_parameter": 5.0}, [5, -5]),

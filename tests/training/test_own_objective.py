@@ -23,8 +23,7 @@ MINE = """
 import jax.numpy as jnp
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
-from MaxText.layers.part import Head
-from MaxText.layers.part import register
+from MaxText.layers.part import Head, register
 from MaxText.training.objective import cross_entropy
 
 

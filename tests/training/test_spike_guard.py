@@ -24,15 +24,8 @@ NAN, INF = np.nan, np.inf
 def _judged(values_SQ, rates_S):
     def one(state, inputs):
         step, values_Q, rate = inputs
-        decision = spike_guard.decide(
-            SECTION,
-            state,
-            step,
-            loss=values_Q[0],
-            grad_norm=values_Q[1],
-            update_norm=values_Q[2],
-            learning_rate=rate,
-        )
+        values = dict(zip(("loss", "grad_norm", "update_norm"), values_Q, strict=True))
+        decision = spike_guard.decide(SECTION, state, step, **values, learning_rate=rate)
         return decision.state, (decision.accept, decision.metrics)
 
     inputs = (jnp.arange(len(values_SQ)), values_SQ, rates_S)

@@ -94,15 +94,9 @@ def test_sums_of_losses_and_their_gradients(alpha, chunks):
 
 def test_accumulated_microbatches_equal_the_big_batch():
     """Losses of routers are means over the tokens of the whole batch, too."""
-    config = tiny_config(
-        **ONE_LAYER,
-        opt_type="sgd",
-        learning_rate=1.0,
-        z_loss_multiplier=1e-3,
-        num_experts=2,
-        load_balance_loss_weight=0.0,
-        router_z_loss_weight=0.1,
-    )
+    experts = {"num_experts": 2, "load_balance_loss_weight": 0.0, "router_z_loss_weight": 0.1}
+    keys = ONE_LAYER | experts | {"opt_type": "sgd", "learning_rate": 1.0}
+    config = tiny_config(z_loss_multiplier=1e-3, **keys)
     batch = random_batch(config, rows=8, documents=True)
     _, state, whole = trainer(config)
     _, _, parts = trainer(config, num_microbatches=4)

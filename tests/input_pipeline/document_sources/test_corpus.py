@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 import fsspec
-import pyarrow
+import numpy as np
 import pytest
-from pyarrow import parquet
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources import source_files
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.prepare import prepare
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.document_sources.written_corpora import (
@@ -29,6 +27,7 @@ from tests.input_pipeline.document_sources.written_corpora import (
     write_records,
 )
 from tests.input_pipeline.small_data import denying
+from tests.input_pipeline.token_store import token_files
 from tests.refusals import refused
 
 
@@ -86,15 +85,11 @@ def test_units_follow_names_and_sizes(tmp_path):
 
 def test_standard_library(tmp_path, monkeypatch):
     files = {
-        "b.py": b"import a\n",
-        "a/__init__.py": b"",
-        "a/c.py": "x = 'ä'\n".encode(),
-        "latin.py": b"# -*- coding: latin-1 -*- \xe4\n",
-        "site-packages/other.py": b"never\n",
-        "config-3.11/here.py": b"never\n",
+        "b.py": b"import a\n", "a/__init__.py": b"", "a/c.py": "x = 'ä'\n".encode(),
+        "latin.py": b"# -*- coding: latin-1 -*- \xe4\n", "readme.txt": b"never\n",
+        "site-packages/other.py": b"never\n", "config-3.11/here.py": b"never\n",
         "_sysconfigdata_linux.py": b"never\n",
-        "readme.txt": b"never\n",
-    }
+    }  # fmt: skip
     write(tmp_path / "lib", files)
     monkeypatch.setattr(source_files, "stdlib_root", lambda: tmp_path / "lib")
     documents, skipped = read_documents("python_stdlib")
@@ -240,13 +235,7 @@ def test_output_below_its_own_source(tmp_path):
 
 
 def test_records_of_token_ids(tmp_path):
-    column = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.uint16()))
-    table = pyarrow.table({"input_ids": column, "length": [2, 1]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
-        writer.write_table(table)
-    record = tf_example.encode({"input_ids": [5, 6]})
-    (tmp_path / "a.tfrecord").write_bytes(tfrecord.frame(record))
-    write_records(tmp_path / "a.array_record", [record])
-    for path in tmp_path.iterdir():
+    for kind in ("parquet", "arrow", "tfrecord", "array_record"):
+        path = tmp_path / f"a.{kind}"
+        token_files.RECORDS[kind](path, [np.array([1, 2]), np.array([3])])
         refused(f"input_ids.* token ids.* dataset_path={path}$", read_texts, path)

@@ -140,12 +140,10 @@ def test_surrogates_and_byte_order_marks(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        pyarrow.large_string(),
-        pyarrow.binary(),
-        pyarrow.string_view(),
+        pyarrow.large_string(), pyarrow.binary(), pyarrow.string_view(),
         pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
     ],
-)
+)  # fmt: skip
 def test_columns_of_other_types(tmp_path, kind):
     texts = ["a", None, "ä", "", "漢"]
     column = [text.encode() if text and pyarrow.types.is_binary(kind) else text for text in texts]

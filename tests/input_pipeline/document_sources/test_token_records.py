@@ -1,7 +1,6 @@
 """Documents of ids come out once and in order from every format, and damage costs what it hits."""
 
 import functools
-import io
 import tempfile
 from pathlib import Path
 
@@ -17,17 +16,10 @@ from MaxText.input_pipeline.document_sources.records import holds_text, read_ids
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.storage.errors import BadRecord
-from tests.hostile.files import tar_archive, torch_file
+from tests.hostile.files import npy, tar_archive
 from tests.input_pipeline.document_sources.written_corpora import COMPRESS
 from tests.input_pipeline.token_store import token_files
-from tests.input_pipeline.token_store.token_files import write_records
 from tests.refusals import refused
-
-
-def write_torch_tar(path: Path, documents) -> None:
-    members = {f"s/{i}.input_id.pth": torch_file(ids) for i, ids in enumerate(documents)}
-    path.write_bytes(tar_archive(members))
-
 
 # Name of a file and what writes it.
 FILES = {
@@ -37,9 +29,16 @@ FILES = {
     "arrow": ("a.arrow", token_files.write_arrow),
     "arrow ": ("file.arrow", functools.partial(token_files.write_arrow, stream=False)),
     "webdataset": ("a.tar", token_files.write_tar),
-    "webdataset ": ("torch.tar", write_torch_tar),
+    "webdataset ": ("torch.tar", token_files.write_torch_tar),
 }
 STREAMS = ("tfrecord", "webdataset", "webdataset ")
+
+
+def write_raw(kind: str, path: Path, records: list[bytes]) -> None:
+    if kind == "tfrecord":
+        path.write_bytes(b"".join(map(tfrecord.frame, records)))
+    else:
+        token_files.write_records(path, records)
 
 
 def read(path, kind, *fields, **keys):
@@ -130,17 +129,14 @@ def test_features_of_records(tmp_path, kind):
     examples = [{"input_ids": [1, 2], "body": "text"}, {"input_ids": [2**31]}, {"body": "text"}]
     records = [b"no example", *map(tf_example.encode, examples)]
     path = tmp_path / "a"
-    if kind == "tfrecord":
-        path.write_bytes(b"".join(map(tfrecord.frame, records)))
-    else:
-        write_records(path, records)
+    write_raw(kind, path, records)
     bad, (ids, labels), *others = read_ids(str(path), kind)
     assert "not a tf.train.Example" in str(bad)
     assert (ids.tolist(), ids.dtype, labels) == ([1, 2], np.int32, None)
     assert "2147483648 is not a token id" in str(others[0])
     assert "no feature input_ids or text or tokens (features: body (bytes))" in str(others[1])
     assert "feature body holds bytes" in str([*read_ids(str(path), kind, ["body"])][1])
-    path.write_bytes(b"") if kind == "tfrecord" else write_records(path, [])
+    write_raw(kind, path, [])
     assert read(path, kind) == []
     assert not holds_text([str(path)], kind)
 
@@ -149,12 +145,10 @@ def test_features_of_records(tmp_path, kind):
 def test_text_or_ids_in_records(tmp_path, kind):
     def holds(record, *fields, text_field="text"):
         path = tmp_path / "a"
+        write_raw(kind, path, [record])
         if kind == "tfrecord":
-            damaged = bytearray(tfrecord.frame(b"x"))
-            damaged[12] ^= 1
-            path.write_bytes(damaged + tfrecord.frame(record))
-        else:
-            write_records(path, [record])
+            damaged = tfrecord.frame(b"x").replace(b"x", b"y")
+            path.write_bytes(damaged + path.read_bytes())
         return holds_text([str(path)], kind, fields, text_field)
 
     record = tf_example.encode({"input_ids": [1], "body": "x"})
@@ -162,11 +156,10 @@ def test_text_or_ids_in_records(tmp_path, kind):
     assert not holds(record, "other", "input_ids")
     assert holds("ä text".encode())
     assert holds(record, "other", text_field="body")
-    refused(
-        r"no integer feature other and no text in text .*body \(bytes\)", holds, record, "other"
-    )
-    refused("neither a tf.train.Example nor UTF-8", holds, b"\xff")
-    refused("neither a tf.train.Example nor UTF-8", holds, b" ")
+    message = r"no integer feature other and no text in text .*body \(bytes\)"
+    refused(message, holds, record, "other")
+    for other in (b"\xff", b" "):
+        refused("neither a tf.train.Example nor UTF-8", holds, other)
 
 
 def test_text_or_ids_in_tables(tmp_path):
@@ -181,11 +174,6 @@ def test_text_or_ids_in_tables(tmp_path):
     assert not holds_text(["never read.tar"], "webdataset")
     path.rename(tmp_path / "a.parquet.gz")
     refused("compressed as a whole", read, tmp_path / "a.parquet.gz", "parquet")
-
-
-def npy(ids) -> bytes:
-    np.save(content := io.BytesIO(), np.array(ids))
-    return content.getvalue()
 
 
 def test_fields_of_archives(tmp_path):

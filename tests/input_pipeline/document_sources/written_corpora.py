@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from pyarrow import parquet
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats import tf_example, tfrecord
+from tests.hostile.files import tar_archive
 from tests.input_pipeline.token_store.token_files import write_records
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -66,16 +66,7 @@ def counted(texts: Sequence[str]) -> bytes:
 
 
 def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode=mode) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
-        folder = tarfile.TarInfo("folder")
-        folder.type = tarfile.DIRTYPE
-        archive.addfile(folder)
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return content.getvalue()
+    return tar_archive({"folder/": b"", **dict(members)}, mode)
 
 
 def members_of(texts: Sequence[str]) -> list[tuple[str, bytes]]:

@@ -26,6 +26,11 @@ def write_texts(folder: Path, count: int = 30) -> list[str]:
     return texts
 
 
+def swap_case(path: Path) -> None:
+    """Other text in as many bytes."""
+    path.write_bytes(path.read_bytes().swapcase())
+
+
 def options(source: Path | str, **keys) -> Preparation:
     """Keys to prepare `source` with a tiny tokenizer that is trained on it."""
     keys.setdefault("tokenizer_vocab_size", 300)

@@ -24,7 +24,15 @@ from tests.input_pipeline.small_data import contents
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 from tests.refusals import refused
 
-from .small_corpus import byte_options, documents, made, options, split_small, write_texts
+from .small_corpus import (
+    byte_options,
+    documents,
+    made,
+    options,
+    split_small,
+    swap_case,
+    write_texts,
+)
 
 
 def decoded_documents(folder: Path, split: str) -> list[str]:
@@ -89,8 +97,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     keys=st.sampled_from(
         [
             {}, {"add_bos": True}, {"add_eos": False, "prepare_minimum_tokens": 5},
-            {"prepare_separator_id": 7},
-            {"prepare_minimum_tokens": 30},
+            {"prepare_separator_id": 7}, {"prepare_minimum_tokens": 30},
         ]
     ),
 )  # fmt: skip
@@ -145,8 +152,8 @@ def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
 def test_same_bytes_with_beam(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "apache_beam", None)
-        with pytest.raises(UserError, match=r"MaxText\[beam\]"):
-            made(byte_options(corpus, prepare_runner="beam"), tmp_path / "d")
+        beam = byte_options(corpus, prepare_runner="beam")
+        refused(r"MaxText\[beam\]", made, beam, tmp_path / "d")
     pytest.importorskip("apache_beam", reason="prepare_runner=beam needs it")
     split_small(monkeypatch, 1500)
     for runner in ("local", "beam"):
@@ -157,8 +164,8 @@ def test_same_bytes_with_beam(corpus, tmp_path, monkeypatch):
 
 def test_separator_and_special_tokens(corpus, tmp_path):
     for keys in ({"prepare_separator_id": 259}, {"prepare_separator_id": 7, "add_eos": False}):
-        with pytest.raises(UserError, match=f"prepare_separator_id={keys['prepare_separator_id']}"):
-            made(byte_options(corpus, **keys), tmp_path / "d")
+        message = f"prepare_separator_id={keys['prepare_separator_id']}"
+        refused(message, made, byte_options(corpus, **keys), tmp_path / "d")
     assert made(byte_options(corpus, prepare_separator_id=7), tmp_path / "d").tokenizer.eos_id == 7
     made(options(corpus, tokenizer_special_tokens=("<end>", "[MASK]")), tmp_path / "e")
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "e" / "tokenizer.json"))
@@ -326,31 +333,25 @@ def test_unusable_targets(corpus, tmp_path, told):
 
 
 def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
-    def change_first(function):
-        def changed(*arguments, **keywords):
-            path = corpus / "003.txt"
-            path.write_bytes(path.read_bytes().swapcase())
-            return function(*arguments, **keywords)
+    train = prepare_module.train_tokenizer
 
-        return changed
+    def change_first(*arguments, **keywords):
+        swap_case(corpus / "003.txt")
+        return train(*arguments, **keywords)
 
-    changing = change_first(prepare_module.train_tokenizer)
-    monkeypatch.setattr(prepare_module, "train_tokenizer", changing)
-    with pytest.raises(UserError, match="changed while"):
-        prepare(options(corpus), str(tmp_path / "out"), lambda line: None)
+    monkeypatch.setattr(prepare_module, "train_tokenizer", change_first)
+    refused("changed while", made, options(corpus), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
     read = mock.Mock(side_effect=prepare_module.sampling.read_shard)
     monkeypatch.setattr(prepare_module.sampling, "read_shard", read)
-    asked, out, cache = options(corpus, tokenizer_path="bytes"), str(tmp_path / "out"), "cache"
+    asked, out, cache = byte_options(corpus), tmp_path / "out", str(tmp_path / "cache")
     for _ in range(2):
-        prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))
+        made(asked, out, cache_dir=cache)
     assert not read.called
-    prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / "other"))
+    made(asked, out, cache_dir=str(tmp_path / "other"))
     assert read.called
-    path = corpus / "003.txt"
-    path.write_bytes(path.read_bytes().swapcase())
-    with pytest.raises(UserError, match="different source text"):
-        prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))
+    swap_case(corpus / "003.txt")
+    refused("different source text", made, asked, out, cache_dir=cache)

@@ -18,7 +18,7 @@ from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents
 
-from .small_corpus import byte_options, made, split_small, write_texts
+from .small_corpus import byte_options, made, split_small, swap_case, write_texts
 
 # Kills itself at every STRIDE-th fsync, later once more, and finishes in a third process.
 KILLED = """
@@ -196,16 +196,11 @@ def damaged_files(folder):
     (staging / "shards/000003-train.npz.0123.writing").write_bytes(b"left by a killed process")
 
 
-def changed_text(folder):
-    path = folder / "text" / "001.txt"
-    path.write_bytes(path.read_bytes().swapcase())
-
-
 @pytest.mark.parametrize(
     ("change", "keys", "first_line"),
     [
         (lambda folder: None, {}, "Resuming: 2 of 6 "),
-        (changed_text, {}, "Resuming: 2 of 6 "),
+        (lambda folder: swap_case(folder / "text" / "001.txt"), {}, "Resuming: 2 of 6 "),
         (damaged_files, {}, ""),
         (lambda folder: None, {"add_bos": True}, "Deleting "),
     ],

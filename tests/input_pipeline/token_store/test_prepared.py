@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     OFFSETS_NAME,
@@ -103,8 +102,8 @@ def test_damaged_names_of_documents_are_refused(prepared, rows, files):
 def test_keys_without_effect(prepared, tmp_path):
     manifest, split = prepared
     folder = split.parent
-    with pytest.raises(UserError, match=f"records_eos_id=3 .*dataset_path={folder}"):
-        open_data(folder, tmp_path, records_eos_id=3)
+    message = f"records_eos_id=3 .*dataset_path={folder}"
+    refused(message, open_data, folder, tmp_path, records_eos_id=3)
     # In a mixture other sources may be records.
     open_data(folder, tmp_path, key="dataset_mix", records_eos_id=3)
     for keys, shown in (

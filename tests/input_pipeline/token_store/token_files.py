@@ -1,7 +1,6 @@
 """Small files of token ids in every format, written with its own library, and opening them."""
 
 import gzip
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.token_store.megatron import write_index
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
-from tests.hostile.files import tar_archive
+from tests.hostile.files import npy, tar_archive, torch_file
 from tests.input_pipeline.small_data import write_data_set
 
 Documents = Sequence[np.ndarray]
@@ -31,6 +30,11 @@ def write_tfrecord(path: Path, ids: Documents, field: str = "input_ids") -> None
     with TFRecordWriter(path) as writer:
         for document in ids:
             writer.write(tf_example.encode({field: document}))
+
+
+def write_compressed_tfrecord(path: Path, ids: Documents) -> None:
+    write_tfrecord(path, ids)
+    path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
 
 
 def write_array_record(
@@ -49,11 +53,15 @@ def write_records(path: Path, records: Iterable[bytes], options: str = "group_si
 def write_tar(path: Path, ids: Documents, field: str = "input_id") -> None:
     members = {}
     for number, document in enumerate(ids):
-        np.save(stored := io.BytesIO(), document.astype(np.int64))
         members[f"s/{number:06d}.json"] = b"{}"
-        members[f"s/{number:06d}.{field}.npy"] = stored.getvalue()
+        members[f"s/{number:06d}.{field}.npy"] = npy(document.astype(np.int64))
     content = tar_archive(members)
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix in (".gz", ".tgz") else content)
+
+
+def write_torch_tar(path: Path, ids: Documents) -> None:
+    members = {f"s/{i:06d}.input_id.pth": torch_file(document) for i, document in enumerate(ids)}
+    path.write_bytes(tar_archive(members))
 
 
 def table(ids: Documents, **columns):

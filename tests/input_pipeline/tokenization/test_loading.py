@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.input_pipeline.tokenization import test_tiktoken_file
@@ -35,10 +34,11 @@ def word_tokenizer(*control, special=True):
 
 def control_ids(tokenizer):
     entry = tokenizer.entry
-    return entry.bos_id, entry.eos_id, entry.pad_id, tokenizer.entry.mask_id
+    return entry.bos_id, entry.eos_id, entry.pad_id, entry.mask_id
 
 
 SETTINGS = "tokenizer_config.json"
+HUGGING_FACE = ["tokenizer.json", SETTINGS]
 WORD_SETTINGS = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<absent>", "other": 1}
 
 
@@ -55,11 +55,8 @@ def _tiktoken(folder):
     ("make", "files"),
     [
         (lambda _: load_tokenizer("", "byte"), [SETTINGS]),
-        (
-            lambda _: train_tokenizer(SAMPLE, 300, "x", ("<a>", "[MASK]")),
-            ["tokenizer.json", SETTINGS],
-        ),
-        (_words, ["tokenizer.json", SETTINGS]),
+        (lambda _: train_tokenizer(SAMPLE, 300, "x", ("<a>", "[MASK]")), HUGGING_FACE),
+        (_words, HUGGING_FACE),
         (_tiktoken, ["tokenizer.tiktoken", SETTINGS]),
         (lambda folder: load_tokenizer(train(folder / "a.model")), ["tokenizer.model"]),
     ],
@@ -194,8 +191,8 @@ def test_control_tokens_in_text_stay_text(tmp_path):
     # In the middle of a text this one would be other ids, at the start its own.
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"\u2581a": 0, "stop": 1, "?": 2}, "?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    with pytest.raises(UserError, match="control id 1"):
-        load_tokenizer(str(write(tokenizer, tmp_path / "stop", {"eos_token": "stop"})))
+    stop = write(tokenizer, tmp_path / "stop", {"eos_token": "stop"})
+    refused("control id 1", load_tokenizer, str(stop))
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):

@@ -47,8 +47,8 @@ def test_ids_are_the_librarys(model):
 def test_control_ids_and_byte_fallback(model):
     tokenizer = load_tokenizer(str(model))
     entry = tokenizer.entry
-    assert (entry.vocab_size, entry.bos_id, entry.eos_id, entry.pad_id) == (300, 1, 2, None)
-    assert tokenizer.entry.mask_id == 3
+    assert (entry.bos_id, entry.eos_id, entry.pad_id, entry.mask_id) == (1, 2, None, 3)
+    assert entry.vocab_size == 300
     assert not {0, 1, 2, 3} & set(tokenizer.encode(["a </s> <s> <unk> [MASK]"])[0].tolist())
     (ids,) = tokenizer.encode(["x 🙂 ü"])
     assert tokenizer.decode([1, *ids.tolist(), 2, 10_000, -1]) == "x 🙂 ü"
