@@ -82,7 +82,7 @@ def test_killed_before_the_next_checkpoint_it_excludes_the_same_data(runs, damag
     run = runs.start("killed_after_rollback", *keys)
     assert run.wait_for(lambda: runs.has_happened("killed_after_rollback", "rewind"), poll=0.001)
     run.kill()
-    assert "GOING BACK" not in runs.complete("killed_after_rollback", *keys)
+    assert "Rolling back" not in runs.complete("killed_after_rollback", *keys)
     names = ("killed_after_rollback", "not_killed")
     assert kills.differences(*map(runs.folder, names)) == []
     (again, rewind) = (runs.events(name, "rewind")[0] for name in names)
