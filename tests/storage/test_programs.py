@@ -110,7 +110,7 @@ def test_the_other_programs(place):
     step = f"compiled_trainstep_file={place.bucket}/steps/step.bin"
     place.environment["MAXTEXT_SIGNING_KEY_FILE"] = str(place.folder / "key")
     keys = place.arguments(place.bucket, "run_name=c", step, "steps=2")
-    assert "no such file" in place.run("train.py", *keys, code=2)
+    assert "no such file. Create it by train_compile.py" in place.run("train.py", *keys, code=2)
     place.run("train_compile.py", *keys, "compile_topology=cpu-1")
     place.run("train.py", *keys)
 
