@@ -32,9 +32,8 @@ class CheckpointManager:
 
     Folder <step> holds the state after step <step>, from 0; a run resumes at <step> + 1. A process
     killed at any moment leaves every earlier checkpoint intact. A run resumes from the newest
-    complete checkpoint, healthy or not. It rolls back to the newest healthy one (see
-    HealthyCheckpoints),
-    which retention never deletes.
+    complete checkpoint, healthy or not. It rolls back to the newest healthy one, which retention
+    never deletes (see HealthyCheckpoints).
     """
 
     def __init__(

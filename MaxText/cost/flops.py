@@ -133,10 +133,6 @@ class FlopCount:
         return int(self.weights) // 6
 
     @property
-    def executed_forward(self) -> float:
-        return sum(part.executed for part in self.parts)
-
-    @property
     def executed_per_token(self) -> float | None:
         if self.recomputed is None:
             return None

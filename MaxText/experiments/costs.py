@@ -1,10 +1,10 @@
 """Size and cost of a run from its abstract model, without training."""
 
 import dataclasses
-import functools
 
 from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.schema import Config
+from MaxText.cost import abstract_step
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
@@ -58,10 +58,5 @@ def batch_plan(config: Config, num_devices: int) -> BatchSchedule:
 
 
 def abstract_model(section: ModelSection) -> Model:
-    """Returns the model without arrays; cached, since it takes 0.1 s."""
-    return _model_of(section.model_dump_json())
-
-
-@functools.lru_cache(maxsize=256)
-def _model_of(section: str) -> Model:
-    return Model(backend_defaults.resolve_auto(ModelSection.model_validate_json(section), "cpu")[0])
+    """Returns the model without arrays, with CPU numerics; cached."""
+    return abstract_step.abstract_model(backend_defaults.resolve_auto(section, "cpu")[0])

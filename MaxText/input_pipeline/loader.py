@@ -168,12 +168,13 @@ def make_eval_iterator(
     masking, preparation = masking or Masking(), preparation or Preparation()
     schedule = BatchSchedule.constant(global_batch_size, max_target_length)
     _check_hosts(schedule, process_index, process_count)
+    num_steps = _step_limit(eval_steps)
     log = RetryLog(show)
     opened: list[OpenDataSource] = []
     options: dict[str, Any] = {}
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
-            eval_steps = _SYNTHETIC_EVAL_STEPS
+            num_steps = _SYNTHETIC_EVAL_STEPS
             show(
                 "note: dataset_type=synthetic is unbounded: an evaluation takes "
                 f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
@@ -187,7 +188,7 @@ def make_eval_iterator(
         rows = data_sources.concatenate_sources(opened)
         options = _processing(opened, masking, vocab_size)
     source = GlobalBatch(
-        rows, schedule, process_index, process_count, num_steps=_step_limit(eval_steps), **options
+        rows, schedule, process_index, process_count, num_steps=num_steps, **options
     )
     return EvalBatches(source, opened, RetryPolicy.of(data), log)
 
