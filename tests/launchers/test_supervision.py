@@ -120,7 +120,7 @@ def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
         process.send_signal(number)
         code, output = ended(process)
     assert code == 128 + number, output
-    assert "starting all" not in output
+    assert "Restarting all" not in output
 
 
 def test_the_environment_of_a_process():

@@ -90,7 +90,7 @@ def test_a_dead_process_is_replaced_and_training_continues_exactly(whole, start)
     wait_until(has_done(path, 12), process, path)
     os.kill(pid_of(whole.parent / "killed", 1), signal.SIGKILL)
     output = ended(process, path)
-    assert "starting all 2 again" in output
+    assert "Restarting all 2 processes" in output
     assert_same_run(whole, "killed")
 
 

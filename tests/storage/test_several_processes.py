@@ -57,6 +57,6 @@ def test_a_process_is_killed_while_all_save(place):
         status = place.emulator.read(f"{place.bucket}/runs/a/processes/1.json")
         os.kill(json.loads(status)["pid"], signal.SIGKILL)
         assert 6 not in place.steps("a")[0]
-    assert "starting all 2 again" in ended(process, path)
+    assert "Restarting all 2 processes" in ended(process, path)
     assert place.steps("a") == ({9, 11}, {9, 11})
     place.assert_like_one_process()
