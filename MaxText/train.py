@@ -133,7 +133,9 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.runtime.compiled_steps import CompiledSteps
 
     train_step = CompiledSteps(
-        lambda shapes: layout.compile_step(built.step, abstract_state, shapes),
+        lambda shapes: layout.compile_step(
+            built.step, abstract_state, shapes, built.compiler_options
+        ),
         open_saved(config, model.section, layout, abstract_state),
     )
     newest = checkpoints.latest_step()

@@ -1,5 +1,6 @@
 """Keys of the model, one section per part."""
 
+import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.config import layer_kinds
@@ -256,6 +257,9 @@ class Initialization(Section):
     init_weights_seed: Natural = key(0, "Seed of the initial weights and of dropout.")
 
 
+Quantization = Literal["", "int8", "fp8"]
+
+
 class Numerics(Section):
     """Dtypes and matmul precision."""
 
@@ -268,6 +272,25 @@ class Numerics(Section):
     matmul_precision: Literal["default", "high", "highest"] = key(
         "default", "Precision of matmuls with float32 inputs on accelerators."
     )
+    quantization: Quantization = key(
+        "",
+        "Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with "
+        "compute capability 8.9 or newer). Embeddings, head, attention scores, norms and expert "
+        "routers are not quantized.",
+    )
+    quantization_rules: tuple[tuple[str, Quantization], ...] = key(
+        (),
+        "Pairs [regular expression, int8 | fp8 | ''] that choose quantization by module path in a "
+        "layer, such as [['mlp/wo', ''], ['self_attention/.*', 'int8']]; the first full match wins,"
+        " and the others follow `quantization`.",
+    )
+
+    def quantization_of(self, path: str) -> Quantization:
+        """Returns how the matmuls of the module at a path in a layer are quantized."""
+        for pattern, kind in self.quantization_rules:
+            if re.fullmatch(pattern, path):
+                return kind
+        return self.quantization
 
 
 class Memory(Section):

@@ -58,7 +58,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.attend_across_documents
     batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
-    lowered = layout.lower_step(built.step, state, batch)
+    lowered = layout.lower_step(built.step, state, batch, built.compiler_options)
     lines = [*built.choices, *resolved.lines]
     return LoweredStep(config, model, layout, state, batch, plan, stage.length, lowered, lines)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 # CUDA library versions that the plug-in of JAX 0.10 is built for.
 _CUDNN = "major: 9 minor: 10 patch: 0"
+_CUDA = "major: 12 minor: 9 patch: 0"  # without a version XLA assumes that cuBLAS has no fp8
 
 
 class _Gpu(NamedTuple):
@@ -72,6 +73,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ {_CUDNN} }}
+runtime_version {{ {_CUDA} }}
 device_description_str: "{gpu.name}"
 """
 

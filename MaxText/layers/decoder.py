@@ -23,6 +23,7 @@ from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.part import Scalars, describe
 from MaxText.layers.pipeline import pipeline_apply
+from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import (
     LayersOutput,
     apply_remat,
@@ -66,15 +67,17 @@ class Decoder(nnx.Module):
         position = lookup("position", section.position.position_embedding)
         self.position_embedder = position.build(whole, init, rngs)
         layers = section.layers
+        quantizer = Quantizer(section.numerics)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
             own = dataclasses.replace(init, dimensions=layer.dimensions)
-            return block_class(layer)(layer, own, rngs)
+            return quantizer.quantize(block_class(layer)(layer, own, rngs))
 
         self.layers, self.blueprint = stack(
             block, section.layer_plan, rngs, shared=section.block.share_parameters
         )
+        quantizer.check()
         self.connections = lookup("connection", section.connection).build(whole, init, rngs)
         kind = section.head.final_normalization_type
         self.decoder_norm = (

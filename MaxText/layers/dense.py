@@ -29,6 +29,8 @@ class Dense(nnx.Module):
         self.num_in_dims = len(inputs)
         self.dtype = used_in or init.dtype
         self.precision = init.precision
+        self.dot_general = jax.lax.dot_general  # replaced in quantized layers
+        self.is_quantizable = used_in is None
         dtype = init.weight_dtype
         self.kernel = weight(
             rngs, inputs + outputs, axes, initializer,
@@ -42,7 +44,7 @@ class Dense(nnx.Module):
         dtype = dtype or self.dtype
         n = self.num_in_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
-        y = jax.lax.dot_general(
+        y = self.dot_general(
             x.astype(dtype),
             self.kernel[...].astype(dtype),
             (contracted, ((), ())),

@@ -4,6 +4,7 @@ Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, k exp
 groups, S tokens of a group, C capacity of an expert for a group.
 """
 
+import functools
 import math
 from typing import ClassVar
 
@@ -44,6 +45,8 @@ class Experts(nnx.Module):
         D, draw = init.dimensions.emb_dim, init.initializers
         self.activations = activations
         self.dtype, self.precision = init.dtype, init.precision
+        self.dot_general = jax.lax.dot_general  # replaced in quantized layers
+        self.is_quantizable = True
         many = len(activations) > 1
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(activations))]
 
@@ -207,8 +210,8 @@ class RoutedMoE(nnx.Module):
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
         filled = constrain(constrain(filled, *by_group), *by_expert)
-        einsum = lambda spec, *operands: jnp.einsum(  # noqa: E731
-            spec, *operands, precision=experts.precision
+        einsum = functools.partial(
+            jnp.einsum, precision=experts.precision, _dot_general=experts.dot_general
         )
         branches = [
             tag(einsum("gecd,edf->gecf", filled, kernel), "mlpwi") for kernel in experts.inputs()

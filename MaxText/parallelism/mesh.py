@@ -208,18 +208,32 @@ class Layout:
         return jax.jit(traced, **options)
 
     def compile_step(
-        self, train_step: Callable, abstract_state: Any, abstract_batch: Any
+        self,
+        train_step: Callable,
+        abstract_state: Any,
+        abstract_batch: Any,
+        compiler_options: dict[str, Any] | None = None,
     ) -> tuple[Callable, float]:
         """Returns the compiled step, which donates its state, and its seconds."""
         began = time.perf_counter()
-        compiled = self.lower_step(train_step, abstract_state, abstract_batch).compile()
+        lowered = self.lower_step(train_step, abstract_state, abstract_batch, compiler_options)
+        compiled = lowered.compile()
         return compiled, time.perf_counter() - began
 
     def lower_step(
-        self, train_step: Callable, abstract_state: Any, abstract_batch: Any
+        self,
+        train_step: Callable,
+        abstract_state: Any,
+        abstract_batch: Any,
+        compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-        jitted = self.jit(train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        jitted = self.jit(
+            train_step,
+            donate_argnums=0,
+            out_shardings=(shardings, self.replicated),
+            compiler_options=compiler_options or None,
+        )
         return jitted.lower(abstract_state, abstract_batch)
 
 

@@ -13,6 +13,7 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
+from MaxText.parallelism.compiler_options import compiler_options
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults
 from MaxText.training import step as steps
@@ -32,6 +33,7 @@ class TrainSetup(NamedTuple):
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
     replicated_fraction: float  # of the parameters
     choices: Sequence[str]  # one line for each `auto`
+    compiler_options: dict[str, bool]  # of the step
 
 
 def setup_train(
@@ -65,7 +67,9 @@ def setup_train(
         repeat_update=config.optimizer.opt_type != "muon",
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )
-    return TrainSetup(model, optimizer, initialize, state, step, replicated, choices)
+    options = compiler_options(platform, layout.mesh.size, section.numerics.quantization)
+    choices += [f"compiler option {name}={value}" for name, value in options.items()]
+    return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
 
 
 def _trace(model: Model) -> None:

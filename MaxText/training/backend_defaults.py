@@ -11,6 +11,9 @@ from MaxText.parallelism.mesh import Layout
 # 6 layers of width 384 and 2 times slower at 12 layers of width 768.
 CPU_UNROLLED_LAYERS = 8
 CPU_UNROLLED_WIDTH = 512
+# Measured on one H100 in bfloat16: GPT-2 small unrolled is 39 % faster, 16 layers of width 2048
+# 4 %, and both compile as fast as scanned.
+GPU_UNROLLED_LAYERS = 16
 
 
 def resolve_auto(
@@ -34,6 +37,7 @@ def resolve_auto(
     )
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
+    on_one_gpu = backend == "gpu" and layout is not None and layout.mesh.size == 1
     dense = section.dense_connections
     mixing, why = _mixing(section, backend, dtype, layout)
     if section.scan_unsupported_reason is not None:
@@ -42,6 +46,8 @@ def resolve_auto(
         scanned, reason = False, "no layers repeat"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster unrolled on CPU"
+    elif on_one_gpu and dimensions.num_layers <= GPU_UNROLLED_LAYERS:
+        scanned, reason = False, "few layers run faster unrolled on one GPU"
     else:
         scanned, reason = True, "compile time does not grow with depth"
     scan = choose("scan_layers", section.memory.scan_layers, scanned, reason)

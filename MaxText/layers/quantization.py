@@ -1,0 +1,126 @@
+"""Quantized training: matmuls with int8 or fp8 operands, forward and backward.
+
+Parameters, activations and optimizer state keep their dtypes: operands are quantized at each
+matmul, with scales from their largest absolute values.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.config.model_sections import Numerics, Quantization
+from MaxText.errors import UserError
+
+Dims = jax.lax.DotDimensionNumbers
+Layer = TypeVar("Layer", bound=nnx.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedDot:
+    """A drop-in for jax.lax.dot_general with quantized operands.
+
+    int8: one scale per row of each operand and of the gradient; products accumulate in int32.
+    fp8: one scale per tensor, which cuBLAS needs; e4m3, and e5m2 for gradients (Micikevicius et
+    al. 2022). Backends without fp8 matmuls convert the operands.
+    """
+
+    kind: Quantization
+
+    def __call__(self, a: jax.Array, b: jax.Array, dims: Dims, **unused: Any) -> jax.Array:
+        """Returns the product in the operands' dtype; `precision` does not apply."""
+        return _dot(self.kind, _as_tuples(dims), a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dot(kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array) -> jax.Array:
+    return _product(kind, dims, a, b, jnp.float8_e4m3fn)
+
+
+def _dot_forward(kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array):
+    return _dot(kind, dims, a, b), (a, b)
+
+
+def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
+    a, b = operands
+    (a_contracted, b_contracted), (a_batch, b_batch) = dims
+    swapped = (b_contracted, a_contracted), (b_batch, a_batch)
+    num_batch, num_b_free = len(b_batch), b.ndim - len(b_contracted) - len(b_batch)
+    a_free, b_free = range(num_batch, g.ndim - num_b_free), range(g.ndim - num_b_free, g.ndim)
+    return _grad(kind, dims, a.ndim, b, g, b_free), _grad(kind, swapped, b.ndim, a, g, a_free)
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _grad(
+    kind: Quantization, dims: Dims, ndim: int, other: jax.Array, g: jax.Array, other_free: range
+) -> jax.Array:
+    """Returns the gradient of an operand; `other_free` are the other's free dimensions in g."""
+    (contracted, other_contracted), (batch, other_batch) = dims
+    g_dims = (
+        (tuple(other_free), _rest(other.ndim, (*other_contracted, *other_batch))),
+        (tuple(range(len(batch))), other_batch),
+    )
+    product = _product(kind, g_dims, g.astype(other.dtype), other, jnp.float8_e5m2)
+    in_order_of_other = [axis for _, axis in sorted(zip(other_contracted, contracted, strict=True))]
+    axes = [*batch, *_rest(ndim, (*contracted, *batch)), *in_order_of_other]
+    return jax.lax.transpose(product, [axes.index(axis) for axis in range(ndim)])
+
+
+def _product(
+    kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array, float8_a: Any
+) -> jax.Array:
+    import qwix
+
+    if kind == "int8":
+        a_rows, b_rows = (_rest(x.ndim, axes) for x, axes in zip((a, b), dims[0], strict=True))
+        quantized_a = qwix.quantize(a, jnp.int8, channelwise_axes=a_rows)
+        quantized_b = qwix.quantize(b, jnp.int8, channelwise_axes=b_rows)
+        return qwix.dot_general(quantized_a, quantized_b, dims)
+    quantized_a, quantized_b = qwix.quantize(a, float8_a), qwix.quantize(b, jnp.float8_e4m3fn)
+    product = jax.lax.dot_general(
+        quantized_a.qvalue, quantized_b.qvalue, dims, preferred_element_type=a.dtype
+    )
+    return product * (quantized_a.scale * quantized_b.scale).reshape(())
+
+
+def _rest(ndim: int, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(ndim) if axis not in axes)
+
+
+def _as_tuples(dims: Dims) -> Dims:
+    (a_contracted, b_contracted), (a_batch, b_batch) = dims
+    return (tuple(a_contracted), tuple(b_contracted)), (tuple(a_batch), tuple(b_batch))
+
+
+class Quantizer:
+    """Quantizes matmuls of layers by `quantization` and `quantization_rules`."""
+
+    def __init__(self, numerics: Numerics):
+        self._numerics = numerics
+        self._paths: set[str] = set()  # of modules that rules can choose
+
+    def quantize(self, layer: Layer) -> Layer:
+        """Quantizes a layer in place, without weights that a part always uses in float32."""
+        for steps, module in nnx.iter_modules(layer):
+            if getattr(module, "is_quantizable", False):
+                path = "/".join(map(str, steps))
+                self._paths.add(path)
+                if kind := self._numerics.quantization_of(path):
+                    setattr(module, "dot_general", QuantizedDot(kind))  # noqa: B010
+        return layer
+
+    def check(self) -> None:
+        """Raises UserError for a rule that matches no module of any layer."""
+        for pattern, _ in self._numerics.quantization_rules:
+            if not any(re.fullmatch(pattern, path) for path in self._paths):
+                raise UserError(
+                    f"quantization_rules: {pattern!r} matches no module of a layer\n"
+                    f"  What to do: match one of {', '.join(sorted(self._paths))}"
+                )

@@ -1,0 +1,107 @@
+"""Tokens per second on one GPU: GPT-2 against PyTorch, attention kernels, and fp8.
+
+    python benchmarks/gpu.py OUT.json                     all rows, about 7 minutes on an H100
+    python benchmarks/gpu.py OUT.json gpt2 torch          chosen rows
+
+Runs `train.py` once per row on synthetic data and takes the median of the last half of its steps.
+The row `torch` trains the same GPT-2 small (Hugging Face transformers, torch.compile, bfloat16
+autocast, fused AdamW) on the same batch. MFU is relative to the chip's dense bfloat16 peak.
+"""
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BATCH, LENGTH, STEPS = 32, 1024, 40
+ONE_BILLION = (
+    "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
+    "head_dim=128 base_mlp_dim=8192 base_num_decoder_layers=16 vocab_size=32000 "
+    "max_target_length=2048 per_device_batch_size=8 remat_policy=minimal "
+)
+GPT2 = f"model_name=gpt2-124m max_target_length={LENGTH} per_device_batch_size={BATCH} "
+ROWS = {
+    "gpt2": GPT2 + "remat_policy=none",
+    "torch": "",
+    "1b flash": ONE_BILLION + "attention=flash",
+    "1b fp8": ONE_BILLION + "attention=flash quantization=fp8",
+    "1b blocked": ONE_BILLION + "attention=blocked",
+    "1b int8": ONE_BILLION + "attention=flash quantization=int8",
+    "gpt2 scanned": GPT2 + "remat_policy=none scan_layers=true",
+    "gpt2 padded vocabulary": GPT2 + "remat_policy=none vocab_size=50304",
+}
+
+
+def ours(keys: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "MaxText/train.py", *keys.split(), f"base_output_directory={folder}",
+            "run_name=gpu", "dataset_type=synthetic", f"steps={STEPS}", "dtype=bfloat16",
+            "enable_checkpointing=false", "warmup_steps_fraction=0.1", "log_period=10",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return {"error": (done.stdout + done.stderr)[-3000:]}
+        lines = (pathlib.Path(folder) / "gpu" / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines][STEPS // 2 :]
+        median = lambda name: statistics.median(s[name] for s in steps if name in s)  # noqa: E731
+        return {
+            "tokens_per_s": median("perf/per_device_tokens_per_sec"),
+            "mfu_percent": median("perf/mfu"),
+            "loss": steps[-1]["learning/loss"],
+            "log": [line for line in done.stdout.splitlines() if "attention" in line.lower()][:4],
+        }
+
+
+def torch_gpt2() -> dict:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(attn_implementation="sdpa", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = GPT2LMHeadModel(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    torch.set_float32_matmul_precision("high")
+    vocabulary = config.vocab_size
+
+    @torch.compile
+    def loss_of(ids):
+        logits = model(ids[:, :-1], use_cache=False).logits
+        targets = ids[:, 1:].reshape(-1)
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocabulary).float(), targets)
+
+    seconds = []
+    for _ in range(STEPS):
+        ids = torch.randint(vocabulary, (BATCH, LENGTH + 1), device="cuda")
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return {"tokens_per_s": BATCH * LENGTH / statistics.median(seconds[STEPS // 2 :])}
+
+
+def main() -> None:
+    out, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or list(ROWS)
+    results = {}
+    for name in names:
+        began = time.perf_counter()
+        try:
+            row = torch_gpt2() if name == "torch" else ours(ROWS[name])
+        except Exception as error:
+            row = {"error": repr(error)[-2000:]}
+        results[name] = row | {"seconds": round(time.perf_counter() - began)}
+        print(name, results[name], flush=True)
+        out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
