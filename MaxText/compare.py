@@ -45,6 +45,7 @@ configuration. Options:
 docs/how-to/compare_architectures.md says how budgets are solved and how differences are judged.
 """
 
+_INTERRUPTED = "Interrupted. Run the same command to resume."
 _OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 
 
@@ -55,8 +56,12 @@ def main() -> int:
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
         command_line.parse("compare.py", [*args.configs[:1], *args.keys], USAGE)
-    with command_line.exit_on_user_error("Interrupted. Run the same command to resume."):
-        compare(args, problems, sys.argv, lambda line: print(line, flush=True))
+    with command_line.exit_on_user_error(_INTERRUPTED):
+        try:
+            compare(args, problems, sys.argv, lambda line: print(line, flush=True))
+        except SystemExit:  # SIGTERM
+            print(_INTERRUPTED, file=sys.stderr)
+            raise
     return exit_codes.DONE
 
 

@@ -1,5 +1,6 @@
 """Runs a conversion; writes either the complete result or nothing."""
 
+import collections
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,9 @@ def _named(loaded: LoadedConfig | None) -> Config:
 
 
 def _summary(weights: WeightSource) -> str:
-    sizes: dict[str, int] = {}
+    sizes = collections.Counter()
     for name, info in weights.model.parameters.items():
-        kind = weights.formats[name].name
-        sizes[kind] = sizes.get(kind, 0) + info.size
+        sizes[weights.formats[name].name] += info.size
     formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
     return f"{weights.model.num_parameters:,} parameters ({formats})"
 

@@ -4,6 +4,7 @@ Supports safetensors, in one file or sharded with an index, and the older pytorc
 needs torch. Downloads nothing: hub ids resolve to the local cache.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,7 +111,7 @@ class TensorFiles:
         """
         self.folder = folder
         self.found: dict[str, TensorInfo] = {}
-        self._opened: tuple[Path, Any] | None = None
+        self._open = functools.lru_cache(maxsize=1)(_open)  # at most one file is mapped
         for file, names in self._files().items():
             found = self._describe(file)
             if missing := sorted(set(names) - set(found)):
@@ -168,18 +169,6 @@ class TensorFiles:
                 found[name] = TensorInfo(tuple(tensor.shape), kind, file)
         return found
 
-    def _open(self, file: Path) -> Any:
-        """Memory-maps a file; at most one is open at a time."""
-        if self._opened is not None and self._opened[0] == file:
-            return self._opened[1]
-        try:
-            file.open("rb").close()  # safetensors reports "no such file" without read permission
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-        self._opened = (file, _open_safetensors(file) if file.suffix == ".safetensors"
-                        else _open_torch(file))  # fmt: skip
-        return self._opened[1]
-
     def read(self, name: str) -> np.ndarray:
         found = self.found[name]
         handle = self._open(found.file)
@@ -191,6 +180,14 @@ class TensorFiles:
 
             return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
         return tensor.numpy()
+
+
+def _open(file: Path) -> Any:
+    try:
+        file.open("rb").close()  # safetensors reports "no such file" without read permission
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    return (_open_safetensors if file.suffix == ".safetensors" else _open_torch)(file)
 
 
 def _open_safetensors(file: Path) -> Any:

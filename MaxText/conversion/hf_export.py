@@ -7,12 +7,14 @@ sqrt(zoom) is applied last, value slots absorb the ratio exactly. With l2_norm_g
 inside gelu, and the norm cancels any factor of the keys, so folding is impossible.
 """
 
+import collections
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
+import jax
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
@@ -40,15 +42,8 @@ from MaxText.layers.pattention import slot_place, slots_by_place
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class TensorSpec(NamedTuple):
-    """Shape and format of a tensor to be written."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+def _num_bytes(spec: jax.ShapeDtypeStruct) -> int:
+    return spec.size * spec.dtype.itemsize
 
 
 class HFExporter:
@@ -69,11 +64,11 @@ class HFExporter:
         """
         self.weights, self.family, self._dtype = weights, family, dtype
         self.map = TensorMap(family, weights.model)
-        self.specs: dict[str, TensorSpec] = {}
+        self.specs: dict[str, jax.ShapeDtypeStruct] = {}
         for tensor in self.map.tensors:
             narrow = dtype or (formats or {}).get(tensor.name)
             wanted = np.dtype(narrow) if narrow else self._format(tensor.param_names)
-            self.specs[tensor.name] = TensorSpec(tensor.shape, wanted)
+            self.specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, wanted)
 
     def _format(self, names: tuple[str, ...]) -> np.dtype:
         formats = {self.weights.formats[name].name for name in names}
@@ -83,7 +78,7 @@ class HFExporter:
         """Returns peak memory: a group of arrays, read copies, and one file."""
         sizes = num_bytes(self.weights)
         groups = max(sum(sizes[name] for name in names) for names in self.map.groups)
-        written = [spec.num_bytes for spec in self.specs.values()]
+        written = [_num_bytes(spec) for spec in self.specs.values()]
         file = min(sum(written), max(max_shard_bytes, *written))
         return groups + 2 * max(sizes.values()) + file
 
@@ -118,10 +113,9 @@ class HFExporter:
           kept: Config of the imported checkpoint; keys that no table determines are preserved.
           token_ids: Special token ids of the tokenizer, used if `kept` has none.
         """
-        sizes: dict[str, int] = {}
+        sizes = collections.Counter()
         for spec in self.specs.values():
-            name = spec.dtype.name
-            sizes[name] = sizes.get(name, 0) + spec.num_bytes
+            sizes[spec.dtype.name] += _num_bytes(spec)
         same_family = lookup_family(kept) is self.family
         determined = table_names(self.family)
         if self.family.has_model_type or self._dtype:
@@ -137,7 +131,7 @@ class HFExporter:
         named = _TOKEN_IDS if self.family.has_model_type else token_ids
         return {
             **written,
-            "torch_dtype": max(sizes, key=lambda name: sizes[name]),
+            "torch_dtype": sizes.most_common(1)[0][0],
             **{name: token_ids.get(name) for name in named},
             **rest,
         }
@@ -145,7 +139,7 @@ class HFExporter:
 
 def write_safetensors(
     folder: Path,
-    specs: Mapping[str, TensorSpec],
+    specs: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> list[str]:
@@ -155,7 +149,7 @@ def write_safetensors(
     """
     # The factory groups tensors that share memory; no storage id means none do.
     split = split_state_dict_into_shards_factory(
-        {name: one.num_bytes for name, one in specs.items()},
+        {name: _num_bytes(one) for name, one in specs.items()},
         get_storage_size=lambda size: size,
         get_storage_id=lambda size: None,
         filename_pattern=SAFETENSORS.replace(".", "{suffix}."),
@@ -163,7 +157,8 @@ def write_safetensors(
     )
     waiting: dict[str, dict[str, np.ndarray]] = {}  # by file
     for name, tensor in tensors:
-        assert (tensor.shape, tensor.dtype) == specs[name], (name, tensor.shape, tensor.dtype)
+        found = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        assert found == specs[name], (name, found, specs[name])
         file = split.tensor_to_filename[name]
         waiting.setdefault(file, {})[name] = np.ascontiguousarray(tensor)
         if len(waiting[file]) == len(split.filename_to_tensors[file]):

@@ -79,11 +79,12 @@ class HFWeights(WeightSource):
                 if name in found and found[name].format not in ("float32", "bfloat16", "float16")
             ],
         )
-        if head and not self._is_token_table(head, names):
+        table = self.map.sources("token_embedder/embedding")[0].name
+        if head and not np.array_equal(self.files.read(head), self.files.read(names[table])):
             raise UserError(
                 f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "
-                f"{self.map.sources('token_embedder/embedding')[0].name}. If the head is a "
-                f"matrix of its own, set tie_word_embeddings to false in {CONFIG}."
+                f"{table}. If the head is a matrix of its own, set tie_word_embeddings to false in "
+                f"{CONFIG}."
             )
         return names
 
@@ -102,10 +103,6 @@ class HFWeights(WeightSource):
         rows = [row for row in self.family.rows if row.hf_name == self.family.head]
         possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
         return next((name for name in possible if name in self.files.found), None)
-
-    def _is_token_table(self, head: str, names: Mapping[str, str]) -> bool:
-        table = names[self.map.sources("token_embedder/embedding")[0].name]
-        return np.array_equal(self.files.read(head), self.files.read(table))
 
     @property
     def widened(self) -> dict[str, str]:

@@ -31,9 +31,8 @@ class TensorLayout:
     param_axes: str  # for example "D N H"; the same letters without J
 
     def __post_init__(self):
-        letters = "".join(self._groups)
-        assert sorted(letters.replace("J", "")) == sorted(self.param_axes.split()), self
-        assert len(set(letters)) == len(letters), self
+        assert sorted(self._letters.replace("J", "")) == sorted(self.param_axes.split()), self
+        assert len(set(self._letters)) == len(self._letters), self
 
     @functools.cached_property
     def _groups(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +22,6 @@ LOSS_TOLERANCE = 1e-4
 _ROWS, _LENGTH = 2, 64
 
 
-class ParityResult(NamedTuple):
-    """Differences of logits and of mean loss in nats on random tokens."""
-
-    logits_difference: float
-    largest_logit: float
-    our_loss: float
-    their_loss: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether both are within their tolerance."""
-        scale = max(1.0, self.largest_logit)
-        close = self.logits_difference <= LOGITS_TOLERANCE * scale
-        return close and abs(self.our_loss - self.their_loss) <= LOSS_TOLERANCE * self.their_loss
-
-
 def check_possible(family: Family, config: Config) -> None:
     """Refuses an impossible verification before any work is done."""
     if absent := absent_in_transformers(family, config):
@@ -54,8 +37,10 @@ def check_possible(family: Family, config: Config) -> None:
         ) from error
 
 
-def compare(weights: WeightSource, folder: Path, dtype: str = "") -> ParityResult:
-    """Runs the same random tokens through both models.
+def verify(
+    weights: WeightSource, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
+) -> None:
+    """Compares logits and loss of random tokens; UserError if they differ.
 
     With `dtype`, our tensors are rounded to it like the exported ones.
     """
@@ -63,14 +48,20 @@ def compare(weights: WeightSource, folder: Path, dtype: str = "") -> ParityResul
     length = min(_LENGTH, section.shape.max_target_length)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, section.shape.vocab_size, (_ROWS, length)).astype(np.int32)
-    theirs = _their_logits(folder, tokens)
-    ours = _our_logits(weights, tokens, dtype)
-    return ParityResult(
-        logits_difference=float(np.abs(ours - theirs).max()),
-        largest_logit=float(np.abs(theirs).max()),
-        our_loss=_loss(ours, tokens),
-        their_loss=_loss(theirs, tokens),
+    theirs, ours = _their_logits(folder, tokens), _our_logits(weights, tokens, dtype)
+    difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+    our_loss, their_loss = _loss(ours, tokens), _loss(theirs, tokens)
+    line = (
+        f"logits differ by at most {difference:.2g} (largest logit {largest:.3g}), loss "
+        f"{our_loss:.6f} here and {their_loss:.6f} in transformers"
     )
+    is_close = difference <= LOGITS_TOLERANCE * max(1.0, largest)
+    if not (is_close and abs(our_loss - their_loss) <= LOSS_TOLERANCE * their_loss):
+        raise UserError(
+            f"{shown} gives different results in transformers: {line}. Nothing was written. "
+            "Please report this with the folder's config.json."
+        )
+    show(f"Verified: {line}")
 
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
@@ -109,21 +100,3 @@ def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     scores = logits[:, :-1].astype(np.float64)
     chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     return float((np.logaddexp.reduce(scores, axis=-1) - chosen).mean())
-
-
-def verify(
-    weights: WeightSource, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
-) -> None:
-    """Compares, reports, and refuses a checkpoint that computes something else."""
-    found = compare(weights, folder, dtype)
-    line = (
-        f"logits differ by at most {found.logits_difference:.2g} (largest logit "
-        f"{found.largest_logit:.3g}), loss {found.our_loss:.6f} here and {found.their_loss:.6f} in "
-        "transformers"
-    )
-    if not found.passed:
-        raise UserError(
-            f"{shown} gives different results in transformers: {line}. Nothing was written. "
-            "Please report this with the folder's config.json."
-        )
-    show(f"Verified: {line}")

@@ -4,7 +4,7 @@ B rows, T tokens of a window, V vocab_size.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from MaxText.evaluation.scores import SourceScore
 from MaxText.evaluation.tasks import log_progress
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.token_bytes import TokenByteCounts
+from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
@@ -64,63 +65,48 @@ def score_data_set(
 
     Raises UserError for batches that the devices do not divide, or unreadable data.
     """
-    scorer = _Scorer(trained, config, text_bytes, show)
-    return [scorer.score(source) for source in opened or [None]]
+    per_device = config.evaluation.eval_per_device_batch_size
+    batch_size = mesh.microbatch_size(config.batch, trained.layout, per_device)
+    objective = trained.model.section.objective
+    counts_correct = config.masking.mlm_training
+    step = trained.layout.jit(make_score_step(trained.model, count_correct=counts_correct))
+    compiled: dict[Any, Any] = {}  # by structure of the batch
 
-
-class _Scorer:
-    def __init__(self, trained: TrainedModel, config: Config, text_bytes: TextBytes, show: Show):
-        self._trained = trained
-        self._config = config
-        self._text_bytes = text_bytes
-        self._show = show
-        per_device = config.evaluation.eval_per_device_batch_size
-        self._batch_size = mesh.microbatch_size(config.batch, trained.layout, per_device)
-        self._shape = trained.model.section.shape
-        self._counts_correct = config.masking.mlm_training
-        self._step = trained.layout.jit(
-            make_score_step(trained.model, count_correct=self._counts_correct)
-        )
-        self._compiled: dict[Any, Any] = {}
-
-    def score(self, source: OpenDataSource | None) -> SourceScore:
-        """Scores all batches of a source, fetching sums one batch late."""
+    def score(source: OpenDataSource | None) -> SourceScore:
         name = "random tokens" if source is None else source.entry.location
         batches = open_source_batches(
-            self._config,
+            config,
             source,
-            rows=self._batch_size,
-            stride=self._config.scoring.eval_stride,
+            rows=batch_size,
+            stride=config.scoring.eval_stride,
             part=jax.process_index(),
             parts=jax.process_count(),
-            show=self._show,
+            show=show,
         )
-        byte_counts, why = self._text_bytes.byte_counts(source)
-        tables = self._placed_tables(byte_counts)
-        objective = self._trained.model.section.objective
-        sums: dict[str, Any] = {"nats": 0.0, "targets": 0, "bytes": 0}
-        if self._counts_correct:
-            sums["correct"] = 0
-        waiting: LossTotals | None = None
-        num_batches, compiling = 0, 0.0
-        progress = log_progress(f"{name} (batches)", self._show)
+        byte_counts, why = text_bytes.byte_counts(source)
+        tables = _placed_tables(byte_counts, trained)
+        progress = log_progress(f"{name} (batches)", show)
+        compiling = 0.0
+
+        def outputs() -> Iterator[LossTotals]:
+            nonlocal compiling
+            for number, batch in enumerate(batches, 1):
+                placed = trained.layout.to_global_batch(batch, batch_size)
+                kind = jax.tree.structure(placed)
+                if kind not in compiled:
+                    compile_began = time.perf_counter()
+                    compiled[kind] = step.lower(trained.params, placed, tables).compile()
+                    compiling += time.perf_counter() - compile_began
+                yield compiled[kind](trained.params, placed, tables)
+                progress(number, len(batches))
+
         began = time.perf_counter()
-        for batch in batches:
-            placed = self._trained.layout.to_global_batch(batch, self._batch_size)
-            step, seconds = self._step_for(placed, tables)
-            compiling += seconds
-            new = step(self._trained.params, placed, tables)
-            _add(sums, waiting)
-            waiting = new
-            num_batches += 1
-            progress(num_batches, len(batches))
-        _add(sums, waiting)
+        sums, num_batches = sum_batches(outputs())
         seconds = time.perf_counter() - began - compiling
-        targets = int(sums["targets"])
-        num_bytes = int(sums["bytes"])
+        targets, num_bytes = int(sums["targets"]), int(sums["bytes"])
         if byte_counts is None:
-            is_whole_split = self._config.evaluation.eval_steps == -1
-            num_bytes, why = self._text_bytes.from_manifest(source, targets, is_whole_split, why)
+            is_whole_split = config.evaluation.eval_steps == -1
+            num_bytes, why = text_bytes.from_manifest(source, targets, is_whole_split, why)
         return SourceScore(
             name=name,
             total_nll=sums["nats"],
@@ -129,41 +115,23 @@ class _Scorer:
             bytes_unavailable_reason=why,
             num_batches=num_batches,
             seconds=seconds,
-            correct=sums.get("correct"),
+            correct=int(sums["correct"]) if counts_correct else None,
             other_loss="" if is_in_nats(objective) else objective.loss_type,
             facts=_facts(source, len(batches.skipped)),
         )
 
-    def _placed_tables(self, byte_counts: TokenByteCounts | None) -> TokenByteCounts:
-        """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
-        size = self._shape.vocab_size
-        counts_V, has_dummy_prefix_V = np.zeros(size, np.int32), np.zeros(size, bool)
-        if byte_counts is not None:
-            # The model's vocabulary may be padded, or smaller than the tokenizer's.
-            known = min(size, len(byte_counts.counts_V))
-            counts_V[:known] = byte_counts.counts_V[:known]
-            has_dummy_prefix_V[:known] = byte_counts.has_dummy_prefix_V[:known]
-        whole = self._trained.layout.replicated
-        return TokenByteCounts(
-            jax.device_put(counts_V, whole), jax.device_put(has_dummy_prefix_V, whole)
-        )
-
-    def _step_for(self, batch: Batch, tables: TokenByteCounts) -> tuple[Any, float]:
-        """Returns the step compiled for this structure, and compile seconds."""
-        kind = jax.tree.structure(batch)
-        if kind in self._compiled:
-            return self._compiled[kind], 0.0
-        began = time.perf_counter()
-        step = self._step.lower(self._trained.params, batch, tables).compile()
-        self._compiled[kind] = step
-        return step, time.perf_counter() - began
+    return [score(source) for source in opened or [None]]
 
 
-def _add(sums: dict[str, Any], new: LossTotals | None) -> None:
-    """Accumulates in double-precision floats and unbounded integers."""
-    for name in sums if new is not None else ():
-        value = new[name]  # type: ignore[index]
-        sums[name] += float(value) if name == "nats" else int(value)
+def _placed_tables(byte_counts: TokenByteCounts | None, trained: TrainedModel) -> TokenByteCounts:
+    """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
+    tables = np.zeros((2, trained.model.section.shape.vocab_size), np.int32)
+    for table, known in zip(tables, byte_counts or (), strict=False):
+        # The model's vocabulary may be padded, or smaller than the tokenizer's.
+        table[: len(known)] = known[: len(table)]
+    counts_V, has_dummy_prefix_V = tables
+    placed = counts_V, has_dummy_prefix_V.astype(bool)
+    return TokenByteCounts(*jax.device_put(placed, trained.layout.replicated))
 
 
 def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:

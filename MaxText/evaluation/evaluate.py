@@ -170,7 +170,7 @@ def _score_tasks(
     found: dict[str, Any] = {"tokenizer_sha256": tokenizer.tokenizer.entry.sha256}
     if config.scoring.eval_tasks:
         scores = run_tasks(tasks, trained, tokenizer, config, show)
-        found["tasks"] = [score.to_json() for score in scores]
+        found["tasks"] = [score._asdict() for score in scores]
     if config.scoring.harness_tasks:
         found["harness"] = run_harness(trained, tokenizer, config, show)
     return found

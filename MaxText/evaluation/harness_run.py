@@ -119,7 +119,6 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
 
 
 def _about_files(folder: str) -> str:
-    """Explains why the task files of a folder are not found."""
     if not folder:
         return " Set harness_task_path=FOLDER to use your own task files."
     files = sorted(Path(folder).rglob("*.yaml"))

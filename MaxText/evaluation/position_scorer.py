@@ -95,7 +95,8 @@ class PositionScorer:
         for number, one in enumerate(requests):
             assert 0 < len(one.ids) <= self.window, len(one.ids)
             length = padded_length(len(self._before) + len(one.ids), self._max_length)
-            shape = length, _padded_count(len(one.positions))
+            num_positions = _power_of(_POSITIONS_BASE, max(len(one.positions), _POSITIONS_BASE))
+            shape = length, num_positions
             by_shape.setdefault(shape, []).append(number)
         for (length, num_positions), alike in sorted(by_shape.items(), reverse=True):
             parts = self._num_parts
@@ -134,12 +135,7 @@ def padded_length(length: int, window: int) -> int:
     return min(between if length <= between else power, window)
 
 
-def _padded_count(count: int) -> int:
-    return _power_of(_POSITIONS_BASE, max(count, _POSITIONS_BASE))
-
-
 def _power_of(base: int, least: int) -> int:
-    """Returns the smallest power of `base` that is at least `least`."""
     power = 1
     while power < least:
         power *= base

@@ -75,7 +75,8 @@ class LoglikelihoodScorer:
                     f"continuation {number} has {len(ids)} tokens; it must have between 1 and "
                     f"max_target_length={self.window}."
                 )
-            assert context, "a continuation needs an id to follow"
+            if not context:
+                raise ValueError(f"continuation {number} has no context: put a bos or eos id first")
             whole = np.array([*context, *ids][-(self.window + 1) :], np.int32)
             read = whole[:-1]
             request, owners = by_input.setdefault(read.tobytes(), (ScoreRequest(read, [], []), []))

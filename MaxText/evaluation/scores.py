@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.metrics.step_line import perplexity
@@ -138,26 +138,18 @@ def _cells(score: SourceScore) -> list[str]:
 class TaskResult(NamedTuple):
     """Numbers of one task."""
 
-    metrics: Mapping[str, float]  # perplexities, shares between 0 and 1, bits
-    counts: Mapping[str, int]  # of passages, pages, words, bytes, tokens
+    metrics: dict[str, float]  # perplexities, shares between 0 and 1, bits
+    counts: dict[str, int]  # of passages, pages, words, bytes, tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskScore:
+class TaskScore(NamedTuple):
     """Numbers of one task, with the file it was read from."""
 
     task: str
     path: str
-    metrics: Mapping[str, float]
-    counts: Mapping[str, int]
+    metrics: dict[str, float]  # as in TaskResult
+    counts: dict[str, int]
     seconds: float  # wall time
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return dataclasses.asdict(self) | {
-            "metrics": dict(self.metrics),
-            "counts": dict(self.counts),
-        }
 
 
 def task_table(scores: Sequence[TaskScore]) -> str:

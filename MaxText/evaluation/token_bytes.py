@@ -28,7 +28,7 @@ from MaxText.input_pipeline.tokenization.tiktoken_file import TIKTOKEN_NAME, Tik
 
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
-_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 # Contains every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
 _EVERY = "".join(
@@ -106,66 +106,46 @@ def _sentence_piece(contents: bytes) -> tuple[dict[int, bytes], bool]:
 def _hugging_face(whole: dict[str, Any]) -> tuple[dict[int, bytes], bool]:
     model, decoders = whole["model"], {part["type"] for part in _parts(whole["decoder"])}
     vocabulary: dict[str, int] = model.get("vocab") or {}
-    normalizers = list(_parts(whole["normalizer"]))
     splitters = list(_parts(whole["pre_tokenizer"]))
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
         raise InexactByteCountError(
             f"its tokenizer.json is a {model.get('type')} model, not a byte-level BPE"
         )
-    if decoders == {"ByteLevel"}:
-        bytes_by_id, adds_dummy_prefix = (
-            _byte_level(vocabulary, normalizers, splitters),
-            False,
-        )
-    elif "ByteFallback" in decoders and model.get("byte_fallback"):
-        bytes_by_id, adds_dummy_prefix = _byte_fallback(vocabulary, normalizers, splitters)
-    else:
+    is_byte_level = decoders == {"ByteLevel"}
+    if not is_byte_level and not ("ByteFallback" in decoders and model.get("byte_fallback")):
         raise InexactByteCountError("its tokenizer.json does not spell text byte by byte")
+    normalizers = {part["type"] for part in _parts(whole["normalizer"])}
+    if other := normalizers - ({"NFC"} if is_byte_level else {"Prepend", "Replace"}):
+        raise InexactByteCountError(
+            f"its tokenizer.json normalizes text ({', '.join(sorted(other))})"
+        )
+    if is_byte_level:
+        if any(part.get("add_prefix_space") for part in splitters):
+            raise InexactByteCountError("its tokenizer.json prepends a space to texts")
+        # One character represents one byte.
+        ((needed, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(_EVERY)
+        alphabet, adds_dummy_prefix = set(pre_tokenizers.ByteLevel.alphabet()), False
+        bytes_by_id = {
+            i: bytes(len(token)) if alphabet.issuperset(token) else token.encode()
+            for token, i in vocabulary.items()
+        }
+    else:
+        needed = _BYTES
+        adds_dummy_prefix = "Prepend" in normalizers or any(
+            part["type"] == "Metaspace" and part.get("prepend_scheme") != "never"
+            for part in splitters
+        )
+        bytes_by_id = {
+            i: b"\0" if token in _BYTES else token.replace(_SPACE, " ").encode()
+            for token, i in vocabulary.items()
+        }
+    if not vocabulary.keys() >= set(needed):
+        raise InexactByteCountError("its tokenizer.json has no id for some bytes")
     for token in whole["added_tokens"]:
         if not token["special"] and (token["lstrip"] or token["rstrip"]):
             raise InexactByteCountError(f"its token {token['content']!r} strips adjacent spaces")
         bytes_by_id[token["id"]] = b"" if token["special"] else token["content"].encode()
     return bytes_by_id, adds_dummy_prefix
-
-
-def _byte_level(
-    vocabulary: dict[str, int],
-    normalizers: list[dict[str, Any]],
-    splitters: list[dict[str, Any]],
-) -> dict[int, bytes]:
-    if other := {part["type"] for part in normalizers} - {"NFC"}:
-        raise InexactByteCountError(
-            f"its tokenizer.json normalizes text ({', '.join(sorted(other))})"
-        )
-    if any(part.get("add_prefix_space") for part in splitters):
-        raise InexactByteCountError("its tokenizer.json prepends a space to texts")
-    # One character represents one byte.
-    ((spelling, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(_EVERY)
-    if not vocabulary.keys() >= set(spelling):
-        raise InexactByteCountError("its tokenizer.json has no id for some bytes")
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    return {
-        i: bytes(len(token)) if alphabet.issuperset(token) else token.encode()
-        for token, i in vocabulary.items()
-    }
-
-
-def _byte_fallback(
-    vocabulary: dict[str, int],
-    normalizers: list[dict[str, Any]],
-    splitters: list[dict[str, Any]],
-) -> tuple[dict[int, bytes], bool]:
-    if other := {part["type"] for part in normalizers} - {"Prepend", "Replace"}:
-        raise InexactByteCountError(
-            f"its tokenizer.json normalizes text ({', '.join(sorted(other))})"
-        )
-    if any(byte not in vocabulary for byte in _BYTES):
-        raise InexactByteCountError("its tokenizer.json has no id for some bytes")
-    adds_dummy_prefix = any(part["type"] == "Prepend" for part in normalizers) or any(
-        part["type"] == "Metaspace" and part.get("prepend_scheme") != "never" for part in splitters
-    )
-    bytes_by_id = {i: token.replace(_SPACE, " ").encode() for token, i in vocabulary.items()}
-    return bytes_by_id | {vocabulary[byte]: b"\0" for byte in _BYTES}, adds_dummy_prefix
 
 
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")

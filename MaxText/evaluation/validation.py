@@ -1,8 +1,9 @@
 """Loss over held-out data, weighted by targets."""
 
 import collections
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,28 +24,13 @@ def evaluate(
 ) -> EvaluationReport:
     """Evaluates all batches, including a partial last one.
 
-    Sums are fetched one batch late, to keep the device busy, and added in double precision.
-
     Args:
       eval_step: (params, batch) -> sums over the batch (make_eval_step).
       batches: On device.
       step: Last completed training step, for the report.
     """
     began = time.perf_counter()
-    totals: dict[str, float] = collections.defaultdict(float)
-    num_batches = 0
-    waiting: dict[str, jax.Array] = {}
-
-    def add(sums: dict[str, jax.Array]) -> None:
-        for name, value in sums.items():
-            totals[name] += float(value)
-
-    for batch in batches:
-        sums = eval_step(params, batch)
-        add(waiting)
-        waiting = sums
-        num_batches += 1
-    add(waiting)
+    totals, num_batches = sum_batches(eval_step(params, batch) for batch in batches)
     total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)
     return EvaluationReport(
         step=step,
@@ -55,6 +41,22 @@ def evaluate(
         correct=correct,
         has_perplexity=IN_NATS in totals,
     )
+
+
+def sum_batches(outputs: Iterable[Mapping[str, jax.Array]]) -> tuple[dict[str, float], int]:
+    """Returns sums over batches, in double precision, and the number of batches.
+
+    Fetches outputs one batch late, to keep the device busy.
+    """
+    totals: dict[str, float] = collections.defaultdict(float)
+    num_batches = 0
+    waiting: Mapping[str, jax.Array] = {}
+    for new in itertools.chain(outputs, [{}]):
+        for name, value in waiting.items():
+            totals[name] += float(value)
+        num_batches += bool(waiting)
+        waiting = new
+    return totals, num_batches
 
 
 def make_eval_step(

@@ -15,7 +15,7 @@ from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.stages import KEPT_AT_THE_END, source_keys
+from MaxText.experiments.stages import KEPT_AT_THE_END, SOURCE
 from MaxText.experiments.variants import Variant
 from MaxText.storage.atomic import atomic_write_text
 
@@ -161,7 +161,12 @@ def load_or_create_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        planned = {name: _read_planned(fields) for name, fields in stored["planned"].items()}
+        planned = {
+            name: SolvedConfig(
+                tuple(SolvedStage(**stage) for stage in fields["stages"]), fields["deviation"]
+            )
+            for name, fields in stored["planned"].items()
+        }
         old = Plan(
             folder,
             ComparisonSpec(**stored["question"]),
@@ -191,11 +196,6 @@ def load_or_create_plan(
     ):
         fresh.measurements = old.measurements
     return fresh
-
-
-def _read_planned(fields: Mapping[str, Any]) -> SolvedConfig:
-    stages = tuple(SolvedStage(**stage) for stage in fields["stages"])
-    return SolvedConfig(stages, fields["deviation"])
 
 
 def _stored(content: Any) -> Any:
@@ -271,7 +271,7 @@ def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
             changes = changes | KEPT_AT_THE_END
         previous = runs[-1] if runs else None
         if previous is not None:
-            changes = changes | source_keys(str(previous.folder))
+            changes = changes | {SOURCE: str(previous.folder)}
         folder = plan.folder / variant.label / run_path(seed, stage)
         config = run_config(variant.stages[index], changes, folder, seed)
         weight = planned[index].seconds or planned[index].flops

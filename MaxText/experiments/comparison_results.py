@@ -1,8 +1,8 @@
-"""Results of a comparison: table, summary_lines and CSV files."""
+"""Results of a comparison: table, ranking, findings and CSV files."""
 
 import csv
 import dataclasses
-import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,13 +10,16 @@ from MaxText.errors import UserError
 from MaxText.experiments.chain_record import merge_stage_records
 from MaxText.experiments.comparison_plan import Chain, Plan, Run, run_path
 from MaxText.experiments.seed_statistics import (
-    Difference,
-    Summary,
+    Estimate,
     format_difference,
+    holm_corrected,
     paired_difference,
 )
+from MaxText.experiments.sweep_bests import best_of_arms, best_value_lines
+from MaxText.experiments.variants import Variant
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run
+from MaxText.metrics.step_line import perplexity
 from MaxText.metrics.tables import format_table, short_count
 from MaxText.reports.formatting import ABSENT, loss, operations
 
@@ -55,8 +58,18 @@ class ConfigResults:
 
     label: str
     results: tuple[RunResult, ...]
-    loss: Summary  # validation loss of completed runs
-    difference: Difference | None  # to the first configuration; None for the first itself
+    # to the first configuration, corrected for their number; None for the first itself
+    difference: Estimate | None = None
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Validation losses of completed runs by seed."""
+        found = {result.seed: result.validation_loss for result in self.results}
+        return {seed: loss for seed, loss in found.items() if loss is not None}
+
+    @property
+    def loss(self) -> Estimate:
+        return Estimate.of(list(self.losses.values()))
 
     @property
     def loss_kind(self) -> str:
@@ -74,15 +87,14 @@ class ConfigResults:
             for result in self.results
             if result.state == COMPLETED and getattr(result, name) is not None
         ]
-        return Summary.of(numbers).mean
+        return statistics.fmean(numbers) if numbers else None
 
     @property
     def perplexity(self) -> float | None:
-        """Exponential of the mean loss; None if it is no log-probability."""
-        kind = self.loss_kind
-        if self.loss.mean is None or (kind and not kind.startswith("cross-entropy")):
+        """Exponential of the mean loss; None if it is no cross-entropy."""
+        if self.loss.mean is None or not self.loss_kind.startswith("cross-entropy"):
             return None
-        return math.exp(min(self.loss.mean, 700.0))
+        return perplexity(self.loss.mean)
 
 
 def load_record(run: Run) -> RunRecord | None:
@@ -106,7 +118,6 @@ def is_over(run: Run) -> bool:
 
 
 def _has_diverged(run: Run) -> bool:
-    """Returns whether a run or one of its previous stages diverged."""
     record = load_record(run)
     if record is not None and record.state == DIVERGED:
         return True
@@ -117,17 +128,11 @@ def load_chain_record(chain: Chain) -> RunRecord | None:
     """Returns a chain's merge_stage_records record; None until it is over."""
     if not all(map(is_over, chain)):
         return None
+    # Stages after one that diverged have no record.
+    first, *others = [record for record in map(load_record, chain) if record is not None]
     if len(chain) == 1:
-        return load_record(chain[0])
-    records = []
-    for run in chain:
-        record = load_record(run)
-        if record is None:
-            break
-        records.append(record)
-        if record.state == DIVERGED:
-            break
-    return merge_stage_records(records, records[0].folder.parent)
+        return first
+    return merge_stage_records([first, *others], first.folder.parent)
 
 
 def summarize(chain: Chain, record: RunRecord) -> RunResult:
@@ -153,23 +158,27 @@ def summarize(chain: Chain, record: RunRecord) -> RunResult:
 
 def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[ConfigResults]:
     """Groups results by label, with differences to the first configuration."""
-    losses: dict[str, dict[int, float]] = {label: {} for label in labels}
-    for result in results:
-        if result.validation_loss is not None:
-            losses[result.config][result.seed] = result.validation_loss
-    first = labels[0]
-    kinds = {result.config: result.loss_kind for result in results}
-    return [
-        ConfigResults(
-            label,
-            tuple(result for result in results if result.config == label),
-            Summary.of(list(losses[label].values())),
-            paired_difference(losses[first], losses[label])
-            if label != first and kinds.get(label) == kinds.get(first)
-            else None,
-        )
+    groups = [
+        ConfigResults(label, tuple(result for result in results if result.config == label))
         for label in labels
     ]
+    found = differences(groups)
+    return [dataclasses.replace(one, difference=found.get(one.label)) for one in groups]
+
+
+def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
+    """Returns differences to the first group by label, corrected for their number.
+
+    Leaves out losses of another kind.
+    """
+    first, *others = groups
+    return holm_corrected(
+        {
+            group.label: paired_difference(first.losses, group.losses)
+            for group in others
+            if group.loss_kind == first.loss_kind
+        }
+    )
 
 
 TABLE_NOTE = "Means over the seeds whose runs completed; loss in nats per token, sd over seeds."
@@ -216,27 +225,73 @@ def _optional(number: float | None, pattern: str) -> str:
     return ABSENT if number is None else format(number, pattern)
 
 
-def summary_lines(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
-    """Returns conclusions and caveats."""
-    first, *others = groups
-    lines = [
-        format_difference(first.label, group.label, group.difference)
-        for group in others
-        if group.difference is not None
-    ]
-    intervals = [
-        group for group in others if group.difference and group.difference.ci_low is not None
-    ]
-    if len(intervals) > 1:
-        lines.append(
-            f"These are {len(intervals)} intervals of 95 % each, not corrected for their number: "
-            "the more configurations, the likelier that one of them excludes 0 by chance."
+RANKING_HEADER = ("rank", "configuration", "validation loss", "behind the best", "95 % interval")
+
+RANKING_NOTE = "Differences to the best are paired by seed; each has its own interval."
+
+
+def ranking_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
+    """Returns rows under RANKING_HEADER; none for two configurations or unlike losses."""
+    ranked = sorted(
+        (group for group in groups if group.loss.mean is not None),
+        key=lambda group: group.loss.mean or 0.0,
+    )
+    if len(ranked) < 3 or _kinds(groups):
+        return []
+    rows = []
+    for rank, group in enumerate(ranked, 1):
+        behind = paired_difference(ranked[0].losses, group.losses)
+        known = rank > 1 and behind.ci_low is not None
+        rows.append(
+            [
+                str(rank),
+                group.label,
+                loss(group.loss.mean),
+                _optional(behind.mean if rank > 1 else None, "+.4f"),
+                f"{behind.ci_low:+.4f} to {behind.ci_high:+.4f}" if known else ABSENT,
+            ]
         )
+    return rows
+
+
+def summary_lines(
+    groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
+) -> list[str]:
+    """Returns conclusions, after what limits them."""
+    lines = budget_deviations(groups, plan)
+    lines += [f"{group.label}: {group.diverged} diverged, excluded from means."
+              for group in groups if group.diverged]  # fmt: skip
+    lines += [line for group in groups[1:] for line in _validation_mismatch(groups[0], group)]
     if kinds := _kinds(groups):
         each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
         lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
-    lines += [line for group in others for line in _validation_mismatch(first, group)]
-    return lines + [line for group in groups for line in _caveats(group, plan)]
+    else:
+        lines += best_value_lines(variants, _mean_losses(groups))
+    return lines + _findings(groups, variants)
+
+
+def _mean_losses(groups: Sequence[ConfigResults]) -> dict[str, float]:
+    return {group.label: group.loss.mean for group in groups if group.loss.mean is not None}
+
+
+def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
+    """Returns a line per difference: of the best of each arm, or of all configurations."""
+    bests = best_of_arms(variants, _mean_losses(groups))
+    compared = [group for group in groups if group.label in bests] if len(bests) > 1 else groups
+    found = differences(compared)
+    count = sum(difference.p_value is not None for difference in found.values())
+    if len(found) > 1 and count == 0:
+        return ["One seed cannot distinguish a difference from chance: add seeds=3."]
+    lines = [
+        format_difference(compared[0].label, label, difference, count)
+        for label, difference in found.items()
+    ]
+    if compared is not groups:
+        lines.append(
+            "These are the best of several each, chosen by the same losses, which favors whoever "
+            "tried more values."
+        )
+    return lines
 
 
 def _validation_mismatch(first: ConfigResults, group: ConfigResults) -> Iterator[str]:
@@ -253,48 +308,54 @@ def _validation_mismatch(first: ConfigResults, group: ConfigResults) -> Iterator
             return
 
 
-def _caveats(group: ConfigResults, plan: Plan) -> Iterator[str]:
-    """Yields deviations of a configuration's runs from the plan."""
-    planned = plan.planned[group.label]
-    if group.diverged:
-        yield f"{group.label}: {group.diverged} diverged, excluded from means."
-    for result in group.results:
-        if result.state == COMPLETED and result.steps < planned.steps:
-            yield (
-                f"{result.config} seed {result.seed} ended after {result.steps} of {planned.steps} "
-                "steps (num_epoch or target_eval_loss): it had a smaller budget than the others."
+def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
+    """Returns how runs missed the planned budget; empty if it was equal."""
+    lines = []
+    for group in groups:
+        planned = plan.planned[group.label]
+        lines += [
+            f"{group.label} seed {result.seed} ended after {result.steps} of {planned.steps} steps "
+            "(num_epoch or target_eval_loss): it had a smaller budget than the others."
+            for result in group.results
+            if result.state == COMPLETED and result.steps < planned.steps
+        ]
+        seconds = group.mean("train_seconds")
+        if planned.seconds and seconds and abs(seconds / planned.seconds - 1) > _SPEED_CHANGED:
+            lines.append(
+                f"{group.label} trained for {seconds:,.1f} s where {planned.seconds:,.1f} s were "
+                f"planned ({seconds / planned.seconds - 1:+.0%}): the machine changed its speed "
+                "since steps were timed."
             )
-    seconds = group.mean("train_seconds")
-    if planned.seconds and seconds and abs(seconds / planned.seconds - 1) > _SPEED_CHANGED:
-        yield (
-            f"{group.label} trained for {seconds:,.1f} s where {planned.seconds:,.1f} s were "
-            f"planned ({seconds / planned.seconds - 1:+.0%}): the machine changed its speed "
-            "since steps were timed."
-        )
+    return lines
 
 
-def text_lines(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
-    """Returns table and summary_lines for the terminal."""
-    table = format_table(HEADER, table_rows(groups), max_width=None).splitlines()
-    return [*table, TABLE_NOTE, "", *summary_lines(groups, plan)]
+def text_lines(
+    groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
+) -> list[str]:
+    """Returns tables and summary_lines for the terminal."""
+    lines = [*format_table(HEADER, table_rows(groups), max_width=None).splitlines(), TABLE_NOTE, ""]
+    if ranking := ranking_rows(groups):
+        table = format_table(RANKING_HEADER, ranking, max_width=None, right=(2, 3, 4))
+        lines += [*table.splitlines(), RANKING_NOTE, ""]
+    return lines + summary_lines(groups, plan, variants)
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
     """Writes one row per finished run."""
-    names = [field.name for field in dataclasses.fields(RunResult)]
-    rows = [
-        {name: getattr(result, name) for name in names}
-        | {"tokens_per_second": result.tokens_per_second}
-        for result in results
-    ]
-    _write_csv(path, [*names, "tokens_per_second"], rows)
+    _write_csv(
+        path,
+        [
+            dataclasses.asdict(result) | {"tokens_per_second": result.tokens_per_second}
+            for result in results
+        ],
+    )
 
 
 def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     """Writes one row per configuration, with differences to the first."""
     rows = []
     for group in groups:
-        difference = group.difference or Difference(0, None)
+        difference = group.difference or Estimate(0)
         rows.append(
             {
                 "config": group.label,
@@ -312,13 +373,14 @@ def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
                 "difference_low_95": difference.ci_low,
                 "difference_high_95": difference.ci_high,
                 "difference_seeds": difference.count if group.difference else None,
+                "difference_p_holm": difference.p_value,
             }
         )
-    _write_csv(path, list(rows[0]), rows)
+    _write_csv(path, rows)
 
 
-def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, header)
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -3,9 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from MaxText.experiments import comparison_results
 from MaxText.experiments.comparison_plan import Plan, run_path
-from MaxText.experiments.comparison_results import ConfigResults
+from MaxText.experiments.comparison_results import (
+    HEADER,
+    RANKING_HEADER,
+    RANKING_NOTE,
+    TABLE_NOTE,
+    ConfigResults,
+    budget_deviations,
+    ranking_rows,
+    summary_lines,
+    table_rows,
+)
 from MaxText.experiments.solved_plan import format_budget, format_changes, plan_rows
 from MaxText.experiments.solving import UNITS
 from MaxText.experiments.variants import Variant
@@ -25,13 +34,15 @@ def sections(
     """Returns the report's sections on the comparison."""
     found = Section(
         "Result",
-        [comparison_results.TABLE_NOTE, *comparison_results.summary_lines(groups, plan)],
-        Table(comparison_results.HEADER, comparison_results.table_rows(groups)),
+        [TABLE_NOTE, *summary_lines(groups, plan, variants)],
+        Table(HEADER, table_rows(groups)),
     )
+    ranked = ranking_rows(groups)
+    ranking = [Section("Ranking", [RANKING_NOTE], Table(RANKING_HEADER, ranked))] if ranked else []
     header, rows = plan_rows(plan)
     warnings = [f"The configurations differ in {line}." for line in unasked]
     made_equal = Section(
-        "What was made equal",
+        "How the budgets were matched",
         [
             f"match={plan.question.match}: {format_budget(plan, variants)}.",
             *format_changes(plan, variants),
@@ -41,7 +52,7 @@ def sections(
         ],
         Table(header, rows),
     )
-    return [found, made_equal]
+    return [found, *ranking, made_equal]
 
 
 def write(
@@ -53,7 +64,7 @@ def write(
 ) -> Path:
     """Writes the report into the comparison's folder and returns its path.
 
-    `records` has one record of `comparison_results.load_chain_record` per finished chain.
+    `records` has one record of `load_chain_record` per finished chain.
     """
     present = {str(record.folder) for record in records}
     by_label = {
@@ -67,14 +78,16 @@ def write(
     return write_report(
         records,
         plan.folder,
-        title=_title(plan),
+        title=title_of(plan, groups),
         groups={label: folders for label, folders in by_label.items() if folders},
         sections=sections(plan, variants, groups, unasked),
     )
 
 
-def _title(plan: Plan) -> str:
+def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
+    """Returns the report's title, which calls a budget equal only if it was."""
     labels = list(plan.identities)
     few = len(labels) <= _LABELS_OF_TITLE
     what = " and ".join(labels) if few else f"{len(labels)} configurations"
-    return f"{what}, equal {UNITS[plan.question.match]}"
+    how = "unequal" if budget_deviations(groups, plan) else "equal"
+    return f"{what}, {how} {UNITS[plan.question.match]}"

@@ -1,11 +1,5 @@
-"""Main sequence of compare.py, from request to report.
+"""Main sequence of compare.py: accepts a request, then runs it."""
 
-Modules that import jax are imported after the configurations were accepted.
-"""
-
-import os
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,15 +7,8 @@ from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
 from MaxText.experiments.compare_args import KEY_OF, STEPS, CompareArgs, default_free
-from MaxText.experiments.comparison_plan import (
-    Chain,
-    ComparisonSpec,
-    Plan,
-    Run,
-    chains_of,
-    load_or_create_plan,
-)
-from MaxText.experiments.variants import Variant, confounding_keys, expand_variants
+from MaxText.experiments.comparison_plan import ComparisonSpec
+from MaxText.experiments.variants import Variant, expand_variants
 
 Show = Callable[[str], None]
 
@@ -49,53 +36,11 @@ def compare(
         )
     num_devices = _num_devices(request, hardware.pop())
 
-    _force_cpu_backend()
-    from MaxText.experiments.solved_plan import (
-        changed_keys,
-        plan_lines,
-        solve_plan,
-        solved_variants,
-    )
-    from MaxText.experiments.solving import validation_errors
-    from MaxText.experiments.step_timing import time_steps
+    # Imported once the configurations were accepted, because it imports jax.
+    from MaxText.experiments.execution import run_comparison
 
     question = ComparisonSpec(request.match, request.budget, free, request.tolerance, num_devices)
-    with (
-        train_subprocess.signals_as_exceptions(),
-        train_subprocess.lock_folder(folder) as descriptor,
-    ):
-        plan = load_or_create_plan(folder, variants, question, request.seeds)
-        if not plan.planned:
-            if request.match == "time":
-                time_steps(plan, variants, descriptor, _commented(show, request))
-            solve_plan(plan, variants, request)
-        chains = chains_of(plan, variants)
-        runs = [run for chain in chains for run in chain]
-        for run in runs:
-            if broken := validation_errors(run.config):
-                raise UserError(f"{run.name}: {broken[0]}")
-        plan.save()
-        waiting = [run for run in runs if not _is_over(run)]
-
-        say = _commented(show, request) if waiting else show
-        for line in plan_lines(plan, variants):
-            say(line)
-        unasked = confounding_keys(solved_variants(plan, variants), changed_keys(plan))
-        for line in unasked:
-            say(f"warning: the configurations differ in {line}")
-        if unasked:
-            say("")
-        if waiting and request.launch == "print":
-            for run in waiting:
-                train_subprocess.write_config(run)
-            left = [[run.config_path for run in chain if run in waiting] for chain in chains]
-            for line in format_launch_script([configs for configs in left if configs], command):
-                show(line)
-        elif waiting:
-            _run_all(runs, descriptor, folder, show)
-        else:
-            show(f"All {len(runs)} runs in {folder} are already complete.")
-        _collect_results(plan, variants, chains, unasked, say)
+    run_comparison(request, variants, question, folder, command, show)
 
 
 def _num_devices(request: CompareArgs, hardware: str) -> int:
@@ -109,20 +54,6 @@ def _num_devices(request: CompareArgs, hardware: str) -> int:
             "would miss the budget. Add launch=print to plan for another machine."
         )
     return present
-
-
-def _force_cpu_backend() -> None:
-    """Leaves accelerators to the runs: this process only evaluates shapes."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-
-
-def _commented(show: Show, request: CompareArgs) -> Show:
-    """Comments lines out for launch=print: the output is a shell script."""
-    if request.launch == "run":
-        return show
-    return lambda line: show(f"# {line}".rstrip())
 
 
 def default_folder(request: CompareArgs, variants: Sequence[Variant]) -> Path:
@@ -164,88 +95,3 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
     if problems:
         raise ConfigurationError(list(dict.fromkeys(problems)))
     return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}
-
-
-def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
-    """Returns shell lines that run the configurations and gather results.
-
-    Each chain is a single line, because its runs must be sequential.
-    """
-    variables = train_subprocess.key_variables(os.environ)
-    # The shell may have the same variables set; the files already contain their values.
-    without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
-
-    def line(config: Path) -> str:
-        return shlex.join([*without, *map(_short, train_subprocess.train_command(config))])
-
-    lines = [" && ".join(map(line, configs)) for configs in chains]
-    return [*lines, shlex.join([_short(sys.executable), *command])]
-
-
-def _short(path: str) -> str:
-    """Shortens a path inside the working directory to a relative one."""
-    here = str(Path.cwd()) + os.sep
-    return path.removeprefix(here)
-
-
-def _is_over(run: Run) -> bool:
-    from MaxText.experiments.comparison_results import is_over
-
-    return is_over(run)
-
-
-def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
-    from MaxText.experiments.comparison_results import DIVERGED, FINISHED, is_over, load_record
-    from MaxText.experiments.runs_progress import RunsProgress
-    from MaxText.metrics.run_record import read_run
-    from MaxText.reports.formatting import loss
-
-    finished = [run for run in runs if is_over(run)]
-    show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
-    with RunsProgress(runs, finished, show) as progress:
-        for run in runs:
-            if run in finished:
-                continue
-            if is_over(run):
-                progress.skip(run, "skipped, because an earlier stage diverged")
-                continue
-            progress.begin(run, train_subprocess.num_completed_steps(run.folder))
-            code = train_subprocess.train(run, descriptor, progress.steps)
-            # After exit code 0 the record must be readable: read_run raises otherwise.
-            record = load_record(run) if code else read_run(run.folder)
-            if record is None or record.state not in FINISHED:
-                raise UserError(
-                    f"{run.name}: train.py exited with code {code} before the run was complete. "
-                    f"Last lines of {run.log}:\n{train_subprocess.tail(run.log)}\n"
-                    "  Run the same command to resume this run."
-                )
-            if record.state == DIVERGED:
-                progress.end(run, f"diverged at step {record.last_step}")
-            else:
-                progress.end(run, f"validation loss {loss(record.final_loss)}")
-
-
-def _collect_results(
-    plan: Plan,
-    variants: Sequence[Variant],
-    chains: Sequence[Chain],
-    unasked: Sequence[str],
-    say: Show,
-) -> None:
-    from MaxText.experiments import comparison_results, results_report
-
-    records = [
-        (chain, one) for chain in chains if (one := comparison_results.load_chain_record(chain))
-    ]
-    if not records:
-        return
-    results = [comparison_results.summarize(chain, record) for chain, record in records]
-    groups = comparison_results.group_results([variant.label for variant in variants], results)
-    for line in ["", *comparison_results.text_lines(groups, plan), ""]:
-        say(line)
-    comparison_results.write_runs_csv(plan.folder / "runs.csv", results)
-    comparison_results.write_summary_csv(plan.folder / "summary.csv", groups)
-    report = results_report.write(
-        plan, variants, [record for _, record in records], groups, unasked
-    )
-    say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")

@@ -42,9 +42,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._starts: list[float] = []
         self._has_started = False
         self._found = self._done  # work that existed before this program started
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            self._bar = self._new_bar()
+        self._bar = self._new_bar() if sys.stderr.isatty() else None
 
     def _new_bar(self) -> Any:
         from rich import progress

@@ -9,58 +9,65 @@ CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Count, mean and sample standard deviation (divisor count - 1)."""
+class Estimate:
+    """Mean over seeds, with Student's confidence interval."""
 
     count: int
-    mean: float | None
-    std: float | None
+    mean: float | None = None
+    std: float | None = None  # divisor count - 1; None below two seeds, as all that follows
+    ci_low: float | None = None
+    ci_high: float | None = None
+    p_value: float | None = None  # two-sided, that the true mean is 0
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Summary":
-        return cls(
-            count=len(numbers),
-            mean=statistics.fmean(numbers) if numbers else None,
-            std=statistics.stdev(numbers) if len(numbers) > 1 else None,
-        )
+    def of(cls, numbers: Sequence[float]) -> "Estimate":
+        """Returns the estimate from independent samples."""
+        count = len(numbers)
+        if count < 2:
+            return cls(count, *numbers)
+        # scipy.special, because scipy.stats takes a second to import.
+        from scipy.special import stdtr, stdtrit
 
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """Mean difference over common seeds, with its confidence interval."""
-
-    count: int
-    mean: float | None
-    ci_low: float | None = None  # confidence interval of the mean; None below two seeds
-    ci_high: float | None = None
+        mean, std = statistics.fmean(numbers), statistics.stdev(numbers)
+        error = std / math.sqrt(count)
+        half = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2)) * error
+        p_value = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
+        return cls(count, mean, std, mean - half, mean + half, p_value)
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval excludes 0."""
-        low, high = self.ci_low, self.ci_high
-        return low is not None and high is not None and not low <= 0 <= high
+        """Whether chance rarely gives such a mean."""
+        return self.p_value is not None and self.p_value < 1 - CONFIDENCE
 
 
-def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) -> Difference:
+def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) -> Estimate:
     """Returns `other` minus `first` (seed -> value), paired by seed.
 
-    The interval is Student's. A seed gives both configurations the same data order, so much of its
-    effect on the loss cancels in the difference.
+    A seed gives both configurations the same data order, so much of its effect on the loss cancels
+    in the difference.
     """
-    summary = Summary.of(
-        [other[seed] - first[seed] for seed in sorted(first.keys() & other.keys())]
+    seeds = sorted(first.keys() & other.keys())
+    return Estimate.of([other[seed] - first[seed] for seed in seeds])
+
+
+def holm_corrected(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """Returns estimates by name with p values corrected for their number (Holm 1979).
+
+    The chance of any false finding stays that of a single estimate. Intervals stay as they are.
+    """
+    tested = sorted(
+        (one.p_value, name) for name, one in estimates.items() if one.p_value is not None
     )
-    if summary.mean is None or summary.std is None:
-        return Difference(summary.count, summary.mean)
-    # scipy.special, because scipy.stats takes a second to import.
-    from scipy.special import stdtrit
-
-    quantile = float(stdtrit(summary.count - 1, 0.5 + CONFIDENCE / 2))
-    half = quantile * summary.std / math.sqrt(summary.count)
-    return Difference(summary.count, summary.mean, summary.mean - half, summary.mean + half)
+    corrected, least = dict(estimates), 0.0
+    for rank, (p_value, name) in enumerate(tested):
+        least = max(least, min(p_value * (len(tested) - rank), 1.0))
+        corrected[name] = dataclasses.replace(estimates[name], p_value=least)
+    return corrected
 
 
-def format_difference(first: str, other: str, difference: Difference) -> str:
+def format_difference(
+    first: str, other: str, difference: Estimate, num_comparisons: int = 1
+) -> str:
     """Describes the difference of two losses in nats per token."""
     mean, low, high = difference.mean, difference.ci_low, difference.ci_high
     seeds = f"{difference.count} seed{'s' if difference.count > 1 else ''}"
@@ -72,6 +79,8 @@ def format_difference(first: str, other: str, difference: Difference) -> str:
             f"{other} is {direction} than {first} by {abs(mean):.4f} nats/token with one seed. One "
             "seed cannot distinguish a difference from chance: add seeds=3."
         )
+    if num_comparisons > 1:
+        seeds += f"; p = {difference.p_value:.2g}, Holm's of {num_comparisons} comparisons"
     if not difference.is_significant:
         return (
             f"No significant difference between {other} and {first}: {mean:+.4f} nats/token "

@@ -1,8 +1,8 @@
 """Solves a plan, and formats it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 from MaxText.config.catalog import unflatten
 from MaxText.config.serialization import flatten
@@ -15,8 +15,7 @@ from MaxText.experiments.comparison_plan import (
     stage_name,
     stage_numbers,
 )
-from MaxText.experiments.costs import cost
-from MaxText.experiments.solving import UNITS, Amount, budget_metric, solve
+from MaxText.experiments.solving import UNITS, Amount, budget_metric, cost, solve
 from MaxText.experiments.step_timing import seconds_per_step
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.tables import format_table, short_count
@@ -25,21 +24,19 @@ from MaxText.metrics.tables import format_table, short_count
 def solve_plan(plan: Plan, variants: Sequence[Variant], request: CompareArgs) -> None:
     """Sets budget and solved configurations; UserError if out of reach."""
     question = plan.question
-
     measured = {name: seconds_per_step(rounds) for name, rounds in plan.measurements.items()}
 
-    def seconds(variant: Variant) -> list[float]:
+    def step_seconds(variant: Variant) -> list[float]:
         numbers = stage_numbers(len(variant.stages))
-        return [measured[stage_name(variant.label, number)] for number in numbers]
+        names = [stage_name(variant.label, number) for number in numbers]
+        return [measured[name] for name in names] if question.match == "time" else []
 
     def amount(variant: Variant) -> Amount:
-        of_time = seconds(variant) if request.match == "time" else []
-        return budget_metric(request.match, question.num_devices, of_time)
+        return budget_metric(request.match, question.num_devices, step_seconds(variant))
 
-    first = variants[0]
     budget = question.budget
     if budget is None:
-        budget = float(amount(first)(first.stages))
+        budget = float(amount(variants[0])(variants[0].stages))
     planned = {}
     for variant in variants:
         solution = solve(
@@ -52,20 +49,13 @@ def solve_plan(plan: Plan, variants: Sequence[Variant], request: CompareArgs) ->
             tolerance=request.tolerance,
         )
         stages = []
-        for index, (config, changes) in enumerate(
-            zip(solution.stages, solution.changes, strict=True)
+        for config, changes, seconds in itertools.zip_longest(
+            solution.stages, solution.changes, step_seconds(variant)
         ):
             of = cost(config, question.num_devices)
-            of_time = request.match == "time"
+            new = {name: value for name, (_, value) in changes.items()}
             stages.append(
-                SolvedStage(
-                    changes={name: new for name, (_, new) in changes.items()},
-                    parameters=of.parameters,
-                    flops=of.flops,
-                    tokens=of.tokens,
-                    steps=of.steps,
-                    seconds=seconds(variant)[index] * of.steps if of_time else None,
-                )
+                SolvedStage(new, *of, seconds=None if seconds is None else seconds * of.steps)
             )
         planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
     plan.budget, plan.planned = budget, planned
@@ -90,6 +80,8 @@ def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
 def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     """Returns one line per stage: the keys changed to meet the budget."""
     lines = []
+    if not any(one.changed for one in plan.planned.values()):
+        return ["no configuration was changed"]
     for variant in variants:
         planned = plan.planned[variant.label].stages
         if not plan.planned[variant.label].changed:
@@ -98,16 +90,14 @@ def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
         for config, stage, number in zip(
             variant.stages, planned, stage_numbers(len(planned)), strict=True
         ):
-            who = variant.label if number is None else f"{variant.label} stage {number}"
-            lines.append(f"{who}: {_format_changes(flatten(config), stage.changes)}")
+            before = flatten(config)
+            changes = (
+                f"{name} {to_yaml(before[name])} -> {to_yaml(value)}"
+                for name, value in stage.changes.items()
+            )
+            who = stage_name(variant.label, number)
+            lines.append(f"{who}: {', '.join(changes) or 'nothing changed'}")
     return lines
-
-
-def _format_changes(before: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    pairs = (
-        f"{name} {to_yaml(before[name])} -> {to_yaml(value)}" for name, value in changes.items()
-    )
-    return ", ".join(pairs) or "nothing changed"
 
 
 def format_budget(plan: Plan, variants: Sequence[Variant]) -> str:
@@ -148,8 +138,3 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
         *format_table(*plan_rows(plan), max_width=None).splitlines(),
         "",
     ]
-
-
-def changed_keys(plan: Plan) -> Mapping[str, set[str]]:
-    """Returns solved keys by label."""
-    return {label: one.changed for label, one in plan.planned.items()}

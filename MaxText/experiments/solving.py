@@ -8,20 +8,25 @@ A configuration is a tuple of stages, mostly one. In a chain, the key of every s
 that of the last one; steps are the total of all stages.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
+from MaxText.cost.abstract_step import abstract_model
+from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, WIDTH, Match
-from MaxText.experiments.costs import cost
+from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.run.training_stats import TrainingStats
+from MaxText.training.backend_defaults import resolve_auto
 
 UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 _MLP = "base_mlp_dim"
@@ -36,8 +41,38 @@ _MULTIPLES = (64, 8, 2, 1)
 _TIMES = 16
 _MLP_SHARE = 0.2  # by which the feed-forward may change its proportion to meet the budget
 
+_NO_PEAK = PeakFlops(0.0, "not needed")  # costs do not depend on speed
+
 Stages = tuple[Config, ...]
 Amount = Callable[[Stages], float]
+
+
+class Cost(NamedTuple):
+    """Size and cost of one run, over all devices."""
+
+    parameters: int
+    flops: float
+    tokens: int
+    steps: int
+
+
+def cost(config: Config, num_devices: int) -> Cost:
+    """Returns the cost of a run from its abstract model; UserError if the batch does not fit."""
+
+    def samples(per_device: float) -> int:
+        rows = per_device * num_devices
+        if rows != int(rows):
+            raise UserError(
+                f"per_device_batch_size={per_device:g} x {num_devices} devices = {rows:g} is not "
+                "a whole number of sequences. Set another per_device_batch_size."
+            )
+        return int(rows) * config.batch.gradient_accumulation_steps
+
+    batches = plan_batches(config.batch, config.model.shape.max_target_length, samples)
+    model = abstract_model(resolve_auto(config.model, "cpu")[0])
+    steps = config.run.steps
+    stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
+    return Cost(model.num_parameters, stats.flops_of_run, stats.tokens_of_run, steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +144,8 @@ def solve(
             f"{label}: {free} does not change the {UNITS[match]} of a run. "
             f"Set free={' or free='.join(_helpful_keys(match, stages[-1]))}."
         )
-    for step in _step_sizes(search.step):
+    # The step and finer ones, for budgets between its multiples.
+    for step in (search.step, *(finer for finer in _MULTIPLES if finer < search.step)):
         search.keep_to_multiples_of(step)
         neighbors = search.around(budget)
         solved = search.stages(search.best(neighbors, budget))
@@ -194,7 +230,7 @@ class _Search:
         self._bound = int(bounds.get("ge", bounds.get("gt", 0) + 1))
         self.keep_to_multiples_of(_multiple(self.start) if free == WIDTH else 1)
         self.most = min(_LARGEST_VALUES.get(free, _LARGEST_OTHER), int(bounds.get("le", 10**12)))
-        self._at = functools.cache(self._amount_at)
+        self.amount = functools.cache(self._amount_at)
 
     @property
     def last(self) -> Config:
@@ -209,12 +245,6 @@ class _Search:
         """Restricts further values to multiples of `step`."""
         self.step = step
         self.least = max(self._bound, step)
-
-    def amount(self, value: int) -> float:
-        """Returns the amount at an allowed value."""
-        found = self._at(value)
-        assert found is not None
-        return found
 
     def stages(self, value: int) -> Stages | None:
         """Returns the stages at `value` of the key; None if a rule forbids it."""
@@ -252,27 +282,24 @@ class _Search:
             changes |= {name: _in_proportion(value, factor, 1) for name, value in own.items()}
         return changes
 
-    def _amount_at(self, value: int) -> float | None:
+    def _amount_at(self, value: int) -> float:
         stages = self.stages(value)
-        return None if stages is None else self._amount(stages)
+        assert stages is not None
+        return self._amount(stages)
 
     def first_from(self, low: int) -> int | None:
         """Returns the first allowed value from `low` on."""
         upwards = range(self._rounded_up(low), self.most + 1, self.step)
-        return self._first_allowed(upwards)
+        looked_at = itertools.islice(upwards, _MAX_TRIED)
+        return next((value for value in looked_at if self.stages(value) is not None), None)
 
-    def nearest(self, middle: int, low: int, high: int) -> int | None:
-        """Returns the allowed value within low..high that is nearest to `middle`."""
-        return self._first_allowed(
-            _candidates_around(self._rounded_up(middle), self.step, low, high)
-        )
+    def amount_from(self, low: int) -> float:
+        """Returns the amount at the first allowed value from `low` on."""
+        value = self.first_from(low)
+        return math.inf if value is None else self.amount(value)
 
     def best(self, neighbors: list[int], budget: float) -> int:
         return min(neighbors, key=lambda value: abs(self.amount(value) - budget))
-
-    def _first_allowed(self, values: Iterable[int]) -> int | None:
-        looked_at = itertools.islice(values, _MAX_TRIED)
-        return next((value for value in looked_at if self.stages(value) is not None), None)
 
     def _rounded_up(self, value: int) -> int:
         return -(-value // self.step) * self.step
@@ -282,56 +309,24 @@ class _Search:
 
         Returns only one of them if the budget is beyond all values.
         """
-        below = above = self.start
-        if self.amount(self.start) <= budget:
-            while self.amount(above) <= budget:
-                below = above
-                # The last doubling may exceed the maximum.
-                following = self.first_from(2 * below) or self.nearest(
-                    self.most, below + 1, self.most
-                )
-                if following is None:
-                    return [below]
-                above = following
-        else:
-            while self.amount(below) > budget:
-                above = below
-                following = self.nearest(above // 2, self.least, above - 1)
-                if following is None:
-                    return [above]
-                below = following
-        while (value := self.nearest((below + above) // 2, below + 1, above - 1)) is not None:
-            if self.amount(value) <= budget:
-                below = value
-            else:
-                above = value
-        return [below, above]
-
-
-def _candidates_around(middle: int, step: int, low: int, high: int) -> Iterator[int]:
-    """Yields multiples of `step` from the middle outward, within low..high."""
-    for distance in itertools.count():
-        down, up = middle - distance * step, middle + distance * step
-        if down < low and up > high:
-            return
-        if low <= down <= high:
-            yield down
-        if distance and low <= up <= high:
-            yield up
+        # Doubling first, because amounts of the largest values take long to compute.
+        end = self.start
+        while end < self.most and self.amount_from(end) <= budget:
+            end *= 2
+        least = self._rounded_up(self.least)
+        values = range(least, min(end, self.most) + 1, self.step)
+        count = bisect.bisect_right(values, budget, key=self.amount_from)
+        above = self.first_from(least + count * self.step)
+        # Of the values within the budget, the last is allowed: from it, the first is not above.
+        return [*values[:count][-1:], *([] if above is None else [above])]
 
 
 def _in_proportion(size: int, factor: float, step: int) -> int:
-    """Returns size * factor, rounded to a positive multiple of `step`."""
     return max(round(size * factor / step), 1) * step
 
 
 def _multiple(size: int) -> int:
     return next(m for m in _MULTIPLES if size % m == 0 and (size >= m * _TIMES or m == 1))
-
-
-def _step_sizes(step: int) -> list[int]:
-    """Returns `step` and finer ones, for budgets between its multiples."""
-    return [step, *(multiple for multiple in _MULTIPLES if multiple < step)]
 
 
 def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:

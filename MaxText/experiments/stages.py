@@ -15,12 +15,11 @@ from MaxText.config import values
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 
-# Placeholder for the previous stage's folder, which differs for each run.
-PREVIOUS = "the_stage_before"
-_SOURCE = "load_parameters_path"
+SOURCE = "load_parameters_path"  # key of the previous stage's folder, which differs for each run
+PREVIOUS = "the_stage_before"  # placeholder of that folder
 # Keys that no stage may set -> reason.
 SET_PER_STAGE = {
-    _SOURCE: "each stage starts from the previous one",
+    SOURCE: "each stage starts from the previous one",
     "load_full_state_path": "each stage starts from the previous one",
 }
 
@@ -35,16 +34,6 @@ def read_stages(value: Any) -> list[dict[str, Any]]:
     if len(value) < 2:
         raise values.InvalidValueError("a chain needs two or more stages")
     return [dict(stage) for stage in value]
-
-
-def source_words(stage: int) -> list[str]:
-    """Returns the arguments that load the previous stage; none for stage 0."""
-    return [f"{_SOURCE}={PREVIOUS}"] if stage else []
-
-
-def source_keys(previous: str) -> dict[str, Any]:
-    """Returns the keys of a run that starts from the run in folder `previous`."""
-    return {_SOURCE: previous}
 
 
 # Keys of a run that another stage starts from, whatever its configuration says.

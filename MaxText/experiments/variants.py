@@ -20,11 +20,12 @@ from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs
 from MaxText.experiments.stages import (
+    PREVIOUS,
     SET_PER_STAGE,
+    SOURCE,
     keys_that_differ,
     prefix_with_stage,
     read_stages,
-    source_words,
 )
 
 _PROGRAM = "train.py"  # configurations must pass its rules
@@ -120,8 +121,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
             except ConfigurationError as error:
                 found += error.problems
             else:
-                swept = (sources.ALIASES.get(name, name) for name in assignment)
-                variants.append(Variant(label, source, tuple(swept), stages))
+                variants.append(Variant(label, source, tuple(map(_own_name, assignment)), stages))
     if len(entries) == 1 and not found:
         found.append(
             Problem(
@@ -167,7 +167,7 @@ def _load_stages(
         where = f"{stage_place}, stage {number + 1}"
         try:
             _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
-            words = _words(keys, where) | dict.fromkeys(source_words(number), where)
+            words = _words(keys, where) | ({f"{SOURCE}={PREVIOUS}": where} if number else {})
             stages.append(_load(request, source, swept | words))
         except ConfigurationError as error:
             problems += error.problems
@@ -301,7 +301,6 @@ def _unique(labels: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _deduplicate_notices():
-    """Deduplicates notices on stderr over many loads."""
     buffer = io.StringIO()
     try:
         with contextlib.redirect_stderr(buffer):

@@ -34,22 +34,20 @@ class IncrementalDetokenizer:
     def add(self, token: int) -> str:
         """Takes the next id and returns the text that became final."""
         self._ids.append(token)
-        known = self._decode(self._ids[self._first : self._known])
-        both = self._decode(self._ids[self._first :])
-        waits = len(self._ids) - self._known < _LONGEST_CHARACTER
-        if (both.endswith(_INCOMPLETE) and waits) or len(both) <= len(known):
-            return ""
-        self._first, self._known = self._known, len(self._ids)
-        return self._show(both[len(known) :], final=False)
+        return self._advance(final=False)
 
     def finish(self) -> str:
         """Returns the remaining text, including incomplete characters."""
-        if self.stopped:
-            return ""
+        return "" if self.stopped else self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
         known = self._decode(self._ids[self._first : self._known])
         both = self._decode(self._ids[self._first :])
-        self._first = self._known = len(self._ids)
-        return self._show(both[len(known) :], final=True)
+        waits = len(self._ids) - self._known < _LONGEST_CHARACTER
+        if not final and ((both.endswith(_INCOMPLETE) and waits) or len(both) <= len(known)):
+            return ""
+        self._first, self._known = self._known, len(self._ids)
+        return self._show(both[len(known) :], final)
 
     def _show(self, new: str, final: bool) -> str:
         pending = self._held + new

@@ -100,7 +100,8 @@ class Engine:
           room: Expected final length. Affects speed only.
         """
         lengths = [len(prompt) for prompt in prompts]
-        assert all(1 <= length <= self.window for length in lengths), lengths
+        if not all(1 <= length <= self.window for length in lengths):
+            raise ValueError(f"prompts of {lengths} ids; each must have 1 to {self.window}")
         padded = min(next_power_of_two(max(lengths), SMALLEST_PROMPT), self.window)
         tokens = np.zeros((len(prompts), padded), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):

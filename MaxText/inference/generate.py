@@ -76,7 +76,8 @@ def generate(
       names: Two non-negative numbers per prompt that seed its draws; default (index, 0).
       decode: Detokenizer for the text of completions.
     """
-    assert decode is not None or not stopping.stop_strings, "stop strings need text"
+    if decode is None and stopping.stop_strings:
+        raise ValueError(f"stop_strings={stopping.stop_strings} need a detokenizer: pass decode")
     num_rows = -(-min(batch_size, len(prompts)) // engine.batch_divisor) * engine.batch_divisor
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in range(0, len(order), num_rows):

@@ -138,7 +138,8 @@ def probabilities(
 def _adjusted_logits(logits_BV, params, seen_BV, num_ids):
     logits_BV = logits_BV.astype(jnp.float32)
     if params.repetition_penalty != 1:
-        assert seen_BV is not None, "a repetition penalty needs the ids that were seen"
+        if seen_BV is None:
+            raise ValueError(f"repetition_penalty={params.repetition_penalty} needs seen_BV")
         penalty = params.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)

@@ -4,12 +4,13 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from MaxText.conversion.hf_checkpoint import TensorFiles, is_hf_checkpoint, resolve_hf_path
-from MaxText.conversion.hf_export import TensorSpec, write_safetensors
+from MaxText.conversion.hf_export import write_safetensors
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.tokenizer_copy import check_ids
 from MaxText.errors import UserError
@@ -24,7 +25,7 @@ def folder(tmp_path):
 
 
 def sharded(folder, tensors):
-    specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    specs = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in tensors.items()}
     folder.mkdir()
     return write_safetensors(folder, specs, tensors.items(), 2000)
 

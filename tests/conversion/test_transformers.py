@@ -5,7 +5,7 @@ import json
 import pytest
 
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.verification import compare
+from MaxText.conversion.verification import verify
 from MaxText.errors import UserError
 from tests.conversion.running import run
 
@@ -97,7 +97,8 @@ def test_changed_rotary_frequencies_agree(model_type, scaling, tmp_path):
     config["rope_parameters"]["factor"] = 1.5
     weights = HFWeights(tmp_path / "hf")
     config_json.write_text(json.dumps(config))
-    assert not compare(weights, tmp_path / "hf").passed
+    with pytest.raises(UserError, match="here gives different results in transformers"):
+        verify(weights, tmp_path / "hf", "here", print)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

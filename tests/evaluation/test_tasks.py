@@ -220,7 +220,7 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     text = "\n".join(shown)
     for name in ("perplexity", "word perplexity", "bits per byte", "2 passages", "2 pages"):
         assert name in text
-    stored = json.loads(json.dumps([score.to_json() for score in scores]))
+    stored = json.loads(json.dumps([score._asdict() for score in scores]))
     assert stored[1]["metrics"] == scores[1].metrics
     assert stored[0]["path"] == str(tmp_path / "l.jsonl")
 

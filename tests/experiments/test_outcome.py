@@ -1,16 +1,24 @@
 """Means, intervals, tables, summary_lines and CSV files, from results that are known."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from MaxText.experiments import comparison_results
+from MaxText.experiments import comparison_results, results_report
 from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.comparison_results import RunResult, group_results
-from MaxText.experiments.seed_statistics import Difference, format_difference, paired_difference
+from MaxText.experiments.seed_statistics import (
+    CONFIDENCE,
+    Estimate,
+    format_difference,
+    holm_corrected,
+    paired_difference,
+)
+from tests.experiments.small_comparison import variants
 
 LOSSES = {"a": {0: 4.0, 1: 4.2, 2: 4.1}, "b": {0: 3.5, 1: 3.6, 2: 3.6}}
 
@@ -23,7 +31,32 @@ def test_intervals_equal_those_of_scipy(count):
     theirs = scipy.stats.ttest_rel(other, first).confidence_interval(0.95)
     assert (ours.count, ours.mean) == (count, pytest.approx(np.mean(other - first)))
     assert (ours.ci_low, ours.ci_high) == pytest.approx((theirs.low, theirs.high), rel=1e-10)
+    assert ours.p_value == pytest.approx(scipy.stats.ttest_rel(other, first).pvalue, rel=1e-10)
     assert ours.is_significant == (theirs.low > 0 or theirs.high < 0)
+
+
+def test_holm_corrects_p_values_for_their_number():
+    found = holm_corrected(
+        {"a": Estimate(2, p_value=0.03), "b": Estimate(1), "c": Estimate(2, p_value=0.01),
+         "d": Estimate(2, p_value=0.02)}
+    )  # fmt: skip
+    assert [one.p_value for one in found.values()] == pytest.approx([0.04, None, 0.03, 0.04])
+
+
+@pytest.mark.parametrize("num_configs", [2, 4])
+def test_equal_configurations_differ_in_one_set_of_twenty(num_configs):
+    """A/A: without a true difference, 5 % of the sets have a significant one."""
+    generator, num_false, count = np.random.default_rng(0), 0, 400
+    labels = [f"c{number}" for number in range(num_configs)]
+    for _ in range(count):
+        of_seed = generator.normal(4.0, 0.1, 3)  # the order of the data, which pairing cancels
+        losses = of_seed + generator.normal(0.0, 0.02, (num_configs, 3))
+        found = results(
+            {name: dict(enumerate(of)) for name, of in zip(labels, losses, strict=True)}
+        )
+        groups = group_results(labels, found)
+        num_false += any(group.difference.is_significant for group in groups[1:])
+    assert num_false / count == pytest.approx(1 - CONFIDENCE, abs=0.015)
 
 
 def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
@@ -31,7 +64,7 @@ def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
         "config": config, "seed": seed, "state": "diverged" if loss is None else "completed",
         "validation_loss": loss, "validation_tokens": 512.0, "training_loss": 5.0,
         "parameters": 1000, "steps": 10, "tokens": 640.0, "flops": 1e6, "train_seconds": 2.0,
-        "folder": f"{config}/seed_{seed}",
+        "folder": f"{config}/seed_{seed}", "loss_kind": "cross-entropy",
     }  # fmt: skip
     return RunResult(**(values | fields))
 
@@ -60,16 +93,16 @@ def test_diverged_runs_are_counted_and_in_no_mean():
     a, b = group_results(["a", "b"], results({"a": {0: 4.0, 1: 4.2}, "b": {0: 3.5, 1: None}}))
     assert (b.loss.count, b.loss.mean, b.diverged, b.difference.count) == (1, 3.5, 1, 1)
     assert comparison_results.table_rows([a, b])[1][3] == "1 (1 diverged)"
-    lines = comparison_results.summary_lines([a, b], plan())
+    lines = comparison_results.summary_lines([a, b], plan(), [])
     assert any(line.startswith("b: 1 diverged") for line in lines)
 
 
 def test_table_and_sentences(told):
     """As printed: of one difference, of several, of unlike runs, and of few seeds."""
     printed = {
-        "one": comparison_results.text_lines(group_results(["a", "b"], results()), plan()),
+        "one": comparison_results.text_lines(group_results(["a", "b"], results()), plan(), []),
         "several": comparison_results.summary_lines(
-            group_results(["a", "b", "c"], results({**LOSSES, "c": LOSSES["a"]})), plan()
+            group_results(["a", "b", "c"], results({**LOSSES, "c": LOSSES["a"]})), plan(), []
         ),
         "reservations": comparison_results.summary_lines(
             group_results(
@@ -78,18 +111,28 @@ def test_table_and_sentences(told):
                  result("b", 0, 3.5, steps=6), result("b", 1, 3.5, validation_tokens=1024.0)],
             ),
             plan(seconds=1.0),
+            [],
         ),
-        "higher": [format_difference("a", "b", Difference(2, 0.021, 0.010, 0.032))],
-        "not seen": [format_difference("a", "b", Difference(3, -0.01, -0.03, 0.01))],
-        "one seed": [format_difference("a", "b", Difference(1, -0.01))],
-        "no seed": [format_difference("a", "b", Difference(0, None))],
+        "higher": [format_difference("a", "b", Estimate(2, 0.021, 0.01, 0.010, 0.032, 0.01))],
+        "not seen": [format_difference("a", "b", Estimate(3, -0.01, 0.01, -0.03, 0.01, 0.2))],
+        "one seed": [format_difference("a", "b", Estimate(1, -0.01))],
+        "no seed": [format_difference("a", "b", Estimate(0))],
     }  # fmt: skip
     told("\n".join(f"-- {name}\n" + "\n".join(lines) for name, lines in printed.items()))
 
 
 def test_speed_as_planned_is_not_mentioned():
     groups = group_results(["a", "b"], results())
-    assert len(comparison_results.summary_lines(groups, plan(seconds=10 * 0.2))) == 1
+    assert len(comparison_results.summary_lines(groups, plan(seconds=10 * 0.2), [])) == 1
+
+
+def test_a_budget_is_called_equal_only_if_it_was():
+    groups = group_results(["a", "b"], results())
+    assert results_report.title_of(plan(seconds=2.0), groups).endswith(", equal tokens")
+    assert results_report.title_of(plan(seconds=1.0), groups).endswith(", unequal tokens")
+    first, *_, last = comparison_results.summary_lines(groups, plan(seconds=1.0), [])
+    assert first.startswith("a trained for 2.0 s")
+    assert last.startswith("b is lower")
 
 
 def test_csv_files(tmp_path, told):
@@ -107,5 +150,26 @@ def test_losses_of_different_kinds_have_no_difference():
     assert (b.perplexity, a.perplexity) == (None, pytest.approx(math.exp(4.5)))
     rows = comparison_results.table_rows([a, b])
     assert [row[1] for row in rows] == ["4.5000 (cross-entropy)", "2.0000 (entmax, alpha 1.3)"]
-    (sentence,) = comparison_results.summary_lines([a, b], plan())
+    (sentence,) = comparison_results.summary_lines([a, b], plan(), [])
     assert sentence.endswith("cross-entropy (a); entmax, alpha 1.3 (b).")
+
+
+def swept(losses: Sequence[Sequence[float | None]], *arguments: str) -> list[str]:
+    """What is said of a sweep, by losses of its configurations and seeds."""
+    found = variants("a.yml", *arguments)
+    labels = [variant.label for variant in found]
+    by_label = {label: dict(enumerate(of)) for label, of in zip(labels, losses, strict=True)}
+    planned = dict.fromkeys(labels, plan().planned["a"])
+    whole = Plan(Path("x"), plan().question, {}, planned=planned)
+    return comparison_results.text_lines(group_results(labels, results(by_label)), whole, found)
+
+
+def test_sweeps_are_ranked_and_the_best_of_each_arm_compared(configs, told):
+    rates = "learning_rate: [1e-3, 3e-3, 6e-3]"
+    both = f"sweep={{position_embedding: [rotary, learned], {rates}}}"
+    losses = [[4.0, 4.1], [3.9, 3.95], [3.95, 4.0], [5.0, 5.1], [4.5, 4.6], [4.2, 4.25]]
+    printed = {
+        "two arms": swept(losses, both),
+        "one arm, of which one diverged": swept([[4.0], [3.9], [None]], f"sweep={{{rates}}}"),
+    }
+    told("\n".join(f"-- {name}\n" + "\n".join(lines) for name, lines in printed.items()))

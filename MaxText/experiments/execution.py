@@ -1,0 +1,167 @@
+"""Plans a comparison, runs (or prints) the remaining runs, and reports the results."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from MaxText.errors import UserError
+from MaxText.experiments import results_report, train_subprocess
+from MaxText.experiments.compare_args import CompareArgs
+from MaxText.experiments.comparison_plan import (
+    Chain,
+    ComparisonSpec,
+    Plan,
+    Run,
+    chains_of,
+    load_or_create_plan,
+)
+from MaxText.experiments.comparison_results import (
+    DIVERGED,
+    FINISHED,
+    group_results,
+    is_over,
+    load_chain_record,
+    load_record,
+    summarize,
+    text_lines,
+    write_runs_csv,
+    write_summary_csv,
+)
+from MaxText.experiments.runs_progress import RunsProgress
+from MaxText.experiments.solved_plan import plan_lines, solve_plan, solved_variants
+from MaxText.experiments.solving import validation_errors
+from MaxText.experiments.step_timing import time_steps
+from MaxText.experiments.variants import Variant, confounding_keys
+from MaxText.metrics.run_record import read_run
+from MaxText.reports.formatting import loss
+
+Show = Callable[[str], None]
+
+
+def run_comparison(
+    request: CompareArgs,
+    variants: Sequence[Variant],
+    question: ComparisonSpec,
+    folder: Path,
+    command: Sequence[str],
+    show: Show,
+) -> None:
+    """Runs a comparison in its folder; see `runner.compare`."""
+    # Leaves accelerators to the runs: this process only evaluates shapes.
+    jax.config.update("jax_platforms", "cpu")
+
+    is_script = request.launch == "print"
+
+    def say(line: str) -> None:
+        show(f"# {line}".rstrip() if is_script else line)
+
+    with (
+        train_subprocess.signals_as_exceptions(),
+        train_subprocess.lock_folder(folder) as descriptor,
+    ):
+        plan = load_or_create_plan(folder, variants, question, request.seeds)
+        if not plan.planned:
+            if request.match == "time":
+                time_steps(plan, variants, descriptor, say)
+            solve_plan(plan, variants, request)
+        chains = chains_of(plan, variants)
+        runs = [run for chain in chains for run in chain]
+        for run in runs:
+            if broken := validation_errors(run.config):
+                raise UserError(f"{run.name}: {broken[0]}")
+        plan.save()
+        waiting = [run for run in runs if not is_over(run)]
+
+        is_script = is_script and bool(waiting)
+        for line in plan_lines(plan, variants):
+            say(line)
+        solved = {label: one.changed for label, one in plan.planned.items()}
+        unasked = confounding_keys(solved_variants(plan, variants), solved)
+        for line in unasked:
+            say(f"warning: the configurations differ in {line}")
+        if unasked:
+            say("")
+        if waiting and request.launch == "print":
+            for run in waiting:
+                train_subprocess.write_config(run)
+            left = [[run.config_path for run in chain if run in waiting] for chain in chains]
+            for line in format_launch_script([configs for configs in left if configs], command):
+                show(line)
+        elif waiting:
+            _run_all(runs, descriptor, folder, show)
+        else:
+            show(f"All {len(runs)} runs in {folder} are already complete.")
+        _collect_results(plan, variants, chains, unasked, say)
+
+
+def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
+    """Returns shell lines that run the configurations and gather results.
+
+    Each chain is a single line, because its runs must be sequential.
+    """
+    variables = train_subprocess.key_variables(os.environ)
+    # The shell may have the same variables set; the files already contain their values.
+    without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
+
+    def line(config: Path) -> str:
+        return shlex.join([*without, *map(_short, train_subprocess.train_command(config))])
+
+    lines = [" && ".join(map(line, configs)) for configs in chains]
+    return [*lines, shlex.join([_short(sys.executable), *command])]
+
+
+def _short(path: str) -> str:
+    here = str(Path.cwd()) + os.sep
+    return path.removeprefix(here)
+
+
+def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
+    finished = [run for run in runs if is_over(run)]
+    show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
+    with RunsProgress(runs, finished, show) as progress:
+        for run in runs:
+            if run in finished:
+                continue
+            if is_over(run):
+                progress.skip(run, "skipped, because an earlier stage diverged")
+                continue
+            progress.begin(run, train_subprocess.num_completed_steps(run.folder))
+            code = train_subprocess.train(run, descriptor, progress.steps)
+            # After exit code 0 the record must be readable: read_run raises otherwise.
+            record = load_record(run) if code else read_run(run.folder)
+            if record is None or record.state not in FINISHED:
+                raise UserError(
+                    f"{run.name}: train.py exited with code {code} before the run was complete. "
+                    f"Last lines of {run.log}:\n{train_subprocess.tail(run.log)}\n"
+                    "  Run the same command to resume this run."
+                )
+            if record.state == DIVERGED:
+                progress.end(run, f"diverged at step {record.last_step}")
+            else:
+                progress.end(run, f"validation loss {loss(record.final_loss)}")
+
+
+def _collect_results(
+    plan: Plan,
+    variants: Sequence[Variant],
+    chains: Sequence[Chain],
+    unasked: Sequence[str],
+    say: Show,
+) -> None:
+    records = [(chain, one) for chain in chains if (one := load_chain_record(chain))]
+    if not records:
+        return
+    results = [summarize(chain, record) for chain, record in records]
+    groups = group_results([variant.label for variant in variants], results)
+    for line in ["", *text_lines(groups, plan, variants), ""]:
+        say(line)
+    write_runs_csv(plan.folder / "runs.csv", results)
+    write_summary_csv(plan.folder / "summary.csv", groups)
+    report = results_report.write(
+        plan, variants, [record for _, record in records], groups, unasked
+    )
+    say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")
