@@ -84,7 +84,7 @@ def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
 def inspect(loaded: LoadedConfig, options: Options) -> None:
     """Prints what was asked for."""
-    from MaxText.input_pipeline.inspection.inspect_dataset import Inspection
+    from MaxText.input_pipeline.inspect_dataset import Inspection
 
     has_model = loaded.origins["vocab_size"].source is not Source.DEFAULT
     inspection = Inspection(loaded.config, options.num_devices, has_model, print)

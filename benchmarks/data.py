@@ -12,10 +12,12 @@ best peer.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import pathlib
 import resource
+import struct
 import sys
 import tempfile
 import time
@@ -58,14 +60,14 @@ def cost_of(function: Callable[[], Any]) -> Cost:
     return Cost(time.perf_counter() - wall_began, cpu() - cpu_began)
 
 
-def cost_of_one(function: Callable[[], Any], seconds: float = SECONDS) -> Cost:
-    """Runs a function until time is over; the mean of a run, the first one left out."""
+def cost_of_one(function: Callable[[], Any], times: int) -> Cost:
+    """The mean cost of a call, over rounds of calls until time is over, the first one left out."""
     function()
-    count, total = 0, Cost(0.0, 0.0)
-    while total.wall < seconds:
-        cost = cost_of(function)
-        count, total = count + 1, Cost(total.wall + cost.wall, total.cpu + cost.cpu)
-    return Cost(total.wall / count, total.cpu / count)
+    rounds: list[Cost] = []
+    while sum(cost.wall for cost in rounds) < SECONDS:
+        rounds.append(cost_of(lambda: [function() for _ in range(times)]))
+    wall, cpu = (sum(costs) / len(rounds) / times for costs in zip(*rounds, strict=True))
+    return Cost(wall, cpu)
 
 
 def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> None:
@@ -155,17 +157,11 @@ def all_ids(folder: pathlib.Path) -> np.ndarray:
     return np.memmap(path, "<u2", mode="r")
 
 
-def open_store(folder: pathlib.Path) -> Any:
-    """The training tokens of a prepared data set."""
-    from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
-
-    data = Data(dataset_path=str(folder))
-    request = OpenRequest(str(folder), "dataset_path", data, Preparation(), "train", True, print)
-    return open_token_data(request).store
-
-
 def measure_random_reads(folder: pathlib.Path) -> None:
     """Windows of LENGTH + 1 tokens at random places, BATCH at a time, as int32."""
+    from MaxText.input_pipeline.token_store.manifest import read_manifest
+    from MaxText.input_pipeline.token_store.store import open_flat
+
     mapped = all_ids(folder / "bin")
     generator = np.random.default_rng(0)
 
@@ -177,25 +173,15 @@ def measure_random_reads(folder: pathlib.Path) -> None:
         for row, start in enumerate(starts().tolist()):
             batch[row] = mapped[start : start + LENGTH + 1]
 
-    store = open_store(folder / "bin")
+    store = open_flat(folder / "bin", read_manifest(str(folder / "bin")), "train")
 
     def ours() -> None:
         begins = starts()
         store.read(begins, begins + LENGTH + 1)
 
     readers = {"numpy.memmap, a slice per record": raw, "token store": ours}
-    costs = {name: cost_of_one(repeated(read, 20)) for name, read in readers.items()}
-    show_rates("Random reads of 1025 tokens", "records", 20 * BATCH, costs)
-
-
-def repeated(function: Callable[[], Any], times: int) -> Callable[[], None]:
-    """A function that calls another several times."""
-
-    def repeat() -> None:
-        for _ in range(times):
-            function()
-
-    return repeat
+    costs = {name: cost_of_one(read, 20) for name, read in readers.items()}
+    show_rates("Random reads of 1025 tokens", "records", BATCH, costs)
 
 
 def write_peer(folder: pathlib.Path, path: pathlib.Path) -> None:
@@ -272,21 +258,10 @@ def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: An
     )
 
 
-def cost_of_batches(batches: Any, on_device: bool = True) -> Cost:
-    """Mean cost of a batch that is read and put on the device."""
-    import jax
-
-    def read() -> None:
-        for _ in range(50):
-            batch = next(batches)
-            if on_device:
-                batch = jax.block_until_ready(jax.device_put(batch))
-
-    return cost_of_one(read)
-
-
 def measure_loader(folder: pathlib.Path) -> None:
     """Whole batches, shuffled, packed and on the device; the first row is the peer of its kind."""
+    import jax
+
     flat, peer = folder / "bin", folder / "peer.array_record"
     write_peer(folder, peer)
     masked = Masking(mlm_training=True, mlm_mask_id=1)
@@ -304,24 +279,24 @@ def measure_loader(folder: pathlib.Path) -> None:
     }
     costs: dict[str, Cost] = {}
     for name, opened in loaders.items():
-        batches = opened()
-        costs[name] = cost_of_batches(batches)
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
-    title = f"Loader, batches of {BATCH} x {LENGTH} tokens on the device"
-    show_rates(title, "rows", 50 * BATCH, costs)
+        with contextlib.closing(opened()) as batches:
+            costs[name] = cost_of_one(
+                lambda batches=batches: jax.block_until_ready(jax.device_put(next(batches))), 50
+            )
+    show_rates(f"Loader, batches of {BATCH} x {LENGTH} tokens on the device", "rows", BATCH, costs)
 
 
 def measure_extremes(folder: pathlib.Path) -> None:
     """Ten million tiny documents, 50,000 files, and a start at step 10^6."""
-    from MaxText.input_pipeline.token_store.megatron import write_index
-
     many = folder / "many"
     many.mkdir()
     count = 10_000_000
     np.ones(8 * count, "<u2").tofile(many / "d.bin")
-    write_index(many / "d.idx", np.dtype("<u2"), [7, 9] * (count // 2), range(count + 1))
+    sizes = np.tile(np.array([7, 9], "<i4"), count // 2)
+    starts, documents = 2 * (np.cumsum(sizes, dtype="<i8") - sizes), np.arange(count + 1)
+    with (many / "d.idx").open("wb") as index:  # Megatron's
+        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1))
+        index.write(sizes.tobytes() + starts.tobytes() + documents.astype("<i8").tobytes())
     print("\nTen million documents of 7 and 9 tokens")
     for packing in ("concat_then_split", "first_fit"):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

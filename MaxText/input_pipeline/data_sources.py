@@ -13,7 +13,7 @@ import numpy as np
 from MaxText.config.data_sections import SAMPLINGS, Data, Preparation, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.retry import RetryLog, RetryPolicy, open_with_retries
+from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, open_with_retries
 from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
 from MaxText.input_pipeline.sequences.order import (
     Concatenation,
@@ -346,13 +346,8 @@ def concatenate_sources(opened: list[OpenDataSource]) -> SequenceDataset:
 
 
 def weights(data: Data, opened: list[OpenDataSource]) -> list[float]:
-    shares = []
-    for source in opened:
-        weight = source.entry.weight
-        if data.mixture_temperature:
-            weight *= len(source.data.store) ** (1 / data.mixture_temperature)
-        shares.append(weight)
-    return shares
+    power = 1 / data.mixture_temperature if data.mixture_temperature else 0
+    return [source.entry.weight * len(source.data.store) ** power for source in opened]
 
 
 def describe(data: Data, opened: list[OpenDataSource], num_rows: int | None) -> str:
@@ -381,6 +376,6 @@ def _padding(data: Data, source: OpenDataSource) -> list[str]:
     if source.data.labels is None:
         return [line if data.packing else f"{line}; packing=true packs documents"]
     return [
-        f"warning: {line}: records with labels are never packed.  Set max_target_length (now "
+        f"warning: {line}: records with labels are never packed. Set max_target_length (now "
         f"{windows.length}) to the length of a record, or a divisor of it."
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import OpenDataSource
-from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
+from MaxText.input_pipeline.prefetch import RetryingReader, RetryLog, RetryPolicy
 from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
 from MaxText.layers.batch import Batch
 
@@ -28,12 +28,12 @@ _KEY_OF = {
 class _HostBatches:
     """Batches of one host, read ahead and with retries. Nothing is read before the first one."""
 
+    _what: str
+
     def __init__(
         self,
         source: GlobalBatch,
         opened: Sequence[OpenDataSource],
-        *,
-        what: str,
         policy: RetryPolicy,
         log: RetryLog,
         num_workers: int = 0,
@@ -42,7 +42,7 @@ class _HostBatches:
         self.retry_log = log
         self.skipped = [message for one in opened for message in one.data.skipped]
         self._reader = RetryingReader(
-            source, opened, what=what, log=log, policy=policy, num_processes=num_workers
+            source, opened, what=self._what, log=log, policy=policy, num_processes=num_workers
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
@@ -66,6 +66,8 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
     `identity` holds the data settings that determine the meaning of sample numbers.
     """
 
+    _what = "training data"
+
     def __init__(
         self,
         source: GlobalBatch,
@@ -79,8 +81,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         description: str = "",
     ):
         """Initializes the iterator before step 0; `reuse_first` yields its batch at every step."""
-        what = "training data"
-        super().__init__(source, opened, what=what, policy=policy, log=log, num_workers=num_workers)
+        super().__init__(source, opened, policy, log, num_workers)
         self.opened = opened
         self.identity = identity
         self.description = description
@@ -162,10 +163,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         """
         assert step >= 0, step
         self.close()
-        if samples is None:
-            self._source.begin_at(0, 0)
-        else:
-            self._source.begin_at(step, samples)
+        self._source.begin_at(*((0, 0) if samples is None else (step, samples)))
         self._step = step
 
     def resume(self, position: Mapping[str, Any]) -> None:
@@ -187,7 +185,12 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         self.seek(step, samples)
         if samples is not None:
             self._source.begin_at(step, samples, passed=saved)
-        self._report_exclusions(saved)
+        ahead = self._source.exclusions.within(self._source.first_sample)
+        if ahead:
+            line = f"Excluded samples of the training data: {ahead}."
+            if ahead != saved.within(self._source.first_sample):
+                line += f" The checkpoint had: {saved}."
+            self.retry_log.show(line)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
         """Returns the reasons why a position belongs to different data; empty if it does not."""
@@ -196,15 +199,6 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
             for name, words in _KEY_OF.items()
             if position.get(name) != self.identity.get(name)
         ]
-
-    def _report_exclusions(self, saved: ExcludedRanges) -> None:
-        ahead = self._source.exclusions.within(self._source.first_sample)
-        if not ahead:
-            return
-        line = f"Excluded samples of the training data: {ahead}."
-        if ahead != saved.within(self._source.first_sample):
-            line += f" The checkpoint had: {saved}."
-        self.retry_log.show(line)
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -231,14 +225,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
 class EvalBatches(_HostBatches):
     """One ordered pass over a split per iteration; `len` is the number of batches."""
 
-    def __init__(
-        self,
-        source: GlobalBatch,
-        opened: Sequence[OpenDataSource],
-        policy: RetryPolicy,
-        log: RetryLog,
-    ):
-        super().__init__(source, opened, what="evaluation data", policy=policy, log=log)
+    _what = "evaluation data"
 
     def __len__(self) -> int:
         return len(self._reader.source)

@@ -15,8 +15,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
 from MaxText.input_pipeline.data_sources import OpenDataSource, SourcesRequest
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.prefetch import never
-from MaxText.input_pipeline.retry import RetryLog, RetryPolicy
+from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, never
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
@@ -26,8 +25,11 @@ from MaxText.input_pipeline.sequences.order import (
     OrderedWindows,
     SyntheticSequences,
 )
-from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.sequences.windows import ConcatThenSplit, SequenceOptions
+from MaxText.input_pipeline.sequences.windows import (
+    ConcatThenSplit,
+    SequenceOptions,
+    SlidingWindows,
+)
 
 _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
@@ -298,9 +300,11 @@ def _open(
 
 def _processing(opened: list[OpenDataSource], masking: Masking, vocab_size: int) -> dict[str, Any]:
     """Returns how GlobalBatch checks and masks the sequences of some sources."""
+    # Without labels, opening the data may have checked all ids.
+    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
     return {
         "masked": _masked(masking, opened, vocab_size) if masking.mlm_training else None,
-        "largest_id": _unchecked_ids(opened, vocab_size),
+        "largest_id": None if known else vocab_size - 1,
     }
 
 
@@ -316,9 +320,3 @@ def _masked(masking: Masking, opened: list[OpenDataSource], vocab_size: int) -> 
         special.update(source.data.special_ids)
         mask_id = source.data.mask_id if mask_id is None else mask_id
     return MLMMasking(masking, vocab_size, mask_id, special)
-
-
-def _unchecked_ids(opened: list[OpenDataSource], vocab_size: int) -> int | None:
-    """Returns the largest id to check batches for; None if opening the data checked all ids."""
-    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
-    return None if known else vocab_size - 1

@@ -172,33 +172,30 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
 
     Raises UnreadableFile for the source and UserError for the target folder.
     """
-    missing = [file for file in files if not (folder / _name(file)).exists()]
+    targets = [(file, folder / file.path.rsplit("/", 1)[-1]) for file in files]
+    missing = [(file, to) for file, to in targets if not to.exists()]
     if not missing:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-            list(threads.map(lambda file: _copy(file, folder / _name(file)), missing))
+            list(threads.map(_copy, *zip(*missing, strict=True)))
     except UserError:
         raise
     except OSError as error:
         raise cache_write_error(folder.parent.parent, error) from error
 
 
-def _name(file: FileInfo) -> str:
-    return file.path.rsplit("/", 1)[-1]
-
-
 def _copy(file: FileInfo, to: Path) -> None:
     # Copied under a unique name, then renamed: safe against interruption and concurrent copies.
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
-        system, name = file_access.file_system(file.path)
         try:
+            system, name = file_access.file_system(file.path)
             system.get_file(name, str(temporary))
+        except UserError:
+            raise
         except Exception as error:  # fsspec backends raise their own errors
-            if isinstance(error, UserError):
-                raise
             problem = f"{file.path} cannot be read ({file_access.reason(error)})"
             raise UnreadableFile(problem, file.path) from error
         if temporary.stat().st_size != file.size:

@@ -46,7 +46,7 @@ def libraries():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return ModelTokenizer(ByteTokenizer(num_threads=1), (), (256,), Path("byte"))
+    return ModelTokenizer(ByteTokenizer(), (), (256,), Path("byte"))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return ModelTokenizer(ByteTokenizer(num_threads=1), (), (EOS,), Path("byte"))
+    return ModelTokenizer(ByteTokenizer(), (), (EOS,), Path("byte"))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
 
 
 def test_the_first_id_is_what_the_settings_say(tmp_path):
-    plain = ByteTokenizer(num_threads=1)
+    plain = ByteTokenizer()
     plain.save(tmp_path)
 
     def prefix_token_id(prefix, eos_ids):

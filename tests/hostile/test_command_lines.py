@@ -34,8 +34,8 @@ class _Reached(Exception):
 _WORK = (
     "inference.decoding.load_model",
     "evaluation.evaluate.load_model",
-    "input_pipeline.inspection.inspect_dataset.Inspection.show_statistics",
-    "input_pipeline.inspection.inspect_dataset.Inspection.show_batch",
+    "input_pipeline.inspect_dataset.Inspection.show_statistics",
+    "input_pipeline.inspect_dataset.Inspection.show_batch",
 )
 
 

@@ -14,7 +14,6 @@ from MaxText.config.data_sections import Data
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
-from MaxText.input_pipeline.preparation.token_shards import narrowest_dtype
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
@@ -68,7 +67,7 @@ def write_data_set(
         tokenizer=TokenizerEntry(
             origin="a test", sha256="0" * 64, vocab_size=vocab_size, eos_id=EOS
         ),
-        dtype=narrowest_dtype(vocab_size),
+        dtype="uint16" if vocab_size <= 2**16 else "uint32",
         format=file_format,
         chunk_length=chunk_length if file_format == "array_record" else 1,
         splits=entries,
@@ -81,7 +80,7 @@ def write_data_set(
 def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, file_format):
     """Document i is row i of numbers.txt and 3 bytes of text per id."""
     folder.mkdir(parents=True)
-    ids = np.concatenate(documents).astype(narrowest_dtype(vocab_size))
+    ids = np.concatenate(documents).astype("uint16" if vocab_size <= 2**16 else "uint32")
     offsets = np.cumsum([0, *map(len, documents)])
     files = []
     for number, at in enumerate(range(0, ids.size, chunk_length * records_per_file)):

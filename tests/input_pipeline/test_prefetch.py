@@ -8,15 +8,17 @@ import time
 import pytest
 
 from MaxText.errors import StopWaiting, UserError
-from MaxText.input_pipeline import prefetch, retry
+from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.prefetch import (
     BATCHES_READY,
     Prefetcher,
     ReadTimeout,
+    RetryingReader,
+    RetryLog,
+    RetryPolicy,
     call_with_timeout,
     interruptible_sleep,
 )
-from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
 from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
 from tests.refusals import refused
@@ -141,7 +143,7 @@ def test_other_errors_than_those_of_storage_are_not_retried(error):
 
 def test_waits_double_up_to_a_minute(monkeypatch):
     waits = []
-    monkeypatch.setattr(retry, "interruptible_sleep", lambda seconds, _: waits.append(seconds))
+    monkeypatch.setattr(prefetch, "interruptible_sleep", lambda seconds, _: waits.append(seconds))
     reader = reader_of(Numbers(wrong=0, error=OSError("gone")), retries=9, seconds=1.5)
     refused("10 tries", reader.read, 0)
     assert waits == [0, 1.5, 3, 6, 12, 24, 48, 60, 60, 60]

@@ -6,9 +6,10 @@ paths.
 
 import io
 import struct
+import tarfile
 import zipfile
 from collections.abc import Iterator
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import (
@@ -29,7 +30,70 @@ from MaxText.input_pipeline.document_sources.text_streams import (
     line_texts,
     text_chunks,
 )
-from MaxText.input_pipeline.formats.tar_archive import scan_members
+
+_BUFFER_BYTES = 2**18
+
+# Metadata members, such as long names, which tarfile reads whole whatever length they claim.
+_ABOUT_THE_NEXT = {
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+}  # fmt: skip
+_LONGEST_ABOUT = 1 << 20
+
+
+class _StrictHeader(tarfile.TarInfo):
+    """A member header that raises if it is damaged or claims an impossible length.
+
+    tarfile would treat a damaged header as the end of the archive.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> tarfile.TarInfo:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.type in _ABOUT_THE_NEXT and header.size > _LONGEST_ABOUT):
+            raise tarfile.ReadError(f"a header claims {header.size:,} bytes")
+        return header
+
+    @classmethod
+    def fromtarfile(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, archive: tarfile.TarFile
+    ) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            # Zero blocks are the end; tarfile's exception for them is private.
+            if type(error).__name__ == "EOFHeaderError":
+                raise
+            raise tarfile.ReadError(
+                f"at byte {archive.offset}: {error}, where the next member or the end must be"
+            ) from error
+        except ValueError as error:
+            raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error
+
+
+def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
+    """Yields each member's header, and contents if a plain file (valid until the next member).
+
+    Raises tarfile.TarError for damage or truncation, UserError for concatenated archives.
+    """
+    with tarfile.open(
+        fileobj=file, mode="r|", tarinfo=_StrictHeader, bufsize=_BUFFER_BYTES
+    ) as archive:
+        while (member := archive.next()) is not None:
+            # tarfile keeps every member seen, and there may be millions.
+            cast(Any, archive).members.clear()
+            if member.size < 0:  # an extended header may say so
+                raise tarfile.ReadError(f"a header claims {member.size:,} bytes")
+            contents = archive.extractfile(member) if member.isreg() else None
+            yield member, cast(BinaryIO | None, contents)
+        rest = cast(BinaryIO, archive.fileobj)
+        while chunk := rest.read(_BUFFER_BYTES):
+            if any(chunk):
+                raise UserError(
+                    f"{path} continues after its end, as archives joined by cat do. Unpack it (tar "
+                    "-x --ignore-zeros) and name the files to read."
+                )
+
 
 _MAX_DEPTH = 4  # OpenWebText nests archives once; deeper nesting is not a corpus
 _MAX_NESTED_BYTES = 2**28  # nested archives are read as a whole
@@ -113,7 +177,12 @@ def _tar_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
 
 
 def _zip_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
-    with _opened_zip(file) as archive:
+    try:
+        opened = zipfile.ZipFile(file)
+    # A damaged list of members raises more than zipfile's own errors.
+    except (NotImplementedError, ValueError, OverflowError, struct.error) as error:
+        raise zipfile.BadZipFile(f"its list of members is damaged: {error}") from error
+    with opened as archive:
         for member in archive.infolist():
             if member.is_dir() or _is_hidden(member.filename, skipped):
                 continue
@@ -129,14 +198,6 @@ def _zip_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
                 ) from error
             with contents:
                 yield member.filename, cast(BinaryIO, contents)
-
-
-def _opened_zip(file: BinaryIO) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(file)
-    # A damaged list of members raises more than zipfile's own errors.
-    except (NotImplementedError, ValueError, OverflowError, struct.error) as error:
-        raise zipfile.BadZipFile(f"its list of members is damaged: {error}") from error
 
 
 def _is_hidden(name: str, skipped: Skipped) -> bool:

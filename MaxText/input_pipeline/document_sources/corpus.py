@@ -150,11 +150,8 @@ def _splits(files: list[SourceFile]) -> list[str]:
 
 def _split_of(name: str) -> str | None:
     """Returns the split that a file or folder name starts with, or None."""
-    for part in name.lower().split("/"):
-        split = _SPLIT_NAMES.get(re.split(r"[-_.]", part)[0])
-        if split:
-            return split
-    return None
+    words = (re.split(r"[-_.]", part)[0] for part in name.lower().split("/"))
+    return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), None)
 
 
 def split_into_shards(

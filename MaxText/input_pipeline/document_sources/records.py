@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.archives import scan_members
 from MaxText.input_pipeline.document_sources.byte_streams import (
     READ_ERRORS,
     decode,
@@ -33,18 +34,14 @@ from MaxText.input_pipeline.document_sources.text_streams import (
     token_ids_error,
 )
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
-from MaxText.input_pipeline.formats.tar_archive import scan_members
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 from MaxText.storage.errors import BadRecord
 
 # Unit of document positions.
 _UNITS = {
-    "tfrecord": "byte",
-    "arrayrecord": "record",
-    "parquet": "row",
-    "arrow": "row",
-    "webdataset": "byte",
-}
+    **dict.fromkeys(("tfrecord", "webdataset"), "byte"), "arrayrecord": "record",
+    **dict.fromkeys(("parquet", "arrow"), "row"),
+}  # fmt: skip
 
 _LAYOUTS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
 USUAL_FIELDS = ("input_ids", "text", "tokens")
@@ -111,11 +108,8 @@ def _text(record: bytes, path: str, number: int, text_field: str) -> str:
     if isinstance(values, list):
         return PARAGRAPH_END.join(decode(value, where) for value in values)
     texts = [name for name, value in features.items() if isinstance(value, list)]
-    ids = [
-        name
-        for name, value in features.items()
-        if isinstance(value, np.ndarray) and value.dtype.kind == "i"
-    ]
+    arrays = {name: value for name, value in features.items() if isinstance(value, np.ndarray)}
+    ids = [name for name, value in arrays.items() if value.dtype.kind == "i"]
     if ids and not texts:
         raise token_ids_error(where, path, f"integers in {', '.join(ids)}")
     raise missing_text_error(where, text_field, texts)
@@ -282,7 +276,8 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
     for name, sample in _samples(path):
         first_name = name
         there |= dict.fromkeys(sample)
-        before, chosen = chosen, _chosen_field([*there], fields)
+        wanted = fields or (there if len(there) == 1 else _USUAL_TENSORS)
+        before, chosen = chosen, next((field for field in wanted if field in there), None)
         if before not in (None, chosen):
             raise UserError(
                 f"{path} has tensors of {', '.join(there)}, and only of {before} at first. Set "
@@ -300,11 +295,6 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
             f"{found}; first member: {first_name}). Set tokens_field to the one that holds token "
             "ids."
         )
-
-
-def _chosen_field(there: list[str], fields: Sequence[str]) -> str | None:
-    wanted = fields or (there if len(there) == 1 else _USUAL_TENSORS)
-    return next((field for field in wanted if field in there), None)
 
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:

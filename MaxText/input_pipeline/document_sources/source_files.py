@@ -46,16 +46,9 @@ _KEPT_RESULT = "cache-"
 
 # Next to tables and records, these files are metadata.
 _ABOUT_TABLES = {
-    _STATE,
-    "dataset_dict.json",
-    "dataset_info.json",
-    "dataset_infos.json",
-    "export.json",
-    "features.json",
-    "prepared_from.json",
-    "readme.md",
+    *(_STATE, "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "features.json"),
+    *("export.json", "prepared_from.json", "readme.md"),
 }
-
 
 # Files that prepare_data.py writes, and fields that tell them from other programs' files.
 _MADE_OF_IDS = {
@@ -194,14 +187,6 @@ def _source_file(path: str, name: str) -> SourceFile:
     return SourceFile(path, name, found.st_size, file_format)
 
 
-def _readable(names: list[str]) -> list[str]:
-    """Returns names with a known extension, without metadata of tables next to them."""
-    formats = {name: known for name in names if (known := known_format(name))}
-    has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
-    hidden = _ABOUT_TABLES if has_tables else ()
-    return [name for name in formats if os.path.basename(name).lower() not in hidden]
-
-
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
     """Returns the error for a folder, suggesting a pattern for the names `found` in it."""
     endings = Counter(os.path.splitext(name)[1] for name in found)
@@ -261,7 +246,10 @@ def _folder_files(entry: str) -> list[SourceFile]:
             return file_access.natural_key(parent), saved[parent].index(base)
         return file_access.natural_key(name), -1
 
-    chosen = _readable([name for name in found if is_data(name)])
+    formats = {name: known for name in found if is_data(name) and (known := known_format(name))}
+    has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
+    hidden = _ABOUT_TABLES if has_tables else ()
+    chosen = [name for name in formats if os.path.basename(name).lower() not in hidden]
     if not chosen:
         raise _nothing_to_read(entry, [*found])
     return [_source_file(found[name], name) for name in sorted(chosen, key=order)]
@@ -299,15 +287,11 @@ def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
 
     found = []
     for parent, folders, names in os.walk(folder, onerror=stop):
-        below = Path(parent)
+        below = Path(parent).relative_to(folder)
         folders[:] = [
-            name for name in folders if not name.startswith(".") and not is_skipped(below / name)
+            name for name in folders if name[0] != "." and not is_skipped(folder / below / name)
         ]
-        found += [
-            (below / name).relative_to(folder).as_posix()
-            for name in names
-            if not name.startswith(".")
-        ]
+        found += [(below / name).as_posix() for name in names if name[0] != "."]
     return sorted(found)
 
 
@@ -327,9 +311,8 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
             f"{_KEY}={STDLIB}: this interpreter has no source files in {root}. Give a folder of "
             "text instead."
         )
+    sizes = [(root / name).stat().st_size for name in names]
     return [
-        SourceFile(
-            str(root / name), name, (root / name).stat().st_size, PLAIN_TEXT, skip_undecodable=True
-        )
-        for name in names
+        SourceFile(str(root / name), name, size, PLAIN_TEXT, skip_undecodable=True)
+        for name, size in zip(names, sizes, strict=True)
     ]

@@ -140,19 +140,16 @@ def table_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
 
 
 def _check_text_column(table: Table, path: str, text_field: str) -> None:
-    # Names may repeat.
-    fields = [f.name for f in table.schema if str(_value_type(f.type)) in _TEXT_TYPES]
+    fields = []  # names may repeat
+    for field in table.schema:
+        is_nested = str(field.type).startswith(("list<", "large_list<", "dictionary<"))
+        if str(field.type.value_type if is_nested else field.type) in _TEXT_TYPES:
+            fields.append(field.name)
     ids = [field.name for field in table.schema if _is_list_of_integers(field.type)]
     if ids and not fields:
         raise token_ids_error(path, path, f"integers in {', '.join(ids)}")
     if fields.count(text_field) != 1:
         raise missing_text_error(path, text_field, fields)
-
-
-def _value_type(column_type: Any) -> Any:
-    """Returns the value type of a list or dictionary column, else the column's own."""
-    is_nested = str(column_type).startswith(("list<", "large_list<", "dictionary<"))
-    return column_type.value_type if is_nested else column_type
 
 
 def _column_texts(batch: Any, path: str, text_field: str, first_row: int) -> Iterator[str]:

@@ -75,7 +75,9 @@ def json_texts(
     """
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         if start == 0:
-            yield from _list_texts(file, where, text_field)
+            for number, row in enumerate(_list_values(file, where)):
+                row_where = f"{where}, value {number + 1} of its list,"
+                yield number, _row_text(row, row_where, text_field)
         return
     at = start
     if start:
@@ -123,11 +125,6 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
             f'object, for example {{"{text_field}": "..."}}.'
         ) from error
     return _row_text(row, where, text_field)
-
-
-def _list_texts(file: io.BufferedReader, where: str, text_field: str) -> Iterator[tuple[int, str]]:
-    for number, row in enumerate(_list_values(file, where)):
-        yield number, _row_text(row, f"{where}, value {number + 1} of its list,", text_field)
 
 
 def _list_values(file: io.BufferedReader, where: str) -> Iterator[Any]:
@@ -329,8 +326,7 @@ def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
     """Reads `length` bytes or the rest in chunks, so that a corrupt length allocates no memory."""
     if length <= _COUNTED_CHUNK_BYTES:
         return file.read(length)
-    chunks = []
-    while length and (chunk := file.read(min(length, _COUNTED_CHUNK_BYTES))):
-        chunks.append(chunk)
-        length -= len(chunk)
-    return b"".join(chunks)
+    data = bytearray()
+    while chunk := file.read(min(length - len(data), _COUNTED_CHUNK_BYTES)):
+        data += chunk
+    return bytes(data)

@@ -60,26 +60,26 @@ def _record(reader: Any, path: str, number: int) -> bytes | BadRecord:
         return BadRecord(path, number, f"the record is damaged ({error})", _UNIT)
 
 
-class ArrayRecordWriter:
-    """Writes an ArrayRecord file; disk failures raise OSError."""
-
-    def __init__(self, path: Path):
-        with _write_errors_as_os_error():
-            self._writer: Any = array_record_module.ArrayRecordWriter(str(path), _WRITE_OPTIONS)
-
-    def write(self, record: bytes) -> None:
-        with _write_errors_as_os_error():
-            self._writer.write(record)
-
-    def close(self) -> None:
-        """Writes the index, without which the file cannot be read."""
-        with _write_errors_as_os_error():
-            self._writer.close()
-
-
 @contextlib.contextmanager
 def _write_errors_as_os_error() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
         raise OSError(str(error)) from error
+
+
+class ArrayRecordWriter:
+    """Writes an ArrayRecord file; disk failures raise OSError."""
+
+    @_write_errors_as_os_error()
+    def __init__(self, path: Path):
+        self._writer: Any = array_record_module.ArrayRecordWriter(str(path), _WRITE_OPTIONS)
+
+    @_write_errors_as_os_error()
+    def write(self, record: bytes) -> None:
+        self._writer.write(record)
+
+    @_write_errors_as_os_error()
+    def close(self) -> None:
+        """Writes the index, without which the file cannot be read."""
+        self._writer.close()

@@ -11,7 +11,6 @@ A CRC is CRC-32C, masked as TensorFlow does.
 import os
 import struct
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Protocol
 
 import google_crc32c
@@ -56,17 +55,6 @@ class TFRecordWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-
-    def __enter__(self) -> "TFRecordWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Readable(Protocol):

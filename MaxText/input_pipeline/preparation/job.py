@@ -67,118 +67,199 @@ class Workers:
         return num_processes, max(self.num_processes // num_processes, 1)
 
 
-def build_data_set(
-    corpus: Corpus,
-    tokenization: Tokenization,
-    options: dict[str, Any],
-    digests: Mapping[int, str],
-    workers: Workers,
-    show: Show,
-) -> Manifest:
-    """Builds `<tokenization.staging>/data_set`, resuming earlier work.
+@dataclass(frozen=True)
+class TokenizationJob:
+    """The dataset `<tokenization.staging>/data_set` to build from a corpus.
 
-    Only one process may work on a staging folder at a time. `digests` has the text digests of
-    shards that were read before. Raises UserError if no document has text, a file cannot be read or
-    changed while it was read, or a process was killed.
+    `digests` has the text digests of shards that were read before. Only one process may work on a
+    staging folder at a time.
     """
-    start = time.monotonic()
-    staging = tokenization.staging
-    _open_staging(tokenization, show)
-    shards, kept = _tokenize_all(corpus, tokenization, digests, workers, show)
-    if tokenization.validation_fraction > 0 and not corpus.splits:
-        _fill_empty_split(corpus, tokenization, shards, show)
-    skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
-    bad = _report_bad(corpus, shards, show)
-    if not any(shard.num_tokens for shard in shards):
-        shutil.rmtree(staging / "shards", ignore_errors=True)  # useless for a retry
-        reasons = ", ".join(f"{count:,} {why}" for why, count in skipped.items()) or "no rows"
-        raise UserError(
-            f"prepare_source={corpus.description} has no document with text "
-            f"({corpus.num_files:,} files: {reasons}).{f' {bad[0]}' if bad else ''}"
-        )
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        # A separator replaces eos.
-        tokenizer=tokenization.tokenizer.entry.model_copy(
-            update={"eos_id": tokenization.after[0]} if tokenization.after else {}
-        ),
-        dtype=tokenization.dtype,
-        format="bin",
-        chunk_length=1,
-        splits=_finish_splits(tokenization, shards, show),
-        source=SourceEntry(
-            description=corpus.description,
+
+    corpus: Corpus
+    tokenization: Tokenization
+    workers: Workers
+    digests: Mapping[int, str]
+    show: Show
+
+    def run(self, options: dict[str, Any]) -> Manifest:
+        """Builds the dataset, resuming earlier work; returns its manifest with the `options`.
+
+        Raises UserError if no document has text, a file cannot be read or changed while it was
+        read, or a process was killed.
+        """
+        start, tokenization = time.monotonic(), self.tokenization
+        self._open_staging()
+        shards, kept = self._tokenize_all()
+        if tokenization.validation_fraction > 0 and not self.corpus.splits:
+            self._fill_empty_split(shards)
+        source = SourceEntry(
+            description=self.corpus.description,
             sha256=corpus_digest([shard.sha256 for shard in shards]),
-            num_files=corpus.num_files,
-            skipped=dict(sorted(skipped.items())),
-        ),
-        options=options,
-    )
-    target = staging / "data_set"
-    for path in tokenization.tokenizer.save(target):
-        sync_file(path)
-    atomic_write_text(target / MANIFEST_NAME, manifest.to_json())
-    seconds = time.monotonic() - start
-    _report(tokenization, shards, kept, manifest, seconds, show)
-    return manifest
+            num_files=self.corpus.num_files,
+            skipped=self._skipped(shards),
+        )
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            # A separator replaces eos.
+            tokenizer=tokenization.tokenizer.entry.model_copy(
+                update={"eos_id": tokenization.after[0]} if tokenization.after else {}
+            ),
+            dtype=tokenization.dtype,
+            format="bin",
+            chunk_length=1,
+            splits=self._finish_splits(shards),
+            source=source,
+            options=options,
+        )
+        target = tokenization.staging / "data_set"
+        for path in tokenization.tokenizer.save(target):
+            sync_file(path)
+        atomic_write_text(target / MANIFEST_NAME, manifest.to_json())
+        self._report(shards, kept, manifest, time.monotonic() - start)
+        return manifest
 
+    def _open_staging(self) -> None:
+        """Creates the folder, deleting results of other requests and partial files."""
+        staging, summary = self.tokenization.staging, self.tokenization.summary()
+        request = staging / "request.json"
+        if staging.exists():
+            try:
+                same = request.read_text(encoding="utf-8") == summary
+            except (OSError, ValueError):
+                same = False
+            if not same:
+                self.show(
+                    f"Deleting {staging}: an unfinished data set of another tokenizer or options"
+                )
+                shutil.rmtree(staging)
+        for name in ("shards", "data_set"):
+            (staging / name).mkdir(parents=True, exist_ok=True)
+            for leftover in (staging / name).rglob("*.writing"):
+                leftover.unlink()
+        if not request.exists():
+            atomic_write_text(request, summary)
 
-def _open_staging(tokenization: Tokenization, show: Show) -> None:
-    """Creates the folder, deleting results of other requests and partial files."""
-    staging = tokenization.staging
-    request = staging / "request.json"
-    if staging.exists():
-        try:
-            same = request.read_text(encoding="utf-8") == tokenization.summary()
-        except (OSError, ValueError):
-            same = False
-        if not same:
-            show(f"Deleting {staging}: an unfinished data set of another tokenizer or options")
-            shutil.rmtree(staging)
-    for name in ("shards", "data_set"):
-        (staging / name).mkdir(parents=True, exist_ok=True)
-        for leftover in (staging / name).rglob("*.writing"):
-            leftover.unlink()
-    if not request.exists():
-        atomic_write_text(request, tokenization.summary())
+    def _tokenize_all(self) -> tuple[list[TokenizedShard], set[int]]:
+        """Returns all shards, and the numbers of those that an earlier process had tokenized."""
+        corpus, tokenization, show = self.corpus, self.tokenization, self.show
+        splits = corpus.splits or [""] * len(corpus.shards)
+        if corpus.splits:
+            names = ", ".join(dict.fromkeys(splits))
+            show(f"The source has splits of its own ({names}): validation_fraction is not used")
+        jobs = [
+            ShardJob(number, shard, split, expected_sha256=self.digests.get(number, ""))
+            for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
+        ]
+        before = [finished_shard(tokenization, job.number) for job in jobs]
+        num_finished = sum(shard is not None for shard in before)
+        if num_finished:
+            show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
+        if self.workers.beam_options is not None:
+            _tokenize_with_beam(tokenization.with_threads(1), jobs, self.workers.beam_options)
+        else:
+            num_processes, num_threads = self.workers.for_corpus(corpus)
+            shared = tokenization.with_threads(num_threads)
+            num_bytes = sum(shard.num_bytes for shard in corpus.shards)
+            with show_progress("Encoding", num_bytes, show) as advance:
+                for _ in map_in_processes(tokenize_shard, shared, jobs, num_processes, advance):
+                    pass
+        found = [finished_shard(tokenization, job.number) for job in jobs]
+        shards = [shard for shard in found if shard is not None]
+        assert len(shards) == len(jobs), f"shards are missing in {tokenization.staging}"
+        # A shard whose text changed was tokenized again.
+        return shards, {job.number for job in jobs if before[job.number] == shards[job.number]}
 
+    def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
+        """Moves one document if the hash left a split empty.
 
-def _tokenize_all(
-    corpus: Corpus,
-    tokenization: Tokenization,
-    digests: Mapping[int, str],
-    workers: Workers,
-    show: Show,
-) -> tuple[list[TokenizedShard], set[int]]:
-    """Returns all shards, and the numbers of those that an earlier process had tokenized."""
-    splits = corpus.splits or [""] * len(corpus.shards)
-    if corpus.splits:
-        names = ", ".join(dict.fromkeys(splits))
-        show(f"The source has splits of its own ({names}): validation_fraction is not used")
-    jobs = [
-        ShardJob(number, shard, split, expected_sha256=digests.get(number, ""))
-        for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
-    ]
-    before = {number: finished_shard(tokenization, number) for number in range(len(jobs))}
-    num_finished = sum(shard is not None for shard in before.values())
-    if num_finished:
-        show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
-    if workers.beam_options is not None:
-        _tokenize_with_beam(tokenization.with_threads(1), jobs, workers.beam_options)
-    else:
-        num_processes, num_threads = workers.for_corpus(corpus)
-        shared = tokenization.with_threads(num_threads)
-        num_bytes = sum(shard.num_bytes for shard in corpus.shards)
-        with show_progress("Encoding", num_bytes, show) as advance:
-            for _ in map_in_processes(tokenize_shard, shared, jobs, num_processes, advance):
-                pass
-    shards = []
-    for number in range(len(jobs)):
-        shard = finished_shard(tokenization, number)
-        assert shard is not None, f"shard {number} is not in {tokenization.staging}"
-        shards.append(shard)
-    # A shard whose text changed was tokenized again.
-    return shards, {number for number, shard in before.items() if shards[number] == shard}
+        The document with the lowest hash is then held out, or the one with the highest is not. This
+        is only known when all shards are done, and changes one of them.
+        """
+        train, validation = (
+            sum(shard.splits[split].num_documents for shard in shards)
+            for split in (TRAIN, VALIDATION)
+        )
+        if train + validation == 1:
+            self.show("warning: only 1 document, so no validation split (needs at least 2)")
+        if train == 0 and validation > 0:
+            moved = (max(shard.highest for shard in shards if shard.highest)[1], False)
+        elif validation == 0 and train > 1:
+            moved = (min(shard.lowest for shard in shards if shard.lowest)[1], True)
+        else:
+            return
+        number = shard_of(moved[0])
+        shard, sha256 = self.corpus.shards[number], shards[number].sha256
+        job = ShardJob(number, shard, moved=moved, expected_sha256=sha256)
+        shards[number] = tokenize_shard(self.tokenization, job, lambda done: None)
+
+    def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
+        """Reports malformed rows and unreadable files; returns all that was skipped, by reason."""
+        skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
+        bad = [message for shard in shards for message in shard.bad]
+        limit = max((shard.max_bad_records for shard in self.corpus.shards), default=0)
+        if len(bad) > limit:
+            raise too_many_error(limit, bad[0])
+        for message in bad[:_MAX_NAMED_ERRORS]:
+            self.show(f"warning: skipped: {message}")
+        if len(bad) > _MAX_NAMED_ERRORS:
+            num_more = len(bad) - _MAX_NAMED_ERRORS
+            self.show(f"warning: skipped: {num_more} more rows and files like these")
+        if not any(shard.num_tokens for shard in shards):
+            # Useless for a retry.
+            shutil.rmtree(self.tokenization.staging / "shards", ignore_errors=True)
+            reasons = ", ".join(f"{count:,} {why}" for why, count in skipped.items()) or "no rows"
+            raise UserError(
+                f"prepare_source={self.corpus.description} has no document with text "
+                f"({self.corpus.num_files:,} files: {reasons}).{f' {bad[0]}' if bad else ''}"
+            )
+        return dict(sorted(skipped.items()))
+
+    def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
+        target = self.tokenization.staging / "data_set"
+        num_bytes = sum(path.stat().st_size for path in target.rglob("tokens-*"))
+        entries = {}
+        with show_progress("Checksums", num_bytes, self.show) as advance:
+            for split in sorted({split for shard in shards for split in shard.splits}):
+                parts = [
+                    (number, shard.splits[split])
+                    for number, shard in enumerate(shards)
+                    if split in shard.splits and shard.splits[split].num_documents
+                ]
+                if parts:
+                    entries[split] = write_documents(self.tokenization, split, parts, advance)
+                    sync_file(target / split)
+        for folder in target.iterdir():
+            if folder.is_dir() and folder.name not in entries:
+                shutil.rmtree(folder)
+        sync_file(target)
+        return entries
+
+    def _report(
+        self, shards: Sequence[TokenizedShard], kept: set[int], manifest: Manifest, seconds: float
+    ) -> None:
+        num_documents = sum(split.num_documents for split in manifest.splits.values())
+        num_bytes = sum(shard.num_bytes for shard in shards)
+        reasons = [f"{count:,} {reason}" for reason, count in manifest.source.skipped.items()]
+        self.show(
+            f"Read {counted(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, from "
+            f"{counted(manifest.source.num_files, 'file')}"
+            + (f"; skipped: {', '.join(reasons)}" if reasons else "")
+        )
+        unit = "bytes" if self.tokenization.is_text else "tokens"
+        if kept:
+            num_tokens = sum(shards[number].num_tokens for number in kept)
+            parts = f"{len(kept):,} of {len(shards):,} shards"
+            self.show(f"Kept {num_tokens:,} {unit} in {parts}, tokenized before")
+        new = [shard for number, shard in enumerate(shards) if number not in kept]
+        if new:
+            num_tokens = sum(shard.num_tokens for shard in new)
+            speed = sum(shard.num_bytes for shard in new) / 1e6 / max(seconds, 1e-3)
+            cpu_speed = num_tokens / max(sum(shard.cpu_seconds for shard in new), 1e-3)
+            engine = self.tokenization.tokenizer.engine
+            self.show(
+                f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s, "
+                f"{cpu_speed:,.0f} {unit} per CPU second ({engine})"
+            )
 
 
 def _tokenize_with_beam(
@@ -223,100 +304,3 @@ def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
         path = tokenization.staging / "shards" / f"{job.number:06d}{_ERROR_SUFFIX}"
         atomic_write_text(path, str(error))
     return job.number
-
-
-def _fill_empty_split(
-    corpus: Corpus, tokenization: Tokenization, shards: list[TokenizedShard], show: Show
-) -> None:
-    """Moves one document if the hash left a split empty.
-
-    The document with the lowest hash is then held out, or the one with the highest is not. This is
-    only known when all shards are done, and changes one of them.
-    """
-    train, validation = (
-        sum(shard.splits[split].num_documents for shard in shards) for split in (TRAIN, VALIDATION)
-    )
-    if train + validation == 1:
-        show("warning: only 1 document, so no validation split (needs at least 2)")
-    if train == 0 and validation > 0:
-        moved = (max(shard.highest for shard in shards if shard.highest)[1], False)
-    elif validation == 0 and train > 1:
-        moved = (min(shard.lowest for shard in shards if shard.lowest)[1], True)
-    else:
-        return
-    number = shard_of(moved[0])
-    job = ShardJob(
-        number, corpus.shards[number], moved=moved, expected_sha256=shards[number].sha256
-    )
-    shards[number] = tokenize_shard(tokenization, job, lambda done: None)
-
-
-def _finish_splits(
-    tokenization: Tokenization, shards: Sequence[TokenizedShard], show: Show
-) -> dict[str, Split]:
-    target = tokenization.staging / "data_set"
-    num_bytes = sum(path.stat().st_size for path in target.rglob("tokens-*"))
-    entries = {}
-    with show_progress("Checksums", num_bytes, show) as advance:
-        for split in sorted({split for shard in shards for split in shard.splits}):
-            parts = [
-                (number, shard.splits[split])
-                for number, shard in enumerate(shards)
-                if split in shard.splits and shard.splits[split].num_documents
-            ]
-            if parts:
-                entries[split] = write_documents(tokenization, split, parts, advance)
-                sync_file(target / split)
-    for folder in target.iterdir():
-        if folder.is_dir() and folder.name not in entries:
-            shutil.rmtree(folder)
-    sync_file(target)
-    return entries
-
-
-def _report_bad(corpus: Corpus, shards: Sequence[TokenizedShard], show: Show) -> list[str]:
-    """Reports malformed rows and unreadable files, enforcing the limit over all shards."""
-    bad = [message for shard in shards for message in shard.bad]
-    limit = max((shard.max_bad_records for shard in corpus.shards), default=0)
-    if len(bad) > limit:
-        raise too_many_error(limit, bad[0])
-    for message in bad[:_MAX_NAMED_ERRORS]:
-        show(f"warning: skipped: {message}")
-    if len(bad) > _MAX_NAMED_ERRORS:
-        show(f"warning: skipped: {len(bad) - _MAX_NAMED_ERRORS} more rows and files like these")
-    return bad
-
-
-def _report(
-    tokenization: Tokenization,
-    shards: Sequence[TokenizedShard],
-    kept: set[int],
-    manifest: Manifest,
-    seconds: float,
-    show: Show,
-) -> None:
-    num_documents = sum(split.num_documents for split in manifest.splits.values())
-    num_bytes = sum(shard.num_bytes for shard in shards)
-    source = manifest.source
-    line = (
-        f"Read {counted(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, "
-        f"from {counted(source.num_files, 'file')}"
-    )
-    if source.skipped:
-        line += "; skipped: "
-        line += ", ".join(f"{count:,} {reason}" for reason, count in source.skipped.items())
-    show(line)
-    unit = "bytes" if tokenization.is_text else "tokens"
-    if kept:
-        num_tokens = sum(shards[number].num_tokens for number in kept)
-        parts = f"{len(kept):,} of {len(shards):,} shards"
-        show(f"Kept {num_tokens:,} {unit} in {parts}, tokenized before")
-    new = [shard for number, shard in enumerate(shards) if number not in kept]
-    if new:
-        num_tokens = sum(shard.num_tokens for shard in new)
-        speed = sum(shard.num_bytes for shard in new) / 1e6 / max(seconds, 1e-3)
-        cpu_speed = num_tokens / max(sum(shard.cpu_seconds for shard in new), 1e-3)
-        show(
-            f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s, "
-            f"{cpu_speed:,.0f} {unit} per CPU second ({tokenization.tokenizer.engine})"
-        )

@@ -1,7 +1,11 @@
 """Prepares text as a tokenized dataset, or as records for other programs.
 
 Everything is written to the hidden `.<name>.preparing` next to the folder, synced, and renamed when
-complete. A killed preparation resumes there when the same command runs again.
+complete. A killed preparation resumes there when the same command runs again. Datasets in buckets
+are prepared locally, then uploaded, the manifest last.
+
+Raw text of a run is tokenized at first use into a prepared dataset, `<cache_dir>/text/<hash>/`. The
+hash covers everything that affects the ids, so a changed file gets a new folder.
 """
 
 import contextlib
@@ -12,20 +16,26 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
+from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, split_into_shards
+from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
+from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
 from MaxText.input_pipeline.preparation import sampling
-from MaxText.input_pipeline.preparation.job import READ_BYTES_PER_PROCESS, Workers, build_data_set
+from MaxText.input_pipeline.preparation.job import (
+    READ_BYTES_PER_PROCESS,
+    TokenizationJob,
+    Workers,
+)
 from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.preparation.record_export import (
+    LEDGER_NAMES,
     OPTIONS_OF_RECORDS,
-    RECORD_FORMATS,
     TEXT_FORMATS,
     damaged_files,
     export_records,
@@ -37,16 +47,13 @@ from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.runtime.cores import num_cores
-from MaxText.storage import atomic
-from MaxText.storage.file_access import file_infos, is_url, local_path
+from MaxText.storage import atomic, file_access
+from MaxText.storage.file_access import file_infos, file_system, is_url, local_path, path_type
 
 Show = Callable[[str], None]
 
 # In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
-
-# Sample on which the fast engine is compared with the reference library.
-_COMPARED_CHARACTERS = 500_000
 
 # Keys that change the dataset. Sources and tokenizers are compared by content instead.
 _OPTIONS = (
@@ -66,27 +73,29 @@ _OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tok
 # Keys that affect neither the dataset nor its manifest.
 _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options"}
 
+# Keys that affect the ids of raw text in a run; others keep their defaults.
+_KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclasses.dataclass(frozen=True)
-class PrepareRequest:
+class _Request:
     """Text to prepare and the keys that say how; `show` takes lines about the progress."""
 
     preparation: Preparation
     corpus: Corpus
     show: Show
 
-    @classmethod
-    def of(cls, preparation: Preparation, max_bad_records: int, show: Show) -> "PrepareRequest":
-        source, field = preparation.prepare_source, preparation.text_field
-        corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-        return cls(preparation, corpus, show)
-
     @property
     def is_records(self) -> bool:
-        return self.preparation.prepare_output_format in RECORD_FORMATS
+        return self.preparation.prepare_output_format in LEDGER_NAMES
+
+    @property
+    def manifest_name(self) -> str:
+        """Name of the file that marks a folder as complete."""
+        return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
 
     @property
     def is_text(self) -> bool:
@@ -102,12 +111,6 @@ class PrepareRequest:
         keys = self.preparation
         beam_options = keys.beam_options if keys.prepare_runner == "beam" else None
         return Workers(keys.prepare_num_workers or num_cores(), beam_options)
-
-
-def manifest_name_of(preparation: Preparation) -> str:
-    """Returns the name of the file that marks a folder as complete."""
-    is_records = preparation.prepare_output_format in RECORD_FORMATS
-    return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
 
 
 def prepare(
@@ -127,33 +130,32 @@ def prepare(
     """
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
+    source, field = preparation.prepare_source, preparation.text_field
+    corpus = open_corpus(source, field, max_bad_records=max_bad_records)
+    request = _Request(preparation, corpus, show)
     if is_url(dataset_path):
-        from MaxText.input_pipeline.preparation.uploading import prepare_and_upload
-
         staging = Path(cache_dir or Data().data_cache_dir).expanduser()
-        return prepare_and_upload(preparation, dataset_path, staging, show, max_bad_records)
-    folder = Path(local_path(dataset_path))
-    request = PrepareRequest.of(preparation, max_bad_records, show)
-    digest_path = digest_path_of(request.corpus, cache_dir)
+        return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
+    return _prepare_folder(request, Path(local_path(dataset_path)), _digest_path(corpus, cache_dir))
 
+
+def _prepare_folder(request: _Request, folder: Path, digest_path: Path | None) -> Manifest:
     def check() -> Manifest:
-        return check_existing(request, folder, digest_path, location=str(folder))
+        return _check_existing(request, folder, digest_path, location=str(folder))
 
-    if (folder / manifest_name_of(preparation)).exists():
+    if (folder / request.manifest_name).exists():
         return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            f"dataset_path={dataset_path} exists and is not a data set of the requested kind. "
+            f"dataset_path={folder} exists and is not a data set of the requested kind. "
             "Choose another folder, or delete it."
         )
-    manifest = prepare_if_needed(request, folder, check)
+    manifest = _prepare_if_needed(request, folder, check)
     _save_digest(digest_path, manifest.source.sha256)
     return manifest
 
 
-def prepare_if_needed(
-    request: PrepareRequest, folder: Path, check: Callable[[], Manifest]
-) -> Manifest:
+def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Manifest]) -> Manifest:
     """Prepares a dataset into an absent or empty folder, or waits for another process.
 
     `check` returns the manifest if another process completed it.
@@ -162,7 +164,7 @@ def prepare_if_needed(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), show):
-            if (folder / manifest_name_of(request.preparation)).exists():
+            if (folder / request.manifest_name).exists():
                 # Left by a process that was killed after renaming the folder.
                 shutil.rmtree(staging, ignore_errors=True)
                 return check()
@@ -186,7 +188,7 @@ def prepare_if_needed(
     return manifest
 
 
-def _make(request: PrepareRequest, staging: Path) -> Manifest:
+def _make(request: _Request, staging: Path) -> Manifest:
     preparation, is_text = request.preparation, request.is_text
     if request.is_records:
         record_shape(preparation)  # fail before the work
@@ -203,12 +205,11 @@ def _make(request: PrepareRequest, staging: Path) -> Manifest:
         minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
         is_text=is_text,
     )
-    return build_data_set(
-        request.corpus, tokenization, _options(preparation), digests, request.workers, request.show
-    )
+    job = TokenizationJob(request.corpus, tokenization, request.workers, digests, request.show)
+    return job.run(_options(preparation))
 
 
-def _finish(request: PrepareRequest, staging: Path, folder: Path) -> None:
+def _finish(request: _Request, staging: Path, folder: Path) -> None:
     """Exports records if requested, and renames the result to its final name."""
     complete = staging / "data_set"
     if request.is_records:
@@ -240,14 +241,15 @@ def write_error(location: object, error: OSError) -> UserError:
     )
 
 
-def _tokenizer(request: PrepareRequest) -> tuple[TextTokenizer, dict[int, str]]:
+def _tokenizer(request: _Request) -> tuple[TextTokenizer, dict[int, str]]:
     """Returns the tokenizer, and the digests of the shards that were read to train it."""
     if request.trains_tokenizer:
         texts, sample = _sample(request)
         tokenizer = _train(request, sample)
     else:
         tokenizer = _given_tokenizer(request)
-        texts, sample = [], _first_texts(request.corpus)
+        shards = request.corpus.shards
+        texts, sample = [], (each.text for one in shards for each in one.documents(Skipped()))
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.show(
@@ -256,25 +258,13 @@ def _tokenizer(request: PrepareRequest) -> tuple[TextTokenizer, dict[int, str]]:
     return tokenizer, {text.number: text.sha256 for text in texts}
 
 
-def _given_tokenizer(request: PrepareRequest) -> TextTokenizer:
+def _given_tokenizer(request: _Request) -> TextTokenizer:
     if request.is_text:
         return load_tokenizer("", "byte")
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
-def _first_texts(corpus: Corpus) -> list[str]:
-    texts: list[str] = []
-    left = _COMPARED_CHARACTERS
-    for shard in corpus.shards:
-        for document in shard.documents(Skipped()):
-            texts.append(document.text)
-            left -= len(document.text)
-            if left <= 0:
-                return texts
-    return texts
-
-
-def _sample(request: PrepareRequest) -> tuple[list[sampling.ShardText], tuple[str, ...]]:
+def _sample(request: _Request) -> tuple[list[sampling.ShardText], tuple[str, ...]]:
     """Returns shards, and texts from them to train a tokenizer on."""
     preparation, corpus = request.preparation, request.corpus
     seed = preparation.prepare_seed
@@ -288,7 +278,7 @@ def _sample(request: PrepareRequest) -> tuple[list[sampling.ShardText], tuple[st
     return texts, sample
 
 
-def _read(request: PrepareRequest, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
+def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
     preparation = request.preparation
     num_bytes = sum(job.shard.num_bytes for job in jobs)
     num_processes, _ = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
@@ -298,7 +288,7 @@ def _read(request: PrepareRequest, jobs: list[sampling.ReadJob]) -> list[samplin
         return sorted(texts, key=lambda text: text.number)
 
 
-def _train(request: PrepareRequest, sample: Sequence[str]) -> TextTokenizer:
+def _train(request: _Request, sample: Sequence[str]) -> TextTokenizer:
     start, preparation = time.monotonic(), request.preparation
     sample_bytes = sum(len(text.encode()) for text in sample)
     origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
@@ -343,14 +333,14 @@ def _control_ids(
     return before, after
 
 
-def check_existing(
-    request: PrepareRequest, folder: Path, digest_path: Path | None, location: str
+def _check_existing(
+    request: _Request, folder: Path, digest_path: Path | None, location: str
 ) -> Manifest:
     """Returns the manifest in `folder` if its text, tokenizer and options match the request.
 
     `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
-    manifest = read_manifest(str(folder), manifest_name_of(request.preparation))
+    manifest = read_manifest(str(folder), request.manifest_name)
     differences = _different_options(request, manifest)
     if request.trains_tokenizer:
         was = manifest.options
@@ -365,7 +355,10 @@ def check_existing(
         differences += [f"{name} is missing or truncated" for name in damaged[:1]]
     # Read all text only if nothing else differs and no digest is cached.
     if not differences:
-        sha256 = _saved_digest(digest_path) or _text_sha256(request)
+        sha256 = ""
+        with contextlib.suppress(OSError):
+            sha256 = digest_path.read_text(encoding="ascii") if digest_path else ""
+        sha256 = sha256 or _text_sha256(request)
         _save_digest(digest_path, sha256)
         if sha256 != manifest.source.sha256:
             differences.append(f"different source text ({manifest.source.description})")
@@ -378,7 +371,7 @@ def check_existing(
     return manifest
 
 
-def digest_path_of(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
+def _digest_path(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
     """Returns the cache file for the digest of a corpus, named by a hash of file metadata.
 
     None if a file system has no modification times or version tags, or without cache_dir.
@@ -396,12 +389,6 @@ def digest_path_of(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
     return Path(cache_dir).expanduser() / "text_digests" / name[:32]
 
 
-def _saved_digest(path: Path | None) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="ascii") if path else ""
-    return ""
-
-
 def _save_digest(path: Path | None, sha256: str) -> None:
     """Caches a digest; if that fails, all text is read again the next time."""
     if path:
@@ -410,13 +397,13 @@ def _save_digest(path: Path | None, sha256: str) -> None:
             atomic.atomic_write_text(path, sha256)
 
 
-def _text_sha256(request: PrepareRequest) -> str:
+def _text_sha256(request: _Request) -> str:
     shards = request.corpus.shards
     texts = _read(request, [sampling.ReadJob(number, shard) for number, shard in enumerate(shards)])
     return sampling.corpus_digest([text.sha256 for text in texts])
 
 
-def _different_options(request: PrepareRequest, manifest: Manifest) -> list[str]:
+def _different_options(request: _Request, manifest: Manifest) -> list[str]:
     keys: list[str] = list(_OPTIONS)
     if request.is_text:
         keys = [key for key in keys if key not in _OPTIONS_OF_IDS]
@@ -441,3 +428,109 @@ def _bin_for_array_record(options: dict[str, Any]) -> dict[str, Any]:
     if options["prepare_output_format"] == "array_record":
         options["prepare_output_format"] = "bin"
     return options
+
+
+def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifest:
+    """Prepares the dataset at `url`, or keeps it if it already matches the request.
+
+    Readers recognize a dataset by its manifest, which is uploaded last. Several machines may
+    prepare the same one concurrently: they write the same bytes. Raises UserError as `prepare`
+    does, if other files are there, or if the bucket cannot be written.
+    """
+    staging = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
+    with _held(staging, cache_dir, request.show):
+        if path_type(f"{url}/{request.manifest_name}"):
+            kept = copy_folder(url, cache_dir)
+            assert kept is not None, url
+            digest_path = _digest_path(request.corpus, cache_dir)
+            return _check_existing(request, kept, digest_path, location=url)
+        folder = staging / "data_set"
+        manifest = _prepare_folder(request, folder, None)
+        _upload(folder, url, last=request.manifest_name)
+        shutil.rmtree(staging, ignore_errors=True)
+        request.show(f"Uploaded it to {url}")
+        return manifest
+
+
+@contextlib.contextmanager
+def _held(staging: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
+    try:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        # Only errors of taking the lock are about the folder.
+        held = contextlib.ExitStack()
+        held.enter_context(atomic.lock(staging.with_suffix(".lock"), show))
+    except OSError as error:
+        raise cache_write_error(cache_dir, error) from error
+    with held:
+        yield
+
+
+def _upload(folder: Path, url: str, last: str) -> None:
+    """Uploads all files of a folder, with `last` as the last one."""
+    files = sorted(
+        (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
+        key=lambda file: (file == last, file),
+    )
+    system, path = file_system(url)
+    try:
+        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
+        if system.exists(f"{path}/{last}"):
+            raise UserError(
+                f"dataset_path={url}: another machine wrote a data set there meanwhile. Run the "
+                "same command to compare it with the request."
+            )
+        if others:
+            raise UserError(
+                f"dataset_path={url} has other files ({min(others)}) and is not a data set of the "
+                "requested kind. Choose another folder, or delete them."
+            )
+        for file in files:
+            system.put_file(str(folder / file), f"{path}/{file}")
+    except Exception as error:  # fsspec backends raise their own errors
+        if isinstance(error, UserError) and not isinstance(error, OSError):
+            raise
+        raise UserError(
+            f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: "
+            "run the same command to upload it."
+        ) from error
+
+
+def tokenize_to_cache(
+    files: list[str], preparation: Preparation, cache_dir: Path, show: Callable[[str], None]
+) -> Path:
+    """Returns the folder of a dataset with the text of `files`, prepared at first use.
+
+    If several processes (or machines that share `cache_dir`) prepare it, one works and the others
+    wait. Finished shards of a killed process are kept.
+    """
+    if not preparation.tokenizer_path and preparation.tokenizer_type != "byte":
+        raise UserError(
+            f"{files[0]} holds text, and tokenizer_path is not set. Set it to the tokenizer of the "
+            "model, name records of token ids, or prepare the text first (prepare_data.py)."
+        )
+    keys = preparation.model_dump(include={*_KEYS_OF_TEXT})
+    tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+    decisive = {
+        "files": [
+            [file_access.absolute(path), size, tag]
+            for path, size, tag in file_access.file_infos(files)
+        ],
+        "tokenizer": tokenizer.entry.sha256,
+        "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
+        **{key: keys[key] for key in ("text_field", "add_bos", "add_eos")},
+    }
+    name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
+    folder = cache_dir / "text" / name
+    if not (folder / MANIFEST_NAME).exists():
+        show(f"Tokenizing the text of {_shown(files)} once, into {folder}")
+        found = [file for path in files for file in resolve_files(path)]
+        shards = split_into_shards(found, [""] * len(found), preparation.text_field)
+        corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
+        keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
+        request = _Request(Preparation(**keys), corpus, show)
+        _prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))
+    return folder
+
+
+def _shown(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{len(files):,} files ({files[0]} ...)"

@@ -10,39 +10,56 @@ Exported text, which the dataset stores as bytes:
     <output>/train_data_00000.tfrecord      or train_data_00000.array_record
 
 During the export, `<output>.finished` has an entry for each finished file, so a killed process can
-resume. The files do not depend on the number of processes.
+resume. A file is a pure function of its job, published only when complete and synced.
+
+Strided windows are overlapping windows with labels, as in jax-lm-training's preprocessing. A window
+is S + 1 tokens of a document, control tokens included: S inputs, and S labels shifted by one.
+Differences from the original: bos and eos only where the document has them; padding is marked by
+the mask, so id 0 is a regular id; windows inside the previous one are omitted; dropped tokens are
+counted.
+
+Legend: D documents, W windows or records, S inputs of a window.
 """
 
+import contextlib
+import dataclasses
+import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pydantic
 
 from MaxText.config.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
+from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation.process_pool import map_in_processes
-from MaxText.input_pipeline.preparation.record_shards import (
-    FinishedFile,
-    RecordFileJob,
-    RecordShape,
-    num_chunks,
-    require_pyarrow,
-    write_record_file,
-)
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
-from MaxText.input_pipeline.token_store.store import open_flat
+from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.runtime.cores import num_cores
-from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, publish, writing_name
+from MaxText.storage.atomic import (
+    WRITING_SUFFIX,
+    atomic_write_text,
+    publish,
+    sync_file,
+    writing_name,
+)
 
 TEXT_FORMATS = ("text_tfrecord", "text_array_record")
 """Values of prepare_output_format that export the text itself."""
 
-RECORD_FORMATS = ("tfrecord", "parquet", *TEXT_FORMATS)
-"""Values of prepare_output_format that export records."""
+LEDGER_NAMES = {
+    **dict.fromkeys(("tfrecord", "parquet"), "records.json"),
+    **dict.fromkeys(TEXT_FORMATS, "export.json"),
+}
+"""Values of prepare_output_format that export records, and the files that list these."""
 
 OPTIONS_OF_RECORDS = (
     "prepare_record",
@@ -64,6 +81,245 @@ _TEXT_BYTES_PER_FILE = 256_000_000
 # GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
 _DEFAULT_FIELDS = {"tfrecord": "text", "parquet": "input_ids"}
 _TEXT_FIELD = "text"
+
+# Tokens read, encoded and written at a time; also the size of a parquet row group.
+_BATCH_TOKENS = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordShape:
+    """Format and contents of a record."""
+
+    file_format: Literal["tfrecord", "array_record", "parquet"]
+    kind: Literal["documents", "chunks", "strided", "text"]
+    field: str
+    keys: Preparation  # prepare_chunk_length, and prep_ keys of strided windows
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFileJob:
+    """A file to write: documents (or chunks) [first, stop) of a split."""
+
+    prepared: Path
+    split: str
+    shape: RecordShape
+    first: int
+    stop: int
+    folder: Path
+    name: str  # prefix of the file names of the split
+    number: int
+    num_files: int
+
+    def file_name(self, num_records: int) -> str:
+        """Returns the final name; GPT-Neo's reader parses the number of records from it."""
+        if self.shape.kind == "text":
+            return f"{self.name}_data_{self.number:05d}.{self.shape.file_format}"
+        if self.shape.file_format == "tfrecord":
+            return f"{self.name}_{self.number:05d}_{num_records}.tfrecords"
+        return f"{self.name}-{self.number:05d}-of-{self.num_files:05d}.parquet"
+
+
+class FinishedFile(pydantic.BaseModel):
+    """Ledger entry of a record file.
+
+    `num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows share
+    count each time.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    split: str
+    shard: int
+    file: str
+    num_bytes: int
+    num_records: int
+    num_tokens: int
+    dropped_documents: int
+    dropped_tokens: int
+    sha256: str
+
+
+class RecordRanges(NamedTuple):
+    """Token ranges of records, and counts of what is in none."""
+
+    starts_W: np.ndarray
+    stops_W: np.ndarray
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+
+
+def strided_windows(
+    document_offsets: np.ndarray, min_length: int, max_length: int, stride: int
+) -> RecordRanges:
+    """Returns the windows of contiguous documents (int64 [D + 1] offsets), every `stride` tokens.
+
+    Windows have `min_length` to `max_length` labels; shorter ones are dropped. `stride` is at most
+    `max_length`, so that each token of a document but its first is a label.
+    """
+    assert 1 <= min_length <= max_length, (min_length, max_length)
+    assert 1 <= stride <= max_length, (stride, max_length)
+    begins_D, ends_D = document_offsets[:-1], document_offsets[1:]
+    sizes_D = ends_D - begins_D
+    # The first window that reaches the end is the last: later ones would be inside it.
+    counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
+    document_W = np.repeat(np.arange(sizes_D.size), counts_D)
+    first_W = np.cumsum(counts_D) - counts_D
+    number_W = np.arange(document_W.size) - first_W[document_W]
+    starts_W = begins_D[document_W] + number_W * stride
+    stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
+    kept_W = stops_W - starts_W > min_length
+    starts_W, stops_W, document_W = starts_W[kept_W], stops_W[kept_W], document_W[kept_W]
+    # Only the last window of a document can be too short, so the others cover a prefix.
+    covered_D = begins_D.astype(np.int64)
+    np.maximum.at(covered_D, document_W, stops_W)
+    return RecordRanges(
+        starts_W,
+        stops_W,
+        dropped_documents=int(sizes_D.size - np.unique(document_W).size),
+        dropped_tokens=int((ends_D - covered_D).sum()),
+    )
+
+
+def rows_of_windows(
+    records: Sequence[np.ndarray], max_length: int, pad_id: int, ignore_label: int
+) -> dict[str, np.ndarray]:
+    """Returns arrays [W, S] of windows with 2 to S + 1 tokens each.
+
+    They are int32 `input_ids`, int8 `attention_mask` (1 for tokens), and int32 `labels`, the token
+    after each input; `pad_id` and `ignore_label` are padding.
+    """
+    shape = (len(records), max_length)
+    inputs, mask = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int8)
+    labels = np.full(shape, ignore_label, np.int32)
+    for row, record in enumerate(records):
+        num_inputs = min(record.size, max_length)
+        inputs[row, :num_inputs] = record[:num_inputs]
+        mask[row, :num_inputs] = 1
+        labels[row, : record.size - 1] = record[1:]
+    return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+
+
+def num_chunks(num_tokens: int, chunk_length: int) -> int:
+    """Returns the number of chunks, each of which starts with the last token of the previous."""
+    return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
+
+
+def _ranges(job: RecordFileJob, store: TokenStore) -> RecordRanges:
+    shape = job.shape
+    if shape.kind == "chunks":
+        length = shape.keys.prepare_chunk_length
+        starts = np.arange(job.first, job.stop, dtype=np.int64) * (length - 1)
+        return RecordRanges(starts, np.minimum(starts + length, len(store)))
+    offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
+    if shape.kind in ("documents", "text"):
+        return RecordRanges(offsets[:-1], offsets[1:])
+    return strided_windows(
+        offsets, shape.keys.prep_min_length, shape.keys.prep_max_length, shape.keys.prep_stride
+    )
+
+
+def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarray]]:
+    """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
+    first, num_records = 0, ranges.starts_W.size
+    ends = np.cumsum(ranges.stops_W - ranges.starts_W)
+    while first < num_records:
+        done = int(ends[first - 1]) if first else 0
+        stop = int(np.searchsorted(ends, done + _BATCH_TOKENS, side="right"))
+        stop = max(stop, first + 1)
+        starts, stops = ranges.starts_W[first:stop], ranges.stops_W[first:stop]
+        yield np.split(store.read(starts, stops), np.cumsum(stops - starts)[:-1])
+        first = stop
+
+
+def write_record_file(job: RecordFileJob) -> FinishedFile:
+    """Writes or replaces a file. Raises UserError for a damaged dataset or a failed write."""
+    manifest = read_manifest(str(job.prepared))
+    store = open_flat(job.prepared, manifest, job.split)
+    ranges = _ranges(job, store)
+    path = job.folder / job.file_name(ranges.starts_W.size)
+    writing = writing_name(path)
+    batches = _batches(ranges, store)
+    try:
+        if job.shape.file_format == "parquet":
+            _write_parquet(writing, job.shape, manifest.pad_id, batches)
+        else:
+            _write_examples(writing, job.shape, batches)
+        with writing.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        num_bytes = writing.stat().st_size
+        publish(writing, path)
+        sync_file(job.folder)
+    except OSError as error:
+        raise UserError(
+            f"{path} could not be written ({error}). Free some space or get write permission, and "
+            "run the same command to resume: finished files are kept."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            writing.unlink(missing_ok=True)
+    sizes = ranges.stops_W - ranges.starts_W
+    if job.shape.kind == "strided":
+        # The last token of a full window is only a label.
+        sizes = np.minimum(sizes, job.shape.keys.prep_max_length)
+    return FinishedFile(
+        split=job.split,
+        shard=job.number,
+        file=path.name,
+        num_bytes=num_bytes,
+        num_records=ranges.starts_W.size,
+        num_tokens=int(sizes.sum()),
+        dropped_documents=ranges.dropped_documents,
+        dropped_tokens=ranges.dropped_tokens,
+        sha256=digest,
+    )
+
+
+def _write_examples(path: Path, shape: RecordShape, batches: Iterable[list[np.ndarray]]) -> None:
+    open_writer = TFRecordWriter if shape.file_format == "tfrecord" else ArrayRecordWriter
+    with contextlib.closing(open_writer(path)) as writer:
+        for record in itertools.chain.from_iterable(batches):
+            value = record.astype(np.uint8).tobytes() if shape.kind == "text" else record
+            writer.write(tf_example.encode({shape.field: value}))
+
+
+def _write_parquet(
+    path: Path, shape: RecordShape, pad_id: int, batches: Iterable[list[np.ndarray]]
+) -> None:
+    pyarrow, parquet = require_pyarrow()
+    ids = pyarrow.list_(pyarrow.int32())
+    columns = {shape.field: ids}
+    if shape.kind == "strided":
+        mask = pyarrow.list_(pyarrow.int8())
+        columns = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    schema = pyarrow.schema(list(columns.items()))
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for records in batches:
+            if shape.kind == "strided":
+                rows = rows_of_windows(
+                    records, shape.keys.prep_max_length, pad_id, shape.keys.prep_ignore_label
+                )
+                ends = np.arange(len(records) + 1) * shape.keys.prep_max_length
+                values = [rows[name].reshape(-1) for name in columns]
+            else:
+                ends = np.cumsum([0, *(record.size for record in records)])
+                values = [np.concatenate(records)]
+            # Arrow list offsets are int32.
+            assert ends[-1] < 2**31, ends[-1]
+            ends = pyarrow.array(ends.astype(np.int32))
+            arrays = [pyarrow.ListArray.from_arrays(ends, pyarrow.array(v)) for v in values]
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+
+
+def require_pyarrow() -> tuple[Any, Any]:
+    """Returns pyarrow and pyarrow.parquet, or raises a UserError."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            "prepare_output_format=parquet needs pyarrow. Install it: pip install 'MaxText[data]'"
+        ) from error
+    return pyarrow, parquet
 
 
 def export_records(
@@ -104,20 +360,16 @@ def export_records(
     files = [finished[job] for job in jobs]
     entries = {"num_files": len(files), "files": [file.model_dump() for file in files]}
     text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
-    atomic_write_text(output / _ledger_name(preparation.prepare_output_format), text)
+    atomic_write_text(output / LEDGER_NAMES[preparation.prepare_output_format], text)
     for line in _report(files, shape):
         show(line)
 
 
 def damaged_files(output: Path, output_format: str) -> list[str]:
     """Returns the names of exported files that are missing or of another size."""
-    ledger = json.loads((output / _ledger_name(output_format)).read_bytes())
+    ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
     files = [FinishedFile.model_validate(entry) for entry in ledger["files"]]
     return [file.file for file in files if not _is_whole(output, file)]
-
-
-def _ledger_name(output_format: str) -> str:
-    return "export.json" if output_format in TEXT_FORMATS else "records.json"
 
 
 def _open_output(output: Path, finished: Path, ledger: dict[str, Any]) -> None:
@@ -138,11 +390,10 @@ def _record_path(finished: Path, job: RecordFileJob) -> Path:
 
 
 def _finished(finished: Path, job: RecordFileJob) -> FinishedFile | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         file = FinishedFile.model_validate_json(_record_path(finished, job).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return file if _is_whole(job.folder, file) else None
+        return file if _is_whole(job.folder, file) else None
+    return None
 
 
 def _is_whole(output: Path, file: FinishedFile) -> bool:
@@ -167,8 +418,7 @@ def record_shape(preparation: Preparation) -> RecordShape:
             "the folder."
         )
     is_text = preparation.prepare_output_format in TEXT_FORMATS
-    file_format = preparation.prepare_output_format.removeprefix("text_")
-    assert file_format in ("tfrecord", "array_record", "parquet"), file_format
+    file_format: Any = preparation.prepare_output_format.removeprefix("text_")
     kind = "text" if is_text else preparation.prepare_record
     if kind == "strided":
         if file_format != "parquet":
@@ -186,12 +436,8 @@ def record_shape(preparation: Preparation) -> RecordShape:
                 )
     if file_format == "parquet":
         require_pyarrow()
-    return RecordShape(
-        file_format=file_format,
-        kind=kind,
-        field=_TEXT_FIELD if is_text else preparation.prepare_field or _DEFAULT_FIELDS[file_format],
-        keys=preparation,
-    )
+    field = _TEXT_FIELD if is_text else preparation.prepare_field or _DEFAULT_FIELDS[file_format]
+    return RecordShape(file_format, kind, field, preparation)
 
 
 def _plan(
@@ -214,18 +460,8 @@ def _plan(
             num_files = max(min(files_of[split], entry.num_documents), 1)
             bounds = _even_bounds(offsets, num_files).tolist()
         jobs += [
-            RecordFileJob(
-                prepared=prepared,
-                split=split,
-                shape=shape,
-                first=bounds[number],
-                stop=bounds[number + 1],
-                folder=output,
-                name=name,
-                number=number,
-                num_files=num_files,
-            )
-            for number in range(num_files)
+            RecordFileJob(prepared, split, shape, *ends, output, name, number, num_files)
+            for number, ends in enumerate(itertools.pairwise(bounds))
         ]
     return jobs
 

@@ -11,7 +11,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.sequences.splitmix import INCREMENT, hash_uint64
+from MaxText.input_pipeline.sequences.windows import INCREMENT, hash_uint64
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """Names of splits; a corpus without splits of its own is divided into the first two."""

@@ -45,10 +45,6 @@ from MaxText.storage.atomic import atomic_write_text, publish, sync_file, writin
 _BATCH_CHARACTERS = 4_000_000
 
 
-def narrowest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    return "uint16" if vocab_size <= 2**16 else "uint32"
-
-
 @dataclass(frozen=True)
 class Tokenization:
     """Everything besides the text that affects the ids, and the staging folder."""
@@ -65,7 +61,9 @@ class Tokenization:
 
     @property
     def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
-        return "uint8" if self.is_text else narrowest_dtype(self.tokenizer.entry.vocab_size)
+        if self.is_text:
+            return "uint8"
+        return "uint16" if self.tokenizer.entry.vocab_size <= 2**16 else "uint32"
 
     def summary(self) -> str:
         """Returns everything that affects the ids as JSON."""
@@ -100,9 +98,7 @@ class ShardJob:
     def splits(self, validation_fraction: float) -> list[str]:
         if self.split:
             return [self.split]
-        return (
-            [sampling.TRAIN, sampling.VALIDATION] if validation_fraction > 0 else [sampling.TRAIN]
-        )
+        return [sampling.TRAIN, *[sampling.VALIDATION] * (validation_fraction > 0)]
 
 
 class ShardSplit(pydantic.BaseModel):
@@ -204,11 +200,10 @@ def _is_of(
     splits = job.splits(tokenization.validation_fraction)
     if found.moved != job.moved or list(found.splits) != splits:
         return False
-    settings = sampling.ReadSettings(tokenization.seed)
-    return (
-        sampling.read_shard(settings, sampling.ReadJob(job.number, job.shard), advance).sha256
-        == found.sha256
+    text = sampling.read_shard(
+        sampling.ReadSettings(tokenization.seed), sampling.ReadJob(job.number, job.shard), advance
     )
+    return text.sha256 == found.sha256
 
 
 def _tokenize(

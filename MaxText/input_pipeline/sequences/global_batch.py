@@ -5,6 +5,7 @@ A run numbers only the samples it reads (N), while the data number all.
 Legend: B sequences (rows), T tokens of a window.
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,13 +19,18 @@ from MaxText.input_pipeline.sequences.order import SequenceDataset
 _LARGEST = 2**61  # far below 2**63, so that sums of sample numbers do not overflow
 
 
+@dataclasses.dataclass(frozen=True)
 class ExcludedRanges:
-    """Disjoint ranges (first, end) of excluded samples, in order."""
+    """Disjoint ranges (first, end) of excluded samples, in order; merged from any ranges.
 
-    def __init__(self, pairs: Iterable[Sequence[int]] = ()):
-        """Merges ranges (first, end), in any order. Raises UserError unless 0 <= first < end."""
+    Raises UserError unless 0 <= first < end.
+    """
+
+    pairs: Iterable[Sequence[int]] = ()
+
+    def __post_init__(self):
         merged: list[tuple[int, int]] = []
-        for first, end in sorted((int(first), int(end)) for first, end in pairs):
+        for first, end in sorted((int(first), int(end)) for first, end in self.pairs):
             if not 0 <= first < end <= _LARGEST:
                 raise UserError(
                     f"excluded_samples: [{first}, {end}] is not a range of samples. Give the "
@@ -34,16 +40,10 @@ class ExcludedRanges:
                 merged[-1] = merged[-1][0], max(end, merged[-1][1])
             else:
                 merged.append((first, end))
-        self.pairs = tuple(merged)
+        object.__setattr__(self, "pairs", tuple(merged))
 
     def __bool__(self) -> bool:
         return bool(self.pairs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExcludedRanges) and self.pairs == other.pairs
-
-    def __hash__(self) -> int:
-        return hash(self.pairs)
 
     def __or__(self, other: "ExcludedRanges") -> "ExcludedRanges":
         return ExcludedRanges((*self.pairs, *other.pairs))

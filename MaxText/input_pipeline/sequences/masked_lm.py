@@ -12,7 +12,7 @@ import numpy as np
 
 from MaxText.config.data_sections import Masking
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.splitmix import INCREMENT, mix
+from MaxText.input_pipeline.sequences.windows import INCREMENT, mix
 
 _LARGEST_WORD = 2**64 - 1
 

@@ -17,9 +17,14 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.fill import BatchPart, fill_batch
-from MaxText.input_pipeline.sequences.splitmix import INCREMENT, hash_uint64
-from MaxText.input_pipeline.sequences.windows import EMPTY, Windows
+from MaxText.input_pipeline.sequences.windows import (
+    EMPTY,
+    INCREMENT,
+    BatchPart,
+    Windows,
+    fill_batch,
+    hash_uint64,
+)
 
 # Grain's permutation is a cipher over 32-bit indices. With Grain's own 4 rounds, consecutive rows
 # of 4e9 windows are only 0.14 of the data apart on average (1/3 is uniform); with 8 it is 0.33.

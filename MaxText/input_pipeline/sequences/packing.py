@@ -10,11 +10,11 @@ import numpy as np
 
 from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.sequences.windows import (
-    EMPTY,
     SequenceOptions,
     TokenRanges,
     Windows,
     expand,
+    items_of_rows,
     ranges_in_rows,
 )
 from MaxText.input_pipeline.token_store.store import TokenData
@@ -70,33 +70,23 @@ class PackedDocuments(Windows):
         )
 
     @property
-    def _starts_I(self) -> np.ndarray:
-        return self._plan["starts"]
-
-    @property
-    def _first_item_R(self) -> np.ndarray:
-        return self._plan["first_item"]
-
-    @property
     def description(self) -> str:
         return f"whole documents by {'best' if self._best_fit else 'first'} fit"
 
     def __len__(self) -> int:
-        return len(self._first_item_R) - 1
+        return len(self._plan["first_item"]) - 1
 
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        rows = np.flatnonzero(windows != EMPTY)
-        first, last = self._first_item_R[windows[rows]], self._first_item_R[windows[rows] + 1]
-        counts = last - first
-        starts_P = np.asarray(self._starts_I[expand(first, counts)])
+        row_P, item_P = items_of_rows(self._plan["first_item"], windows)
+        starts_P = np.asarray(self._plan["starts"][item_P])
         offsets = self.data.store.document_offsets
         documents_P = np.searchsorted(offsets, starts_P, side="right")
         stops_P = np.minimum(starts_P + self.length + 1, offsets[documents_P])
-        return ranges_in_rows(np.repeat(rows, counts), starts_P, stops_P)
+        return ranges_in_rows(row_P, starts_P, stops_P)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         # Groups cross files; a row belongs to the file of its first item.
-        starts_R = np.asarray(self._starts_I[self._first_item_R[:-1]])
+        starts_R = np.asarray(self._plan["starts"][self._plan["first_item"][:-1]])
         return np.searchsorted(
             np.maximum.accumulate(starts_R), self.data.store.document_offsets[documents]
         )

@@ -1,22 +1,22 @@
 """Slices a token store into fixed-length sequences with targets, weights and segments.
 
 Everything is computed from document offsets on reading; only plans for whole documents are cached.
+Array operations fill the sequences of all datasets of a batch together.
 
-Legend: B sequences (rows), T tokens of a window, P ranges, D documents, Q document starts.
+Legend: B sequences (rows), T tokens of a window, P ranges, D documents, Q document starts, S
+stride, I sliding windows, R sequences of an epoch.
 """
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.token_store.store import TokenData
-
-_BLOCK = 2**20  # documents processed at a time
+from MaxText.input_pipeline.token_store.store import TokenData, document_sizes
 
 EMPTY = -1  # index for "no window": a row of padding, with weights and segments 0
 
@@ -44,6 +44,7 @@ class Windows(abc.ABC):
     """Base class for slicing the token store into sequences."""
 
     joined = True  # ranges of a sequence are contiguous; else n tokens fill n - 1 positions
+    single_documents = False  # whether no sequence has more than one
     has_own_order = False  # whether shuffling must keep the order of windows
     random = False  # whether `spans` uses its random numbers
     padding_share = 0.0  # share of positions without a target; 0 with packing
@@ -52,10 +53,7 @@ class Windows(abc.ABC):
         self.data = data
         self.options = options
         self.length = options.length
-        self.has_documents = not (options.attend_across_documents or self._single_documents())
-
-    def _single_documents(self) -> bool:
-        return False
+        self.has_documents = not (options.attend_across_documents or self.single_documents)
 
     @property
     @abc.abstractmethod
@@ -74,9 +72,9 @@ class Windows(abc.ABC):
         if `random` is set.
         """
 
-    @abc.abstractmethod
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         """Returns the first window of each document (int64); len(self) for the document count."""
+        raise NotImplementedError  # evaluation has no groups of files
 
     def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
         """Returns how many leading targets of each range have weight 0 (int64 [P]), or None."""
@@ -132,6 +130,13 @@ def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
     return np.arange(int(counts_G.sum())) + np.repeat(first_G - before_G, counts_G)
 
 
+def items_of_rows(first_R: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the row in the batch, and the number, of each item of rows that have several."""
+    rows = np.flatnonzero(windows != EMPTY)
+    first, end = first_R[windows[rows]], first_R[windows[rows] + 1]
+    return np.repeat(rows, end - first), expand(first, end - first)
+
+
 def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> TokenRanges:
     return TokenRanges(rows, np.zeros(len(rows), np.int64), starts, stops)
 
@@ -177,6 +182,8 @@ class DocumentWindows(Windows):
     token, which predicts nothing, makes none. Maps 8 bytes per document.
     """
 
+    single_documents = True
+
     def __init__(self, data: TokenData, options: SequenceOptions, cache_dir: Path):
         super().__init__(data, options)
         # With labels every token has a target.
@@ -192,8 +199,8 @@ class DocumentWindows(Windows):
 
     def _plan(self) -> Iterator[dict[str, np.ndarray]]:
         offsets, total, num_targets = self.data.store.document_offsets, 0, 0
-        for first in range(0, len(offsets) - 1, _BLOCK):
-            sizes = np.diff(offsets[first : first + _BLOCK + 1]) - self._ahead
+        for block in document_sizes(offsets):
+            sizes = block - self._ahead
             counts = np.maximum(-(-sizes // self.length), 0)
             if self.options.truncate:
                 counts = np.minimum(counts, 1)
@@ -204,31 +211,23 @@ class DocumentWindows(Windows):
         yield {"first_window": np.array([total]), "num_targets": np.array([num_targets])}
 
     @property
-    def _first_window(self) -> np.ndarray:
-        return self._arrays["first_window"]
-
-    def _single_documents(self) -> bool:
-        return True
-
-    @property
     def description(self) -> str:
-        kind = "one document per row"
-        return f"{kind}, cut off" if self.options.truncate else f"{kind}, continued"
+        return f"one document per row, {'cut off' if self.options.truncate else 'continued'}"
 
     def __len__(self) -> int:
-        return int(self._first_window[-1])
+        return int(self._arrays["first_window"][-1])
 
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         rows = np.flatnonzero(windows != EMPTY)
         windows = windows[rows]
-        documents = np.searchsorted(self._first_window, windows, side="right") - 1
-        offsets = self.data.store.document_offsets
-        starts = offsets[documents] + (windows - self._first_window[documents]) * self.length
+        first_window, offsets = self._arrays["first_window"], self.data.store.document_offsets
+        documents = np.searchsorted(first_window, windows, side="right") - 1
+        starts = offsets[documents] + (windows - first_window[documents]) * self.length
         stops = np.minimum(starts + self.length + self._ahead, offsets[documents + 1])
         return one_per_row(rows, starts, stops)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
-        return self._first_window[documents]
+        return self._arrays["first_window"][documents]
 
 
 class JoinedDocuments(Windows):
@@ -266,3 +265,245 @@ class JoinedDocuments(Windows):
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         return -(-documents // self._stitch)
+
+
+class BatchPart(NamedTuple):
+    """Token ranges of some sequences of a batch, from one dataset."""
+
+    windows: Windows
+    rows: np.ndarray  # int64, batch indices of the sequences
+    spans: TokenRanges  # `row_P` counts within `rows`
+    without_weight: np.ndarray | None = None
+
+
+def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
+    """Returns the sequences of a batch, of which `parts` together have each one once.
+
+    Arrays [B, T] are named as in Batch: int32 `tokens` and `targets`, float32 `weights`, and with
+    `has_documents` int32 `positions` (from the first token of the document in the sequence) and
+    `segments`. A weight is 0 without a target, and with `has_documents` also if the target begins
+    another document. Raises UnreadableFile.
+    """
+    alike: dict[tuple[bool, bool], list[BatchPart]] = {}
+    for part in parts:
+        key = (part.windows.joined, part.windows.data.labels is not None)
+        alike.setdefault(key, []).append(part)
+    filled = [_fill(group, has_documents) for group in alike.values()]
+    rows = np.concatenate([part.rows for group in alike.values() for part in group])
+    if np.all(rows[1:] > rows[:-1]) and len(filled) == 1:
+        return filled[0]
+    order = np.argsort(rows)
+    return {name: _concatenated([one[name] for one in filled])[order] for name in filled[0]}
+
+
+def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
+    first = parts[0].windows
+    length, num_rows = first.length, sum(len(part.rows) for part in parts)
+    before = np.cumsum([0, *(len(part.rows) for part in parts)])
+    row_P = np.concatenate([p.spans.row_P + n for p, n in zip(parts, before, strict=False)])
+    position_P = np.concatenate([part.spans.position_P for part in parts])
+    sizes_P = np.concatenate([part.spans.stop_P - part.spans.start_P for part in parts])
+    ids = _concatenated(
+        [part.windows.data.store.read(part.spans.start_P, part.spans.stop_P) for part in parts]
+    )
+    arrays: dict[str, np.ndarray] = {}
+    whole = len(ids) == num_rows * (length + 1)
+    if whole and first.joined and first.data.labels is None:  # fast path
+        rows = ids.reshape(num_rows, length + 1)
+        arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        arrays["weights"] = np.ones((num_rows, length), np.float32)
+        return _finished(arrays, parts, before, None, has_documents)
+    pad_B = np.repeat([p.windows.data.pad_id for p in parts], [len(p.rows) for p in parts])
+    used_B = np.zeros(num_rows, np.int64)
+    if first.data.labels is not None:
+        labels = _concatenated(
+            [
+                part.windows.data.labels.read(part.spans.start_P, part.spans.stop_P)
+                for part in parts
+                if part.windows.data.labels is not None
+            ]
+        )
+        used_B[row_P] = sizes_P
+        arrays["tokens"] = _spread(ids, used_B, pad_B, length)
+        arrays["targets"] = _spread(np.maximum(labels, 0), used_B, pad_B, length)
+        arrays["weights"] = _spread(
+            (labels >= 0).astype(np.float32), used_B, np.zeros(num_rows), length
+        )
+    elif first.joined:
+        # The first token of a joined range is the target of the token before it.
+        np.maximum.at(used_B, row_P, position_P + sizes_P)
+        rows = _spread(ids, used_B, pad_B, length + 1)
+        arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        arrays["weights"] = _ones(used_B - 1, length)
+    else:
+        # A range of n tokens fills n - 1 positions.
+        np.maximum.at(used_B, row_P, position_P + sizes_P - 1)
+        ends_P = np.cumsum(sizes_P)
+        is_input, is_target = np.ones(len(ids), bool), np.ones(len(ids), bool)
+        is_input[ends_P - 1] = False
+        is_target[ends_P - sizes_P] = False
+        arrays["tokens"] = _spread(ids[is_input], used_B, pad_B, length)
+        arrays["targets"] = _spread(ids[is_target], used_B, pad_B, length)
+        arrays["weights"] = _ones(used_B, length)
+    return _finished(arrays, parts, before, np.minimum(used_B, length), has_documents)
+
+
+def _finished(
+    arrays: dict[str, np.ndarray],
+    parts: Sequence[BatchPart],
+    before: np.ndarray,
+    used_B: np.ndarray | None,
+    has_documents: bool,
+) -> dict[str, np.ndarray]:
+    for part, first_row in zip(parts, before.tolist(), strict=False):
+        if part.without_weight is not None:
+            counts = part.without_weight.tolist()
+            spans = part.spans
+            for row, position, count in zip(spans.row_P, spans.position_P, counts, strict=True):
+                arrays["weights"][first_row + row, position : position + count] = 0
+    if has_documents:
+        _add_documents(arrays, parts, before, used_B)
+    if not parts[0].windows.options.zero_loss:
+        arrays["weights"] *= arrays["targets"] != 0
+    return arrays
+
+
+def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _ones(used_B: np.ndarray, width: int) -> np.ndarray:
+    return (np.arange(width) < used_B[:, None]).astype(np.float32)
+
+
+def _spread(values: np.ndarray, used_B: np.ndarray, pad_B: np.ndarray, width: int) -> np.ndarray:
+    spread = np.empty((len(used_B), width), values.dtype)
+    spread[:] = pad_B[:, None]
+    at = 0
+    for row, used in zip(spread, used_B.tolist(), strict=True):
+        row[:used] = values[at : at + used]
+        at += used
+    return spread
+
+
+def _add_documents(
+    arrays: dict[str, np.ndarray],
+    parts: Sequence[BatchPart],
+    before: np.ndarray,
+    used_B: np.ndarray | None,
+) -> None:
+    """Adds positions and segments, and zeroes the weights of targets in another document.
+
+    `used_B` is the number of tokens in each row before its padding; None if there is none.
+    """
+    num_rows, length = arrays["tokens"].shape
+    begins = [part.windows.beginnings(part.spans) for part in parts]
+    row_Q = np.concatenate([rows + n for (rows, _), n in zip(begins, before, strict=False)])
+    position_Q = np.concatenate([positions for _, positions in begins])
+    if parts[0].windows.joined:
+        # The target before a document start belongs to another document.
+        later = position_Q > 0
+        arrays["weights"][row_Q[later], position_Q[later] - 1] = 0
+    here = position_Q < length
+    row_Q, position_Q = row_Q[here], position_Q[here]
+    segments = np.zeros((num_rows, length), np.int32)
+    segments[row_Q, position_Q] = 1
+    np.cumsum(segments, axis=1, out=segments)
+    # A cumulative sum of ones, reset to 0 at each document start.
+    positions = np.ones((num_rows, length), np.int32)
+    before_Q = np.zeros_like(position_Q)
+    before_Q[1:] = np.where(row_Q[1:] == row_Q[:-1], position_Q[:-1], 0)
+    positions[row_Q, position_Q] = 1 - (position_Q - before_Q)
+    positions[:, 0] = 0
+    np.cumsum(positions, axis=1, out=positions)
+    if used_B is not None:
+        beyond = np.arange(length) >= used_B[:, None]
+        segments[beyond] = 0
+        positions[beyond] = 0
+    arrays["positions"], arrays["segments"] = positions, segments
+
+
+class SlidingWindows(Windows):
+    """Windows over each document, or over all tokens if documents attend to each other.
+
+    The first window has the first T targets of a document. Each further window ends S targets later
+    (or at the end of the document), starts T targets before its end, and counts only the new
+    targets. So each target counts once, with between T - S + 1 and T tokens of context, or all that
+    exist. Short documents share a sequence as separate segments. Keeps 20 bytes per window.
+    """
+
+    joined = False
+
+    def __init__(self, data: TokenData, options: SequenceOptions, stride: int):
+        assert 1 <= stride <= options.length
+        assert data.labels is None
+        super().__init__(data, options)
+        self._stride = stride
+        offsets = np.asarray(data.store.document_offsets)
+        if options.attend_across_documents:
+            offsets = offsets[[0, -1]]
+        self._start_I, self._stop_I, self._context_I = _windows(offsets, options.length, stride)
+        self._first_R = _rows(self._stop_I - self._start_I - 1, options.length)
+
+    @property
+    def description(self) -> str:
+        return f"windows that move on by {self._stride} targets"
+
+    def __len__(self) -> int:
+        return len(self._first_R) - 1
+
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+        row_P, item_P = items_of_rows(self._first_R, windows)
+        return ranges_in_rows(row_P, self._start_I[item_P], self._stop_I[item_P])
+
+    def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
+        return self._context_I[items_of_rows(self._first_R, windows)[1]]
+
+
+def _windows(
+    offsets: np.ndarray, length: int, stride: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns first token, end, and number of weight-0 targets of each window, int64 [I]."""
+    targets_D = np.maximum(np.diff(offsets) - 1, 0)
+    further_D = np.maximum(-(-(targets_D - length) // stride), 0)
+    counts_D = (targets_D > 0) + further_D
+    document_I = np.repeat(np.arange(len(targets_D)), counts_D)
+    number_I = expand(np.zeros_like(counts_D), counts_D)
+    end_I = np.minimum(length + number_I * stride, targets_D[document_I])
+    counted_before_I = np.where(number_I > 0, length + (number_I - 1) * stride, 0)
+    begin_I = np.maximum(end_I - length, 0)
+    first_I = offsets[document_I]
+    context_I = (counted_before_I - begin_I).astype(np.int32)
+    return first_I + begin_I, first_I + end_I + 1, context_I
+
+
+def _rows(sizes_I: np.ndarray, length: int) -> np.ndarray:
+    """Returns int64 [R + 1]: first window of each row, and the end."""
+    ends_I = np.cumsum(sizes_I)
+    first = [0]
+    while first[-1] < len(sizes_I):
+        filled = ends_I[first[-1]] - sizes_I[first[-1]]
+        first.append(int(np.searchsorted(ends_I, filled + length, side="right")))
+    return np.array(first, np.int64)
+
+
+INCREMENT = 0x9E3779B97F4A7C15
+"""Step of the counter of SplitMix64 (Steele, Lea and Flood 2014): random bits from numbers."""
+
+
+def mix(words: np.ndarray) -> np.ndarray:
+    """Applies SplitMix64's bijection to uint64 words, in place."""
+    words ^= words >> 30
+    words *= 0xBF58476D1CE4E5B9
+    words ^= words >> 27
+    words *= 0x94D049BB133111EB
+    words ^= words >> 31
+    return words
+
+
+def hash_uint64(words: np.ndarray) -> np.ndarray:
+    """Applies two mixed steps of the counter, in place; neighboring words end up far apart."""
+    for _ in range(2):
+        words += np.uint64(INCREMENT)
+        mix(words)
+    return words

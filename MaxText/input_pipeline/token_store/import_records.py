@@ -14,6 +14,7 @@ the original format.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes
+from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
@@ -41,11 +42,9 @@ _LAYOUT = 1
 _HEADER_NAME = "import.json"
 _BUFFER_TOKENS = 1 << 20
 _MIN_BYTES_FOR_PROCESSES = 1 << 26  # below this size, importing is faster than starting processes
-_SECONDS_BETWEEN_LINES = 10.0
 
 
-@dataclasses.dataclass(frozen=True)
-class ImportedRecords:
+class ImportedRecords(NamedTuple):
     """An import on disk."""
 
     folder: Path
@@ -63,65 +62,114 @@ Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
 """Reads a file in order, as read_ids; sent to other processes."""
 
 
-class ImportOptions(NamedTuple):
-    """Where and how to import."""
+@dataclasses.dataclass(frozen=True)
+class RecordImport:
+    """Files to import on the first call of `run`, and whenever one of them has changed."""
 
+    files: Sequence[FileInfo]
+    read: Read
+    identity: str  # everything besides the file that determines what `read` returns
     cache_dir: Path
     eos_id: int = -1  # appended to every record unless negative
     skip: bool = False  # skip bad records, up to `max_bad_records`
     max_bad_records: int = 0
 
+    @functools.cached_property
+    def folder(self) -> Path:
+        found = [(file_access.absolute(file.path), file.size, file.tag) for file in self.files]
+        name = json.dumps([_LAYOUT, self.identity, self.eos_id, self.skip, found])
+        return self.cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
 
-class _Job(NamedTuple):
-    folder: Path
-    files: tuple[FileInfo, ...]
-    read: Read
-    options: ImportOptions
+    def path(self, kind: str, number: int) -> Path:
+        return _path(self.folder, kind, number)
 
+    def run(self, show: Callable[[str], None]) -> ImportedRecords:
+        """Returns the import. If several processes ask for it, one works and the others wait.
 
-def import_records(
-    files: Sequence[FileInfo],
-    read: Read,
-    identity: str,
-    options: ImportOptions,
-    show: Callable[[str], None],
-) -> ImportedRecords:
-    """Imports files on the first call and whenever one of them has changed.
-
-    If several processes import the same files, one works and the others wait. `identity` is
-    everything besides the file that determines what `read` returns.
-
-    Raises:
-      BadRecord: A record is damaged, or the rest of a file cannot be found, and `skip` is false.
-      UnreadableFile: A file cannot be read.
-      UserError: Too many bad records, or `cache_dir` cannot be written.
-    """
-    found = [(file_access.absolute(file.path), file.size, file.tag) for file in files]
-    name = json.dumps([_LAYOUT, identity, options.eos_id, options.skip, found])
-    folder = options.cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
-    job = _Job(folder, tuple(files), read, options)
-    imported = _load(folder)
-    if imported is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with lock(folder.parent / f".{folder.name}.lock", show):
-                imported = _load(folder)
-                if imported is None:
-                    delete_unused(folder.parent)
-                    _import(job, show)
+        Raises:
+          BadRecord: A record is damaged, or the rest of a file cannot be found, without `skip`.
+          UnreadableFile: A file cannot be read.
+          UserError: Too many bad records, or `cache_dir` cannot be written.
+        """
+        folder = self.folder
+        imported = _load(folder)
+        if imported is None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with lock(folder.parent / f".{folder.name}.lock", show):
                     imported = _load(folder)
-                    assert imported is not None, folder
-        except UserError:
-            raise
-        except OSError as error:
-            if is_transient(error, remote=any(file_access.is_url(file.path) for file in files)):
+                    if imported is None:
+                        delete_unused(folder.parent)
+                        self._import(show)
+                        imported = _load(folder)
+                        assert imported is not None, folder
+            except UserError:
                 raise
-            raise cache_write_error(options.cache_dir, error) from error
-    with contextlib.suppress(OSError):  # the cache may be read-only
-        os.utime(folder)  # see delete_unused
-    for message in imported.skipped:
-        show(message)
-    return imported
+            except OSError as error:
+                if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
+                    raise
+                raise cache_write_error(self.cache_dir, error) from error
+        with contextlib.suppress(OSError):  # the cache may be read-only
+            os.utime(folder)  # see delete_unused
+        for message in imported.skipped:
+            show(message)
+        return imported
+
+    def _import(self, show: Callable[[str], None]) -> None:
+        began = time.monotonic()
+        total = sum(file.size for file in self.files)
+        show(
+            f"Importing {counted(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token records"
+            f" once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are above "
+            "65,535."
+        )
+        entries = [self.path("file", number) for number in range(len(self.files))]
+        todo = [number for number, path in enumerate(entries) if not path.exists()]
+        processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
+        with show_progress("Importing", total, show) as advance:
+            advance(total - sum(self.files[number].size for number in todo))
+            for _ in map_in_processes(_import_file, self, todo, processes, advance):
+                pass
+        num_records, num_tokens = self._finish([json.loads(path.read_text()) for path in entries])
+        seconds = time.monotonic() - began
+        show(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
+
+    def _finish(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
+        """Merges the per-file results; returns the numbers of records and tokens."""
+        bad = [message for entry in entries for message in entry["bad"]]
+        self.check_bad(bad)
+        widest = max((entry["dtype"] for entry in entries), default="<u2")
+        sizes = []
+        for number, entry in enumerate(entries):
+            sizes.append(np.load(self.path("sizes", number)))
+            if entry["dtype"] != widest:
+                _rewrite(self.path("tokens", number), entry["dtype"], widest)
+                entry["dtype"] = widest
+                atomic_write_text(self.path("file", number), json.dumps(entry))
+        firsts = np.cumsum([0, *(array.size for array in sizes)])
+        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
+        np.save(self.folder / OFFSETS_NAME, ends)
+        names = [file.path.rsplit("/", 1)[-1] for file in self.files]
+        origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
+        atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
+        header = {
+            "dtype": widest,
+            "num_tokens": [entry["num_tokens"] for entry in entries],
+            "has_labels": any(entry["has_labels"] for entry in entries),
+            "largest_id": max((entry["largest_id"] for entry in entries), default=-1),
+            "skipped": bad,
+            "files": [file.path for file in self.files],
+        }
+        atomic_write_text(self.folder / _HEADER_NAME, json.dumps(header))
+        return int(firsts[-1]), int(ends[-1])
+
+    def check_bad(self, bad: list[str]) -> None:
+        limit = self.max_bad_records
+        if self.skip and bad and len(bad) >= limit:
+            raise UserError(
+                f"{len(bad)} records could not be read, and max_bad_records={limit}. The last "
+                f"one: {bad[-1]}. Fix the files, or raise the limit."
+            )
 
 
 def _load(folder: Path) -> ImportedRecords | None:
@@ -131,13 +179,9 @@ def _load(folder: Path) -> ImportedRecords | None:
     try:
         header = json.loads((folder / _HEADER_NAME).read_text(encoding="utf-8"))
         imported = ImportedRecords(
-            folder,
-            np.dtype(header["dtype"]),
-            tuple(header["num_tokens"]),
-            header["has_labels"],
-            header["largest_id"],
-            tuple(header["skipped"]),
-        )
+            folder, np.dtype(header["dtype"]), tuple(header["num_tokens"]), header["has_labels"],
+            header["largest_id"], tuple(header["skipped"]),
+        )  # fmt: skip
         for kind, width in (("tokens", imported.dtype.itemsize), ("labels", 4)):
             if kind == "tokens" or imported.has_labels:
                 for path, count in zip(imported.files(kind), imported.num_tokens, strict=True):
@@ -153,72 +197,17 @@ def _load(folder: Path) -> ImportedRecords | None:
         return None
 
 
-def _import(job: _Job, show: Callable[[str], None]) -> None:
-    began = last_line = time.monotonic()
-    total = sum(file.size for file in job.files)
-    show(
-        f"Importing {counted(len(job.files), 'file')} ({total / 1e9:,.2f} GB) of token records "
-        f"once, into {job.folder.parent}: 2 bytes a token on disk, 4 where ids are above 65,535."
-    )
-    numbers = range(len(job.files))
-    todo = [number for number in numbers if not _path(job.folder, "file", number).exists()]
-    processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
-    done = len(job.files) - len(todo)
-    for _ in map_in_processes(_import_file, job, todo, processes, lambda _: None):
-        done += 1
-        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            show(f"  {done:,} of {len(job.files):,} files")
-    entries = [
-        json.loads(_path(job.folder, "file", number).read_text(encoding="utf-8"))
-        for number in range(len(job.files))
-    ]
-    num_records, num_tokens = _finish(job, entries)
-    seconds = time.monotonic() - began
-    show(f"ImportedRecords {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
-
-
-def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
-    """Merges the per-file results; returns the numbers of records and tokens."""
-    bad = [message for entry in entries for message in entry["bad"]]
-    _check_bad(job, bad)
-    widest = max((entry["dtype"] for entry in entries), default="<u2")
-    sizes = []
-    for number, entry in enumerate(entries):
-        sizes.append(np.load(_path(job.folder, "sizes", number)))
-        if entry["dtype"] != widest:
-            _rewrite(_path(job.folder, "tokens", number), entry["dtype"], widest)
-            entry["dtype"] = widest
-            atomic_write_text(_path(job.folder, "file", number), json.dumps(entry))
-    firsts = np.cumsum([0, *(array.size for array in sizes)])
-    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
-    np.save(job.folder / OFFSETS_NAME, ends)
-    names = [file.path.rsplit("/", 1)[-1] for file in job.files]
-    origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
-    atomic_write_text(job.folder / SOURCE_FILES_NAME, json.dumps(origins))
-    header = {
-        "dtype": widest,
-        "num_tokens": [entry["num_tokens"] for entry in entries],
-        "has_labels": any(entry["has_labels"] for entry in entries),
-        "largest_id": max((entry["largest_id"] for entry in entries), default=-1),
-        "skipped": bad,
-        "files": [file.path for file in job.files],
-    }
-    atomic_write_text(job.folder / _HEADER_NAME, json.dumps(header))
-    return int(firsts[-1]), int(ends[-1])
-
-
-def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None:
+def _import_file(job: RecordImport, number: int, advance: Callable[[int], None]) -> None:
     file = job.files[number]
-    ids, labels = _Writer(_path(job.folder, "tokens", number)), None
+    ids, labels = _Writer(job.path("tokens", number)), None
     sizes: list[int] = []
     bad: list[str] = []
 
     def note(problem: BadRecord, rest: str = "") -> None:
-        if not job.options.skip:
+        if not job.skip:
             raise problem
         bad.append(f"Skipped a record: {problem}{rest}")
-        _check_bad(job, bad)
+        job.check_bad(bad)
 
     try:
         for record in job.read(file.path):
@@ -227,10 +216,10 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
                 continue
             size = ids.add(record.ids)
             if record.labels is not None:
-                labels = labels or _Writer(_path(job.folder, "labels", number), "<i4")
+                labels = labels or _Writer(job.path("labels", number), "<i4")
                 labels.add(record.labels)
-            elif job.options.eos_id >= 0:
-                size += ids.add(np.array([job.options.eos_id], np.int32))
+            elif job.eos_id >= 0:
+                size += ids.add(np.array([job.eos_id], np.int32))
             sizes.append(size)
     except BadRecord as problem:
         _raise_if_unreadable(problem)
@@ -238,7 +227,7 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
     ids.close()
     if labels is not None:
         labels.close()
-    np.save(_path(job.folder, "sizes", number), np.array(sizes, np.int64))
+    np.save(job.path("sizes", number), np.array(sizes, np.int64))
     entry = {
         "num_tokens": ids.count,
         "dtype": ids.dtype.str,
@@ -246,7 +235,8 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
         "has_labels": labels is not None,
         "bad": bad,
     }
-    atomic_write_text(_path(job.folder, "file", number), json.dumps(entry))
+    atomic_write_text(job.path("file", number), json.dumps(entry))
+    advance(file.size)
 
 
 def _raise_if_unreadable(problem: BadRecord) -> None:
@@ -257,15 +247,6 @@ def _raise_if_unreadable(problem: BadRecord) -> None:
             raise cause  # keeps its type across processes
         if isinstance(cause, OSError) and cause.errno is not None:
             raise UnreadableFile(str(problem), problem.path) from problem
-
-
-def _check_bad(job: _Job, bad: list[str]) -> None:
-    limit = job.options.max_bad_records
-    if job.options.skip and bad and len(bad) >= limit:
-        raise UserError(
-            f"{len(bad)} records could not be read, and max_bad_records={limit}. The last "
-            f"one: {bad[-1]}. Fix the files, or raise the limit."
-        )
 
 
 def _path(folder: Path, kind: str, number: int) -> Path:

@@ -13,17 +13,15 @@ All little-endian. A document is usually one sequence. Data is read in place; do
 computed from the index once and then mapped from the cache.
 """
 
-import contextlib
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.byte_streams import local_file
 from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import (
     TokenData,
@@ -35,7 +33,7 @@ from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
 
 MAGIC = b"MMIDIDX\0\0"
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 # 6 and 7 are floats, which Megatron-LM and GPT-NeoX number differently.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "float", 7: "float", 8: "<u2"}
 _AGAIN = "Copy it again, or make it again with the program that wrote it."
@@ -64,14 +62,16 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
     else:  # published as fixed-size byte chunks to concatenate
         pattern = f"{prefix}-*-of-*.bin"
         shards = file_access.list_files(pattern, f"{key}={location}, the data of {prefix}.idx")
-    with _opened(index) as file:
-        dtype = read_header(file, index)[0]
-        documents = cached_arrays(
-            cache_dir,
-            "megatron1",
-            f"{file_access.absolute(index.path)} {index.size} {index.tag}",
-            lambda: read_offsets(file, index),
-        )
+    identity = f"{file_access.absolute(index.path)} {index.size} {index.tag}"
+    try:
+        with local_file(index.path) as name:
+            file = Path(name)
+            dtype = read_header(file, index)[0]
+            documents = cached_arrays(
+                cache_dir, "megatron1", identity, lambda: read_offsets(file, index)
+            )
+    except OSError as error:
+        raise UserError(f"{index.path} cannot be read ({error}). {_AGAIN}") from error
     if dtype == np.int8:
         raise UserError(f"{index.path} has ids of one signed byte, which are not token ids.")
     offsets = documents["document_offsets"]
@@ -94,39 +94,24 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
     )
 
 
-@contextlib.contextmanager
-def _opened(index: FileInfo) -> Iterator[Path]:
-    """Yields a local path of an index: itself, or a temporary copy."""
-    try:
-        if not file_access.is_url(index.path):
-            yield Path(file_access.local_path(index.path))
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            system, name = file_access.file_system(index.path)
-            system.get_file(name, f"{folder}/idx")
-            yield Path(folder, "idx")
-    except OSError as error:
-        raise UserError(f"{index.path} cannot be read ({error}). {_AGAIN}") from error
-
-
 def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
     """Returns the dtype of ids, and the numbers of sequences and document entries."""
     with open(file, "rb") as stream:
-        header = stream.read(_HEADER.size)
+        header = stream.read(HEADER.size)
     path = index.path
-    if len(header) < _HEADER.size or not header.startswith(MAGIC):
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise UserError(
             f"{path} is not an index of Megatron data (MMIDIDX). Name the .bin and .idx "
             "that Megatron's or GPT-NeoX's preprocess_data wrote with data-impl mmap."
         )
-    _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
+    _, version, code, num_sequences, num_documents = HEADER.unpack(header)
     if version != 1:
         raise UserError(f"{path} has version {version}; version 1 is known. {_AGAIN}")
     if DTYPES.get(code, "float") == "float":
         raise UserError(
             f"{path}: type code {code} is not an integer type. Name a data set of tokens."
         )
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
+    expected = HEADER.size + 12 * num_sequences + 8 * num_documents
     if index.size != expected:
         raise UserError(
             f"{path} has {index.size} bytes, where its header asks for {expected}: it is "
@@ -143,7 +128,7 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
     contiguous.
     """
     dtype, num_sequences, num_documents = read_header(file, index)
-    path, at = index.path, _HEADER.size
+    path, at = index.path, HEADER.size
 
     def mapped(kind: str, count: int, offset: int) -> np.ndarray:
         if not count:
@@ -189,22 +174,3 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
             begins = pointers[np.minimum(sequences, num_sequences - 1)] // dtype.itemsize
             yield {"document_offsets": np.where(sequences < num_sequences, begins, total)}
     yield {"document_offsets": np.array([total], np.int64)}
-
-
-def write_index(
-    path: str | os.PathLike[str], dtype: np.dtype, sizes: Sequence[int], documents: Sequence[int]
-) -> None:
-    """Writes the index of contiguous sequences.
-
-    `documents` are the first sequence of each document, then the number of sequences.
-    """
-    codes = {np.dtype(name): code for code, name in DTYPES.items() if name != "float"}
-    tokens = np.asarray(sizes, "<i4")
-    ends = np.cumsum(tokens, dtype=np.int64) * dtype.itemsize
-    pointers = np.concatenate([[0], ends[:-1]]) if tokens.size else ends
-    with open(path, "wb") as file:
-        code = codes[dtype.newbyteorder("<")]
-        file.write(_HEADER.pack(MAGIC, 1, code, len(sizes), len(documents)))
-        file.write(tokens.tobytes())
-        file.write(pointers.astype("<i8").tobytes())
-        file.write(np.asarray(documents, "<i8").tobytes())

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from MaxText.storage.file_access import FileInfo
 
 # Ranges with fewer tokens on average are read together, including the gaps between them.
 _SMALL_PIECE = 256
+_BLOCK = 2**20  # documents looked at together
 _MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
 
@@ -72,9 +73,8 @@ class TokenStore:
     @property
     def file_of_document(self) -> np.ndarray | None:
         """int64 [files + 1]: first document of each source file, then the end; None if unknown."""
-        if self._origins is None or not self._origins.names:
-            return None
-        return np.array([*self._origins.firsts, len(self.document_offsets) - 1], np.int64)
+        firsts = self._origins.entries[0] if self._origins is not None else []
+        return np.array([*firsts, len(self.document_offsets) - 1], np.int64) if firsts else None
 
     def document_name(self, document: int) -> str:
         """Returns a name such as `letters.jsonl, row 17`, counted from 0."""
@@ -160,53 +160,44 @@ class TokenStore:
         return ids
 
 
+@dataclasses.dataclass
 class Origins:
     """Source files of the documents of a prepared dataset."""
 
-    def __init__(self, folder: Path, num_documents: int, unit: str = "document"):
-        """Names documents by `unit` in files without rows."""
-        self._folder = folder
-        self._num_documents = num_documents
-        self._unit = unit
+    folder: Path
+    num_documents: int
+    unit: str = "document"  # name of documents in files without rows
 
     @functools.cached_property
-    def _entries(self) -> tuple[list[int], list[str], np.ndarray | None]:
-        path = self._folder / SOURCE_FILES_NAME
+    def entries(self) -> tuple[list[int], list[str], np.ndarray | None]:
+        """First document and name of each file, none if unknown; and rows of the documents."""
+        path = self.folder / SOURCE_FILES_NAME
         try:
             if not path.exists():
                 return [], [], None
             entries = json.loads(path.read_text(encoding="utf-8"))
             firsts, names = [int(first) for first, _ in entries], [str(name) for _, name in entries]
-            if not (self._folder / ROWS_NAME).exists():
+            if not (self.folder / ROWS_NAME).exists():
                 return firsts, names, None
-            rows = np.load(self._folder / ROWS_NAME, mmap_mode="r", allow_pickle=False)
-            if rows.shape != (self._num_documents,) or firsts[:1] != [0][: len(rows)]:
-                raise ValueError(f"{rows.shape} rows for {self._num_documents} documents")
+            rows = np.load(self.folder / ROWS_NAME, mmap_mode="r", allow_pickle=False)
+            if rows.shape != (self.num_documents,) or firsts[:1] != [0][: len(rows)]:
+                raise ValueError(f"{rows.shape} rows for {self.num_documents} documents")
             return firsts, names, rows
         # A damaged header can raise anything.
         except Exception as error:
             raise damaged(f"{path} or {ROWS_NAME}", error) from error
 
     def __reduce__(self):
-        return Origins, (self._folder, self._num_documents, self._unit)
-
-    @property
-    def firsts(self) -> list[int]:
-        return self._entries[0]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the source files; empty if unknown."""
-        return self._entries[1]
+        return Origins, (self.folder, self.num_documents, self.unit)
 
     def name(self, document: int) -> str:
-        firsts, names, rows = self._entries
+        firsts, names, rows = self.entries
         if not names:
             return f"document {document}"
         file = bisect.bisect_right(firsts, document) - 1
         if rows is not None:
             return f"{names[file]}, row {rows[document]}"
-        return f"{names[file]}, {self._unit} {document - firsts[file]}"
+        return f"{names[file]}, {self.unit} {document - firsts[file]}"
 
 
 def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
@@ -216,7 +207,8 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
     try:
         offsets = documents["document_offsets"]
         found = (len(offsets) - 1, int(offsets[-1]))
-        if offsets.dtype != np.int64 or offsets[0] or not _is_ascending(offsets):
+        is_ascending = all(bool((sizes >= 0).all()) for sizes in document_sizes(offsets))
+        if offsets.dtype != np.int64 or offsets[0] or not is_ascending:
             raise ValueError("they do not ascend from 0")
     # A damaged header can raise anything.
     except Exception as error:
@@ -247,13 +239,10 @@ def open_flat(
     return store
 
 
-def _is_ascending(offsets: np.ndarray) -> bool:
-    # In blocks, so that memory does not grow with the number of documents.
-    block = 2**20
-    return all(
-        bool((np.diff(offsets[start : start + block + 1]) >= 0).all())
-        for start in range(0, len(offsets), block)
-    )
+def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields sizes in blocks, so that memory does not grow with the number of documents."""
+    for first in range(0, len(document_offsets) - 1, _BLOCK):
+        yield np.diff(document_offsets[first : first + _BLOCK + 1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,15 +281,11 @@ def boundaries_digest(document_offsets: np.ndarray) -> str:
 
 def record_length(offsets: np.ndarray) -> int | None:
     """Returns the common length of documents, as in TokenData; None if there is none."""
-    sizes = np.diff(offsets[: 2**20 + 1])
-    if sizes.size < 2 or np.any(sizes[:-1] != sizes[0]):
+    count = len(offsets) - 1
+    if count < 2:
         return None
-    length, count = int(sizes[0]), len(offsets) - 1
-    last = int(offsets[-1] - offsets[-2])
+    length, last = int(offsets[1] - offsets[0]), int(offsets[-1] - offsets[-2])
     if last != length and not (count > 2 and 0 < last < length):
         return None
-    is_even = all(
-        bool((np.diff(offsets[start : min(start + 2**20 + 1, count)]) == length).all())
-        for start in range(0, count - 1, 2**20)
-    )
+    is_even = all(bool((sizes == length).all()) for sizes in document_sizes(offsets[:-1]))
     return length if is_even else None

@@ -38,9 +38,7 @@ _CHECKED_TEXT = (
 class HuggingFaceTokenizer(TextTokenizer):
     """A tokenizer.json, encoded by fastokens if that gives the same ids as tokenizers."""
 
-    def __init__(
-        self, file_text: str, origin: str, settings: Mapping[str, Any], num_threads: int = 0
-    ):
+    def __init__(self, file_text: str, origin: str, settings: Mapping[str, Any]):
         """Raises UserError for an invalid tokenizer.json, or if text could forge a control id."""
         self.file_text = file_text
         self._settings = control_token_settings(settings)
@@ -50,7 +48,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         if not vocabulary:
             raise UserError(f"{origin} has an empty vocabulary. Train or copy the tokenizer again.")
         vocab_size = max(vocabulary.values()) + 1
-        super().__init__(origin, file_text.encode(), vocab_size, ids, "tokenizers", num_threads)
+        super().__init__(origin, file_text.encode(), vocab_size, ids, "tokenizers")
         self._fast: fastokens.Tokenizer | None = None
         self._check_special_tokens_as_text(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
@@ -65,11 +63,8 @@ class HuggingFaceTokenizer(TextTokenizer):
             self.check_engine([_CHECKED_TEXT, *contexts])
 
     def _control_id(self, name: str) -> int | None:
-        for candidate in control_token_candidates(name, self._settings):
-            found = self._tokenizer.token_to_id(candidate)
-            if found is not None:
-                return found
-        return None
+        found = map(self._tokenizer.token_to_id, control_token_candidates(name, self._settings))
+        return next((control for control in found if control is not None), None)
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's own pickle loses encode_special_tokens.
@@ -186,7 +181,6 @@ def train_tokenizer(
     vocab_size: int,
     origin: str,
     special_tokens: Sequence[str] = (END_OF_TEXT,),
-    num_threads: int = 0,
 ) -> HuggingFaceTokenizer:
     """Trains a byte-level BPE: special tokens from id 0, then the 256 bytes, then merges.
 
@@ -221,4 +215,4 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(sample, trainer)
     settings = {"eos_token": special_tokens[0], "bos_token": special_tokens[0]}
-    return HuggingFaceTokenizer(tokenizer.to_str(), origin, settings, num_threads)
+    return HuggingFaceTokenizer(tokenizer.to_str(), origin, settings)

@@ -4,7 +4,7 @@ import abc
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,16 @@ class TextTokenizer(abc.ABC):
         vocab_size: int,
         control_ids: Mapping[str, int | None],
         engine: str,
-        num_threads: int = 0,
     ):
         """`identity` is everything the ids depend on; `control_ids` are by name (eos, bos, ...)."""
         self.entry = TokenizerEntry(
             origin=origin,
             sha256=hashlib.sha256(identity).hexdigest(),
             vocab_size=vocab_size,
-            bos_id=control_ids.get("bos"),
-            eos_id=control_ids.get("eos"),
-            pad_id=control_ids.get("pad"),
-            mask_id=control_ids.get("mask"),
+            **{f"{name}_id": control for name, control in control_ids.items()},
         )
-        self.engine = self._reference_engine = (
-            engine  # _reference_engine is the library that defines the ids
-        )
-        self.num_threads = num_threads or num_cores()
+        self.engine = self._reference_engine = engine  # the latter defines the ids
+        self.num_threads = num_cores()
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -98,15 +92,15 @@ class TextTokenizer(abc.ABC):
     def use_reference(self) -> None:
         self.engine = self._reference_engine
 
-    def check_engine(self, texts: Sequence[str]) -> bool:
+    def check_engine(self, texts: Iterable[str]) -> bool:
         """Returns whether the engine agrees with the definition on a sample; if not, drops it."""
         sample: list[str] = []
         left = _COMPARED_CHARACTERS
         for text in texts:
-            if left <= 0:
-                break
             sample.append(text[:left])
             left -= len(text)
+            if left <= 0:
+                break
         # In this thread: a regular expression is fastest in the thread that used it first.
         pairs = zip(self._encode_group(sample), self.encode_reference(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)

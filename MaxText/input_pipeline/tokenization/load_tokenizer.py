@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ from MaxText.storage.file_access import is_url, local_path
 
 BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
 TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
+# What a folder holds of each kind, in order of preference.
+_WANTED = {
+    "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
+    "tiktoken": ".tiktoken file",
+    "sentencepiece": "SentencePiece .model file",
+    "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
+}
 
 # prepare_data.py trains a tokenizer if no path is given; train.py needs one for raw text.
 _TRAINED = (
@@ -63,10 +70,10 @@ _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 class ByteTokenizer(TextTokenizer):
     """An id for each byte of UTF-8: ids 0 to 255 are bytes; 256 is eos, 257 bos, 258 padding."""
 
-    def __init__(self, num_threads: int = 0):
+    def __init__(self):
         identity = b"bytes of UTF-8, then eos, bos and pad"
         controls = {"eos": 256, "bos": 257, "pad": 258}
-        super().__init__("bytes of UTF-8", identity, 259, controls, "numpy", num_threads)
+        super().__init__("bytes of UTF-8", identity, 259, controls, "numpy")
 
     def _ids(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
@@ -89,7 +96,12 @@ def load_tokenizer(
     `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
     `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
     """
-    tokenizer_path = str(tokenizer_path)
+    tokenizer = _load(str(tokenizer_path), tokenizer_type)
+    tokenizer.num_threads = num_threads or tokenizer.num_threads
+    return tokenizer
+
+
+def _load(tokenizer_path: str, tokenizer_type: str) -> TextTokenizer:
     if tokenizer_type not in TOKENIZER_TYPES:
         raise UserError(
             f"tokenizer_type={tokenizer_type} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
@@ -98,29 +110,28 @@ def load_tokenizer(
     named_byte = tokenizer_path in BYTE_NAMES and tokenizer_type in ("auto", "byte")
     try:
         if tokenizer_path and path.is_dir():
-            return _load_folder(path, tokenizer_type, num_threads)
+            return _load_folder(path, tokenizer_type)
         if tokenizer_path and path.exists():
-            return _load_file(path, tokenizer_type, num_threads)
+            return _load_file(path, tokenizer_type)
     except OSError as error:
         raise UserError(
             f"tokenizer_path={tokenizer_path} cannot be read: {error.strerror}. Check its "
             "permissions."
         ) from error
     if named_byte or (tokenizer_type == "byte" and not tokenizer_path):
-        return ByteTokenizer(num_threads)
+        return ByteTokenizer()
     is_file_name = path.suffix in (".json", ".model", ".tiktoken", ".txt")
     if is_file_name or tokenizer_type == "byte" or not _HUB_ID.fullmatch(tokenizer_path):
         raise UserError(
             f"tokenizer_path={tokenizer_path}: no such file or folder (seen from {Path.cwd()}). "
             f"Check the path, {_TRAINED}"
         )
-    folder = _fetch(tokenizer_path)
-    return _load_folder(folder, tokenizer_type, num_threads, origin=f"hub {tokenizer_path}")
+    return _load_folder(_fetch(tokenizer_path), tokenizer_type, origin=f"hub {tokenizer_path}")
 
 
 def _fetch(hub_id: str) -> Path:
     """Downloads the tokenizer of a hub repository, from its cache if possible."""
-    # ImportedRecords lazily: it takes a third of a second.
+    # Imported lazily: it takes a third of a second.
     import huggingface_hub
 
     try:
@@ -133,76 +144,54 @@ def _fetch(hub_id: str) -> Path:
         ) from error
 
 
-def _load_folder(
-    folder: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
-) -> TextTokenizer:
-    """Returns the tokenizer of a folder, preferably Hugging Face's."""
-    settings = _settings(folder)
-
-    def hugging_face() -> TextTokenizer | None:
-        if (folder / TOKENIZER_NAME).is_file():
-            return _load_file(folder / TOKENIZER_NAME, "huggingface", num_threads, origin)
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -> TextTokenizer:
+    for kind in _WANTED if tokenizer_type == "auto" else (tokenizer_type,):
+        if file := _file_of(folder, kind):
+            return _load_file(file, kind, origin)
+        if kind == "huggingface" and all((folder / name).is_file() for name in _PAIR):
+            settings = _settings(folder)
             text = convert_vocabulary(folder, settings)
-            return HuggingFaceTokenizer(
-                text, origin or "files vocab.json and merges.txt", settings, num_threads
-            )
-        return None
-
-    def single_file(endings: tuple[str, ...], kind: str) -> TextTokenizer | None:
-        found = sorted(path for path in folder.iterdir() if path.name.endswith(endings))
-        matching = [path for path in found if _kind(path) == kind]
-        if len(matching) > 1:
-            # Prefer the usual name: other files may be unrelated models.
-            matching = [path for path in matching if path.stem == "tokenizer"] or matching
-        if len(matching) > 1:
-            names = ", ".join(path.name for path in matching)
-            raise UserError(
-                f"tokenizer_path={folder}: the folder holds several tokenizers ({names}). Give "
-                "the path of one."
-            )
-        return _load_file(matching[0], kind, num_threads, origin) if matching else None
-
-    def byte() -> TextTokenizer | None:
-        return ByteTokenizer(num_threads) if settings.get("tokenizer_type") == "byte" else None
-
-    kinds: dict[str, Callable[[], TextTokenizer | None]] = {
-        "huggingface": hugging_face,
-        "tiktoken": lambda: single_file((".tiktoken", ".model"), "tiktoken"),
-        "sentencepiece": lambda: single_file((".model",), "sentencepiece"),
-        "byte": byte,
-    }
-    for kind, load in kinds.items():
-        if tokenizer_type in ("auto", kind):
-            tokenizer = load()
-            if tokenizer is not None:
-                return tokenizer
-    wanted = {
-        "auto": f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file",
-        "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
-        "tiktoken": ".tiktoken file",
-        "sentencepiece": "SentencePiece .model file",
-        "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
-    }
+            return HuggingFaceTokenizer(text, origin or "files vocab.json and merges.txt", settings)
+        if kind == "byte" and _settings(folder).get("tokenizer_type") == "byte":
+            return ByteTokenizer()
+    wanted = _WANTED.get(
+        tokenizer_type, f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file"
+    )
     raise UserError(
-        f"tokenizer_path={folder}: the folder holds no {wanted[tokenizer_type]}. Save the "
-        "tokenizer there with transformers: "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        f"tokenizer_path={folder}: the folder holds no {wanted}. Save the tokenizer there with "
+        "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
     )
 
 
-def _load_file(
-    path: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
-) -> TextTokenizer:
+def _file_of(folder: Path, kind: str) -> Path | None:
+    """Returns the only tokenizer file of a kind in a folder, or None."""
+    if kind == "huggingface":
+        return folder / TOKENIZER_NAME if (folder / TOKENIZER_NAME).is_file() else None
+    endings = {"tiktoken": (".tiktoken", ".model"), "sentencepiece": (".model",)}.get(kind, ())
+    named = sorted(path for path in folder.iterdir() if path.name.endswith(endings))
+    found = [path for path in named if _kind(path) == kind]
+    if len(found) > 1:
+        # Prefer the usual name: other files may be unrelated models.
+        found = [path for path in found if path.stem == "tokenizer"] or found
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise UserError(
+            f"tokenizer_path={folder}: the folder holds several tokenizers ({names}). Give the "
+            "path of one."
+        )
+    return found[0] if found else None
+
+
+def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> TextTokenizer:
     origin = origin or f"file {path.name}"
     settings = _settings(path.parent)
     kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type
     if kind == "huggingface":
-        return HuggingFaceTokenizer(read_text(path), origin, settings, num_threads)
+        return HuggingFaceTokenizer(read_text(path), origin, settings)
     if kind == "tiktoken":
-        return TiktokenTokenizer(read_bytes(path), path.stem, origin, settings, num_threads)
+        return TiktokenTokenizer(read_bytes(path), path.stem, origin, settings)
     if kind == "sentencepiece":
-        return SentencePieceTokenizer(read_bytes(path), origin, settings, num_threads)
+        return SentencePieceTokenizer(read_bytes(path), origin, settings)
     raise UserError(
         f"tokenizer_path={path} is a file, and tokenizer_type=byte reads none. Set "
         "tokenizer_path=bytes."

@@ -20,9 +20,7 @@ SENTENCE_PIECE_NAME = "tokenizer.model"
 class SentencePieceTokenizer(TextTokenizer):
     """A SentencePiece model; its normalization, dummy prefix and byte fallback apply."""
 
-    def __init__(
-        self, model: bytes, origin: str, settings: Mapping[str, Any], num_threads: int = 0
-    ):
+    def __init__(self, model: bytes, origin: str, settings: Mapping[str, Any]):
         """Builds it from model bytes; control tokens of `settings` override the model's.
 
         Raises UserError if sentencepiece is not installed, the bytes are not a model, or documents
@@ -33,7 +31,7 @@ class SentencePieceTokenizer(TextTokenizer):
         self._model = _parse(model, origin)
         ids = {name: self._control_id(name) for name in KNOWN_CONTROL_TOKENS}
         vocab_size = self._model.get_piece_size()
-        super().__init__(origin, model, vocab_size, ids, "sentencepiece", num_threads)
+        super().__init__(origin, model, vocab_size, ids, "sentencepiece")
         self._check_special_tokens_as_text(
             {i: self._model.id_to_piece(i) for i in ids.values() if i is not None},
             "Train the model with that token among control_symbols, or name another one in "
@@ -52,16 +50,6 @@ class SentencePieceTokenizer(TextTokenizer):
             if self._model.id_to_piece(found) == candidate:
                 return found
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(vars(self))
-        del state["_model"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self._model = _parse(self._model_bytes, self.entry.origin)
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text), np.uint32)

@@ -9,13 +9,12 @@ tokenizer_config.json next to the file has them:
 import base64
 import binascii
 import contextlib
-import dataclasses
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -61,11 +60,18 @@ UNUSED_TOKEN = "\x00unused\x00"
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
 
-_LLAMA3_RESERVED = {f"<|reserved_special_token_{i}|>": 128_005 + i for i in range(5, 251)}
+_CL100K_SPECIAL = {
+    "<|endoftext|>": 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259,
+    "<|fim_suffix|>": 100_260, "<|endofprompt|>": 100_276,
+}  # fmt: skip
+_LLAMA3_SPECIAL = {
+    "<|begin_of_text|>": 128_000, "<|end_of_text|>": 128_001, "<|start_header_id|>": 128_006,
+    "<|end_header_id|>": 128_007, "<|eot_id|>": 128_009,
+    **{f"<|reserved_special_token_{i}|>": 128_005 + i for i in range(5, 251)},
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Published:
+class _Published(NamedTuple):
     """A published vocabulary: word pattern, number of ranks, and ids besides the ranks."""
 
     word_pattern: str
@@ -77,32 +83,11 @@ _PUBLISHED = {
     "gpt2": _Published(GPT2_WORDS, 50_256, {"<|endoftext|>": 50_256}),
     "r50k_base": _Published(GPT2_WORDS, 50_256, {"<|endoftext|>": 50_256}),
     "p50k_base": _Published(GPT2_WORDS, 50_280, {"<|endoftext|>": 50_256}),
-    "cl100k_base": _Published(
-        CL100K_WORDS,
-        100_256,
-        {
-            "<|endoftext|>": 100_257,
-            "<|fim_prefix|>": 100_258,
-            "<|fim_middle|>": 100_259,
-            "<|fim_suffix|>": 100_260,
-            "<|endofprompt|>": 100_276,
-        },
-    ),
+    "cl100k_base": _Published(CL100K_WORDS, 100_256, _CL100K_SPECIAL),
     "o200k_base": _Published(
         O200K_WORDS, 199_998, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}
     ),
-    "llama3": _Published(
-        LLAMA3_WORDS,
-        128_000,
-        {
-            "<|begin_of_text|>": 128_000,
-            "<|end_of_text|>": 128_001,
-            "<|start_header_id|>": 128_006,
-            "<|end_header_id|>": 128_007,
-            "<|eot_id|>": 128_009,
-            **_LLAMA3_RESERVED,
-        },
-    ),
+    "llama3": _Published(LLAMA3_WORDS, 128_000, _LLAMA3_SPECIAL),
 }
 
 
@@ -114,14 +99,7 @@ def is_tiktoken_file(head: bytes) -> bool:
 class TiktokenTokenizer(TextTokenizer):
     """A tiktoken vocabulary."""
 
-    def __init__(
-        self,
-        contents: bytes,
-        name: str,
-        origin: str,
-        settings: Mapping[str, Any],
-        num_threads: int = 0,
-    ):
+    def __init__(self, contents: bytes, name: str, origin: str, settings: Mapping[str, Any]):
         """Builds it from file contents and the tokenizer_config.json next to it.
 
         `name` is the file name without extension, which identifies a published vocabulary. Raises
@@ -135,8 +113,7 @@ class TiktokenTokenizer(TextTokenizer):
             raise UserError(
                 f"{origin}: a tiktoken file does not say how to split text into words, and its "
                 f"name is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} next "
-                "to it "
-                'with "word_pattern" (one of these names, or a regular expression) and '
+                'to it with "word_pattern" (one of these names, or a regular expression) and '
                 '"special_tokens" (token to id).'
             )
         if pattern in _PUBLISHED:
@@ -153,24 +130,20 @@ class TiktokenTokenizer(TextTokenizer):
         except ValueError as error:
             raise UserError(
                 f'{origin}: "word_pattern" {pattern!r} is not a regular expression: {error}. '
-                "Correct "
-                f"it in {CONFIG_NAME}."
+                f"Correct it in {CONFIG_NAME}."
             ) from error
         self._settings = {
             **control_token_settings(settings),
             "word_pattern": pattern,
             "special_tokens": special,
         }
-        ids = {
-            control: next(
-                (special[t] for t in control_token_candidates(control, settings) if t in special),
-                None,
-            )
-            for control in KNOWN_CONTROL_TOKENS
-        }
+        ids = {}
+        for control in KNOWN_CONTROL_TOKENS:
+            named = [t for t in control_token_candidates(control, settings) if t in special]
+            ids[control] = special[named[0]] if named else None
         # The ids depend on more than the file, so the digest covers all of it.
         identity = json.dumps([pattern, special], sort_keys=True).encode()
-        super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken", num_threads)
+        super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken")
         spelled = {special[token]: token for token in special}
         # tiktoken 0.10 and older encoded control tokens in a text as control ids.
         self._check_special_tokens_as_text(

@@ -95,26 +95,3 @@ def test_missing_feature_is_named_with_the_present_ones():
 def test_other_bytes(record):
     with pytest.raises(ExampleError):
         tf_example.decode(record)
-
-
-@hypothesis.settings(max_examples=50, deadline=None)
-@hypothesis.given(
-    ids=NUMBERS, text=st.lists(st.binary(), min_size=1), number=st.floats(-9, 9, width=32)
-)
-def test_tensorflow_agrees_both_ways(ids, text, number):
-    tensorflow = pytest.importorskip(
-        "tensorflow", reason="compares with TensorFlow itself: pip install 'MaxText[tensorflow]'"
-    )
-    train = tensorflow.train
-    feature = {
-        "text": train.Feature(bytes_list=train.BytesList(value=text)),
-        "ids": train.Feature(int64_list=train.Int64List(value=ids)),
-        "ähnlich": train.Feature(float_list=train.FloatList(value=[number])),
-    }
-    theirs = train.Example(features=train.Features(feature=feature))
-    record = theirs.SerializeToString(deterministic=True)
-    assert tf_example.encode({"text": text, "ids": ids, "ähnlich": [number]}) == record
-    features = tf_example.decode(record)
-    assert features["text"] == text
-    np.testing.assert_array_equal(features["ids"], ids)
-    np.testing.assert_array_equal(features["ähnlich"], np.float32([number]))

@@ -1,5 +1,6 @@
 """TFRecord files: the bytes of TensorFlow, and every kind of damage."""
 
+import contextlib
 import io
 
 import pytest
@@ -20,7 +21,7 @@ def scan(content: bytes) -> list[tuple[int, bytes | BadRecord]]:
 
 
 def test_written_and_read(tmp_path):
-    with tfrecord.TFRecordWriter(tmp_path / "some.tfrecord") as writer:
+    with contextlib.closing(tfrecord.TFRecordWriter(tmp_path / "some.tfrecord")) as writer:
         for record in RECORDS:
             writer.write(record)
     content = (tmp_path / "some.tfrecord").read_bytes()

@@ -30,7 +30,8 @@ from MaxText.input_pipeline.preparation import prepare as preparing
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
 preparation = Preparation(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
-manifest = preparing.manifest_name_of(preparation)
+has_records = preparation.prepare_output_format in preparing.LEDGER_NAMES
+manifest = "prepared_from.json" if has_records else "manifest.json"
 
 def work(folder, moment):
     if (child := os.fork()):

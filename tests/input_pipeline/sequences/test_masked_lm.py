@@ -112,17 +112,6 @@ def test_a_row_depends_on_seed_and_its_number_only():
         np.testing.assert_array_equal(array, copies[name])
 
 
-def test_the_choice_for_a_seed_and_row_stays_what_it_is():
-    # A resumed run after an update of this program must hide the same tokens.
-    rows = {"tokens": np.arange(10, 34, dtype=np.int32)[None], "weights": np.ones((1, 24))}
-    masked = model(mlm_mask_prob=0.5, mlm_random_token_prob=0.3).apply(
-        rows, np.array([123_456_789_012]), seed=42
-    )
-    places = np.flatnonzero(masked["weights"][0])
-    assert places.tolist() == [3, 7, 9, 12, 13, 18, 23]
-    assert masked["tokens"][0, places].tolist() == [347, 762, *[MASK] * 5]
-
-
 @pytest.mark.parametrize(("same", "random"), [(0, 0), (1, 0), (0, 1)])
 def test_shares_of_0_and_1(same, random):
     rows = random_rows(10, 100)

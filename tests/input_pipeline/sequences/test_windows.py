@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.sequences import packing
-from MaxText.input_pipeline.sequences.fill import BatchPart, fill_batch
-from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples
 from MaxText.input_pipeline.sequences.order import EpochPermutation, OrderedWindows, random_words
 from MaxText.input_pipeline.sequences.packing import PackedDocuments, pack_group_rows
-from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
 from MaxText.input_pipeline.sequences.windows import (
     EMPTY,
+    BatchPart,
     ConcatThenSplit,
     DocumentWindows,
     JoinedDocuments,
     SequenceOptions,
+    SlidingWindows,
+    fill_batch,
 )
 from MaxText.input_pipeline.token_store.store import TokenData
 from tests.input_pipeline.small_data import numbered_documents, random_documents
@@ -129,7 +129,6 @@ def test_sliding_windows_count_each_target_once_with_its_context(sizes, length, 
     expected = [int(i) for document in documents for i in document[1:]]
     rows = read(windows)
     assert sorted(rows["targets"][rows["weights"] > 0].tolist()) == expected
-    assert windows.num_targets == len(expected)
     place_of = {int(i): place for document in documents for place, i in enumerate(document)}
     segments = rows.get("segments", np.ones_like(rows["tokens"]))
     for row, place in np.argwhere(rows["weights"] > 0):
@@ -239,27 +238,6 @@ def test_stitched_windows_begin_evenly_in_joined_documents():
     assert read(windows, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
     fixed = JoinedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=False)
     assert read(fixed)["tokens"][:, 0].tolist() == [1, 23, 39]
-
-
-@pytest.mark.parametrize("attend_across", [True, False])
-def test_samples_in_gpt_neox_order_are_documents_laid_end_to_end(attend_across):
-    documents = numbered_documents([5, 9, 1, 7, 12])
-    windows = GptNeoxSamples(
-        as_data(documents), SequenceOptions(4, attend_across), 1234, Path("unused")
-    )
-    assert len(windows) == 33 // 4
-    rows = read(windows)
-    ids = np.concatenate(documents)
-    first = [document[0] for document in documents]
-    for sample in range(len(windows)):
-        row = np.concatenate([ids[start:stop] for start, stop in windows.token_ranges(sample)])
-        assert rows["tokens"][sample].tolist() == row[:-1].tolist()
-        assert rows["targets"][sample].tolist() == row[1:].tolist()
-        begins = np.isin(row[1:], first) & (not attend_across)
-        assert rows["weights"][sample].tolist() == (~begins).astype(float).tolist()
-        if not attend_across:
-            segments = 1 + np.cumsum(np.append(False, begins[:-1]))
-            assert rows["segments"][sample].tolist() == segments.tolist()
 
 
 def test_labels_are_the_targets():

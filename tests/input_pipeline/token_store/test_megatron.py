@@ -8,11 +8,16 @@ import pytest
 
 from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
 from MaxText.input_pipeline.sequences.windows import SequenceOptions
-from MaxText.input_pipeline.token_store.megatron import read_header, read_offsets, write_index
+from MaxText.input_pipeline.token_store.megatron import read_header, read_offsets
 from MaxText.storage.file_access import file_info
 from tests.input_pipeline.sequences.test_windows import as_data
 from tests.input_pipeline.token_store import token_files
-from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of
+from tests.input_pipeline.token_store.token_files import (
+    documents,
+    open_data,
+    tokens_of,
+    write_index,
+)
 from tests.refusals import refused
 
 

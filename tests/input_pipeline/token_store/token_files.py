@@ -1,5 +1,6 @@
 """Small files of token ids in every format, written with its own library, and opening them."""
 
+import contextlib
 import gzip
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pyarrow import parquet
 from MaxText.config.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.token_store.megatron import write_index
+from MaxText.input_pipeline.token_store.megatron import DTYPES, HEADER, MAGIC
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.store import TokenData
 from tests.hostile.files import npy, tar_archive, torch_file
@@ -27,7 +28,7 @@ def documents(seed: int, sizes: Sequence[int], vocab_size: int = 50_000) -> list
 
 
 def write_tfrecord(path: Path, ids: Documents, field: str = "input_ids") -> None:
-    with TFRecordWriter(path) as writer:
+    with contextlib.closing(TFRecordWriter(path)) as writer:
         for document in ids:
             writer.write(tf_example.encode({field: document}))
 
@@ -125,3 +126,20 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
 
 def tokens_of(data: TokenData) -> list[int]:
     return data.store.read(np.array([0]), np.array([len(data.store)])).tolist()
+
+
+def write_index(path, dtype: np.dtype, sizes: Sequence[int], documents: Sequence[int]) -> None:
+    """Writes the index of contiguous sequences.
+
+    `documents` are the first sequence of each document, then the number of sequences.
+    """
+    codes = {np.dtype(name): code for code, name in DTYPES.items() if name != "float"}
+    tokens = np.asarray(sizes, "<i4")
+    ends = np.cumsum(tokens, dtype=np.int64) * dtype.itemsize
+    pointers = np.concatenate([[0], ends[:-1]]) if tokens.size else ends
+    with open(path, "wb") as file:
+        code = codes[dtype.newbyteorder("<")]
+        file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(documents)))
+        file.write(tokens.tobytes())
+        file.write(pointers.astype("<i8").tobytes())
+        file.write(np.asarray(documents, "<i8").tobytes())

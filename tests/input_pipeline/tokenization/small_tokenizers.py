@@ -109,7 +109,7 @@ STRUCTURES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 
 def loaded(tokenizer: tokenizers.Tokenizer, **settings) -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(tokenizer.to_str(), "a test", settings, num_threads=1)
+    return HuggingFaceTokenizer(tokenizer.to_str(), "a test", settings)
 
 
 def write(tokenizer: tokenizers.Tokenizer, folder: Path, settings: dict | None = None) -> Path:

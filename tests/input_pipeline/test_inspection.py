@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import configure
-from MaxText.input_pipeline.inspection import statistics
-from MaxText.input_pipeline.inspection.inspect_dataset import (
+from MaxText.input_pipeline import inspect_dataset
+from MaxText.input_pipeline.inspect_dataset import (
     Inspection,
     batch_lines,
-    document_lines,
-    show_sequence,
-    visible,
-)
-from MaxText.input_pipeline.inspection.statistics import (
     document_lengths,
+    document_lines,
     evenly_spaced_indices,
     find_duplicates,
     measure_tokens,
+    show_sequence,
+    visible,
 )
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
@@ -66,7 +64,7 @@ def repeats_of(sequences: list[np.ndarray]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("block", [7, 1000, 10**6])
 def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block):
     write(kind, tmp_path / "set", [documents[:50], documents[50:]])
-    monkeypatch.setattr(statistics, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(inspect_dataset, "BLOCK_TOKENS", block)
     seen: list[int] = []
     found = measure_tokens(open_data(tmp_path / "set", tmp_path / "cache"), ALL, seen.append)
     stream = np.concatenate(documents)
@@ -85,7 +83,7 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
 def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     stream = np.arange(1, 1001)
     write_data_set(tmp_path / "set", {"train": np.split(stream, 20)})
-    monkeypatch.setattr(statistics, "BLOCK_TOKENS", 100)
+    monkeypatch.setattr(inspect_dataset, "BLOCK_TOKENS", 100)
     data = open_data(tmp_path / "set", tmp_path)
     found = measure_tokens(data, 350, quiet)
     assert evenly_spaced_indices(10, 3).tolist() == [0, 3, 6]
