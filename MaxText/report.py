@@ -21,7 +21,7 @@ from MaxText.config.problems import close_matches
 from MaxText.errors import UserError
 
 USAGE = """
-usage: report.py RUN [RUN ...] [output=DIR] [watch=SECONDS]
+usage: report.py RUN [RUN ...] [output=DIR] [watch=SECONDS] [group_by=KEY]
 
 Writes report.html, a self-contained page, and figures: losses, speed, goodput, and differences
 between runs. Works on finished and on active runs. How to read it: docs/how-to/inspect_runs.md.
@@ -35,10 +35,11 @@ RUN is the folder of a run (base_output_directory/run_name), or a folder of runs
 
   output=DIR     output folder; by default RUN/report for one RUN and report for several
   watch=SECONDS  rewrite the report periodically until all runs have ended; Ctrl-C stops it
+  group_by=KEY   draw runs with the same value of a configuration key as a mean with a band
 """
 
 _OPTION = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_OPTIONS = ("output", "watch")
+_OPTIONS = ("output", "watch", "group_by")
 
 
 @dataclasses.dataclass
@@ -48,6 +49,7 @@ class Options:
     run_paths: list[str] = dataclasses.field(default_factory=list)  # runs, or folders of runs
     output: Path | None = None  # None for the default
     watch: int = 0  # seconds between two reports; 0 for a single one
+    group_by: str = ""  # configuration key; empty for the groups of comparisons
 
     @property
     def folder(self) -> Path:
@@ -74,6 +76,8 @@ def parse(arguments: Sequence[str]) -> Options:
             options.output = Path(text).expanduser()
         elif name == "watch" and text.isascii() and text.isdigit() and int(text) > 0:
             options.watch = int(text)
+        elif name == "group_by":
+            options.group_by = text
         elif name == "output":
             raise UserError("output= is empty. Write for example output=report.")
         elif name == "watch":
@@ -84,8 +88,8 @@ def parse(arguments: Sequence[str]) -> Options:
             close = close_matches(name or argument.strip("-").partition("=")[0], _OPTIONS)
             meant = f" Did you mean {close[0]}=?" if close else ""
             raise UserError(
-                f"{argument}: unknown option.{meant} Options are output=DIR and watch=SECONDS; see "
-                "--help."
+                f"{argument}: unknown option.{meant} Options are output=DIR, watch=SECONDS and "
+                "group_by=KEY; see --help."
             )
         else:
             options.run_paths.append(argument)
@@ -99,7 +103,7 @@ def report(options: Options) -> bool:
     from MaxText.reports.discovery import find_runs
     from MaxText.reports.writing import warnings_about, write_report
 
-    found = find_runs(options.run_paths)
+    found = find_runs(options.run_paths, options.group_by)
     is_running = any(run.state == "running" for run in found.runs)
     for warning in [*found.problems, *warnings_about(found.runs, found.groups)]:
         sys.stderr.write(f"warning: {warning}\n")
@@ -110,8 +114,7 @@ def report(options: Options) -> bool:
         warnings=found.problems,
         refresh=options.watch if is_running else 0,
     )
-    figures = sorted(path.name for path in page.parent.glob("*.png"))
-    print(f"{page}\nfigures: {', '.join(figures)}", flush=True)
+    print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n", flush=True)
     return is_running
 
 

@@ -76,3 +76,9 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
         if before != after:
             changed[name] = (before, after)
     return changed
+
+
+def changed_keys(config: Config) -> dict[str, str]:
+    """Returns {key: value} as YAML of the keys that differ from their default."""
+    defaults = {name: key.default for name, key in all_keys().items()}
+    return {name: new for name, (_, new) in diff_configs(defaults, flatten(config)).items()}

@@ -1,4 +1,4 @@
-"""Chart descriptions, drawn by page.js in HTML and by figures.py as PNG."""
+"""Chart descriptions, drawn by plotly in HTML (plots.py) and as PNG (figures.py)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ import numpy as np
 # Horizontal axes of a run's curves.
 AxisName = Literal["tokens", "flops", "time", "step"]
 
-# Runs differ by color, then by dashes. The palette suits color-blind readers, white and dark pages.
+# Runs differ by color, then by dashes. A test simulates three color-vision deficiencies.
 PALETTE = (
-    "#2f7ed8", "#d9485f", "#2a9d70", "#e08a1e", "#8661c1",
-    "#1aa0b8", "#a0703c", "#c2559b", "#7a9a1f", "#7b8794",
+    "#057fdc", "#dc4a66", "#1b9062", "#d27a3b", "#785cb6",
+    "#1b9eb9", "#af7747", "#cf5da7", "#688115", "#3f6b84",
 )  # fmt: skip
 DASHES = ("solid", "dash", "dot", "dashdot")
 
-# Kind of mark -> plotly.js symbol, matplotlib marker.
+# Kind of mark -> plotly symbol, matplotlib marker.
 SYMBOLS: dict[str, tuple[str, str]] = {
     "checkpoint": ("line-ns-open", "|"),
     "restart": ("diamond", "D"),
@@ -27,59 +27,52 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "diverged or failed": ("x", "X"),
 }
 
-# raw: every step, faint. line: smoothed, or exact if nothing fluctuates. thin: one seed of several.
-# dots: few measurements, joined.
+# raw: every report, faint. line: smoothed, or exact if nothing fluctuates. thin: one of several
+# seeds. dots: few measurements, joined.
 Kind = Literal["raw", "line", "thin", "dots"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A horizontal axis.
-
-    `choice` is the label of its button; `powers` writes powers of ten instead of K, M, B, T.
-    """
+    """A horizontal axis; `choice` is the label of its button."""
 
     name: AxisName
     title: str
     choice: str
-    powers: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Points:
-    """A curve, [N] each: x ascends, NaN in y interrupts it, low and high are the seeds' band."""
-
-    x: np.ndarray
-    y: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve, with its points on each axis.
+    """A curve of N points.
 
     Attributes:
       label: Shown in the legend; empty for none.
       owner: Label of its run or group.
       color: Index of color and dashes.
+      x: Positions on each axis, ascending: float [N].
+      y: Values: float [N]; NaN interrupts the curve.
+      low: Smallest value of the seeds, [N]; None without seeds. `high` is the largest.
     """
 
     label: str
     owner: str
     color: int
     kind: Kind
-    points: Mapping[AxisName, Points]
+    x: Mapping[AxisName, np.ndarray]
+    y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """An event of a run, drawn on its curve; `places` has (x, y) by axis."""
+    """An event of a run, drawn on its curve; `x` has its position on each axis."""
 
     kind: str
     owner: str
     text: str
-    places: Mapping[AxisName, tuple[float, float]]
+    x: Mapping[AxisName, float]
+    y: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +86,7 @@ class Chart:
       y_range: Initial range, so that a spike does not flatten everything else; None for all.
       log_y: Initially logarithmic.
       percent: y is a share.
+      folded: Shown on request.
     """
 
     name: str
@@ -104,17 +98,7 @@ class Chart:
     y_range: tuple[float, float] | None = None
     log_y: bool = False
     percent: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Bars:
-    """A horizontal bar per run; `parts` maps a name to its share of each bar."""
-
-    name: str
-    title: str
-    labels: Sequence[str]
-    parts: Mapping[str, Sequence[float]]
-    colors: Mapping[str, str]
+    folded: bool = False
 
 
 def color_of(index: int) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 from etils import epath
 
+from MaxText.config.problems import close_matches
+from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
@@ -30,11 +32,14 @@ class DiscoveredRuns:
     problems: list[str]
 
 
-def find_runs(paths: Sequence[str]) -> DiscoveredRuns:
-    """Reads the runs in folders of runs at any depth; a comparison.json defines groups.
+def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
+    """Reads the runs in folders of runs at any depth.
+
+    Groups are those of a comparison.json, or of the runs with the same value of a key.
 
     Raises:
-      UserError: A folder is missing or has no run, or a named run cannot be read.
+      UserError: A folder is missing or has no run, a named run cannot be read, or no run has the
+        key.
     """
     discovered = DiscoveredRuns([], {}, [])
     for path in paths:
@@ -44,7 +49,24 @@ def find_runs(paths: Sequence[str]) -> DiscoveredRuns:
             raise UserError(
                 f"cannot read {path}: {error.strerror or error}. Check its permissions."
             ) from error
+    if group_by:
+        groups = _groups_by_key(discovered.runs, group_by)
+        discovered = dataclasses.replace(discovered, groups=groups)
     return discovered
+
+
+def _groups_by_key(runs: Sequence[RunRecord], key: str) -> dict[str, list[str]]:
+    """Returns a group per value of a key; UserError if no run has it."""
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        if key in run.config:
+            groups.setdefault(f"{key}={to_yaml(run.config[key])}", []).append(str(run.folder))
+    if not groups:
+        known = [name for run in runs for name in run.config]
+        close = close_matches(key, list(dict.fromkeys(known)))
+        meant = f" Did you mean {close[0]}?" if close else ""
+        raise UserError(f"group_by={key}: no run has this key in its config.yml.{meant}")
+    return groups
 
 
 def _add(path: str, discovered: DiscoveredRuns) -> None:

@@ -1,10 +1,15 @@
 """Compared items of a report: runs, and groups of runs that differ only in their seed."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from MaxText.config.serialization import diff_configs
 from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
 from MaxText.metrics.run_record import RunRecord, resolve_run_dir
+
+_NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,34 @@ def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
     return {name: run for entry in entries for name, run in entry.runs.items()}
 
 
+def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Returns {key: {run: value}} of the keys in which the runs' configurations differ."""
+    configs = {name: run.config for name, run in all_runs(entries).items() if run.config}
+    first = next(iter(configs.values()), {})
+    changed = [key for config in configs.values() for key in diff_configs(first, config)]
+    return {
+        key: {name: config[key] for name, config in configs.items() if key in config}
+        for key in dict.fromkeys(changed)
+        if key not in _NAMES_OF_RUNS
+    }
+
+
+def alike(entries: Sequence[Entry], fact: Callable[[RunRecord], Any]) -> list[tuple[str, Any]]:
+    """Returns (names of the runs, value) for each distinct value of a fact."""
+    values: list[tuple[list[str], Any]] = []
+    for name, run in all_runs(entries).items():
+        value = fact(run)
+        if value in (None, "", {}):
+            continue
+        for names, known in values:
+            if known == value:
+                names.append(name)
+                break
+        else:
+            values.append(([name], value))
+    return [(", ".join(names), value) for names, value in values]
+
+
 def shown_parts(runs: Iterable[RunRecord]) -> dict[str, str]:
     """Returns the parts of the time that some run spent enough on to show, with labels."""
     goodputs = [run.goodput for run in runs]
@@ -68,26 +101,14 @@ def shown_parts(runs: Iterable[RunRecord]) -> dict[str, str]:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns run names, with as many parent folders as make them unique."""
-    paths = [resolve_run_dir(run.folder).split("/") for run in runs]
+    """Returns run names, with parent folders where several runs have the same."""
     names = []
-    for run, path in zip(runs, paths, strict=True):
-        rivals = [
-            other_path
-            for other, other_path in zip(runs, paths, strict=True)
-            if other is not run and other.name == run.name
-        ]
-        name = run.name
-        for depth in range(1, len(path) + 1):
-            if all(rival[-depth:] != path[-depth:] for rival in rivals):
-                break
-        else:
-            depth = len(path)
-        if rivals:
-            name = "/".join(path[-depth:])
-            if path[-1] != run.name:
-                name = f"{run.name} ({name})"
-        names.append(name)
+    for run in runs:
+        alike = [resolve_run_dir(other.folder) for other in runs if other.name == run.name]
+        common = os.path.commonprefix(alike).rpartition("/")[0]  # noqa: RUF071, of buckets, too
+        path = resolve_run_dir(run.folder)[len(common) :].lstrip("/")
+        is_folder = path.rpartition("/")[2] == run.name
+        names.append(run.name if len(alike) == 1 else path if is_folder else f"{run.name} ({path})")
     return names
 
 

@@ -1,17 +1,13 @@
-"""Tables about the model: configuration, cost, memory, lineage, samples."""
+"""Tables about the model: cost, memory, lineage, samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from MaxText.config.serialization import diff_configs
-from MaxText.config.values import to_yaml
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
-from MaxText.reports.entries import Entry, all_runs, differing_peaks
+from MaxText.reports.entries import Entry, alike, all_runs, differing_peaks
 from MaxText.reports.page import Section, Table, Verbatim
-
-_NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 
 _RULES = ("mfu_rule", "attention_rule", "attention_computed")  # cost facts that are sentences
 
@@ -19,32 +15,9 @@ _MAX_SAMPLES = 5
 _MAX_OPEN_SAMPLES = 4
 
 
-def configuration(entries: Sequence[Entry]) -> list[Section]:
-    """Returns the keys in which runs differ; nothing for a single run."""
-    runs = all_runs(entries)
-    if len(runs) < 2:
-        return []
-    title = "Configuration differences"
-    without = [name for name, run in runs.items() if not run.config]
-    known = {name: run.config for name, run in runs.items() if run.config}
-    notes = [f"No config.yml: {', '.join(without)}."] if without else []
-    if len(known) < 2:
-        return [Section(title, notes)] if notes else []
-    first, *others = known.values()
-    changed = [key for other in others for key in diff_configs(first, other)]
-    keys = [key for key in dict.fromkeys(changed) if key not in _NAMES_OF_RUNS]
-    if not keys:
-        return [Section(title, [*notes, "Every key has the same value in all runs."])]
-    rows = [
-        [key, *(to_yaml(config[key]) if key in config else "-" for config in known.values())]
-        for key in keys
-    ]
-    return [Section(title, notes, Table(["key", *known], rows))]
-
-
 def cost(entries: Sequence[Entry]) -> list[Section]:
     """Returns parameters and FLOPs of each part of the model."""
-    costs = _alike(entries, lambda run: run.facts.get("cost"))
+    costs = alike(entries, lambda run: run.facts.get("cost"))
     if not costs:
         return []
     rows, notes = [], []
@@ -55,7 +28,7 @@ def cost(entries: Sequence[Entry]) -> list[Section]:
             rows.append([names, *_cost_row(str(part.get("name", "")), own, (parameters, flops))])
         rows.append([names, *_cost_row("total", (parameters, flops), (parameters, flops))])
         notes += [text for key in _RULES if (text := str(found.get(key) or ""))]
-    peaks = _alike(entries, _peak)
+    peaks = alike(entries, _peak)
     for names, (peak, source) in peaks:
         which = f" ({names})" if len(peaks) > 1 else ""
         notes.append(f"Peak of a device{which}: {peak:.4g} TFLOP/s, {source}.")
@@ -89,7 +62,7 @@ def memory(entries: Sequence[Entry]) -> list[Section]:
     if not names:
         return []
     rows = [[name, *(column.get(name, formatting.ABSENT) for column in columns)] for name in names]
-    header = ["", *runs] if len(runs) > 1 else ["", "size"]
+    header = ["memory", *runs] if len(runs) > 1 else ["memory", "size"]
     note = (
         "State and cache are of the whole model. The compiled step is per device, as planned by "
         "the compiler; aliased arguments are also outputs."
@@ -132,7 +105,8 @@ def lineage(entries: Sequence[Entry]) -> list[Section]:
         spent = f"{short_count(run.tokens)} tokens, {formatting.operations(run.flops)} FLOPs"
         branch[f"{name}: {run.state}, {spent}"] = {}
     note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
-    return [Section("Lineage", [note], texts=[Verbatim("\n".join(_branches(tree)))])]
+    lines = [line for root, below in tree.items() for line in (root, *_branches(below))]
+    return [Section("Lineage", [note], texts=[Verbatim("\n".join(lines))])]
 
 
 def _ancestor(ancestor: Mapping[str, Any]) -> str:
@@ -145,14 +119,13 @@ def _ancestor(ancestor: Mapping[str, Any]) -> str:
     return f"{name}: {', '.join(word for word in words if word)}"
 
 
-def _branches(tree: Mapping[str, Any], indent: str = "", is_top: bool = True) -> list[str]:
+def _branches(tree: Mapping[str, Any]) -> list[str]:
     lines = []
     for number, (words, below) in enumerate(tree.items(), 1):
-        is_last = number == len(tree)
-        corner = "" if is_top else ("\u2514\u2500 " if is_last else "\u251c\u2500 ")
-        lines.append(f"{indent}{corner}{words}")
-        deeper = indent if is_top else indent + ("   " if is_last else "\u2502  ")
-        lines += _branches(below, deeper, is_top=False)
+        first, rest = (
+            ("\u2514\u2500 ", "   ") if number == len(tree) else ("\u251c\u2500 ", "\u2502  ")
+        )
+        lines += [first + words, *(rest + line for line in _branches(below))]
     return lines
 
 
@@ -189,27 +162,11 @@ def warnings(entries: Sequence[Entry]) -> list[str]:
             "A difference in loss may come from the data instead of the model.",
         ),
     ):
-        values = _alike(entries, lambda run, key=key: (run.facts.get("data") or {}).get(key))
+        values = alike(entries, lambda run, key=key: (run.facts.get("data") or {}).get(key))
         if len(values) > 1:
             which = "; ".join(f"{names}: {_shown(value)}" for names, value in values)
             found.append(f"The runs have different {what}. {consequence} {which}.")
     return found
-
-
-def _alike(entries: Sequence[Entry], fact) -> list[tuple[str, Any]]:
-    """Returns (names of the runs, value) for each distinct value of a fact."""
-    values: list[tuple[list[str], Any]] = []
-    for name, run in all_runs(entries).items():
-        value = fact(run)
-        if value in (None, "", {}):
-            continue
-        for names, known in values:
-            if known == value:
-                names.append(name)
-                break
-        else:
-            values.append(([name], value))
-    return [(", ".join(names), value) for names, value in values]
 
 
 def _part(number: float, total: float) -> str:

@@ -1,278 +1,212 @@
 "use strict";
 
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const SIGNS = {
-    "line-ns-open": "|", "diamond": "◆", "x-thin-open": "×", "cross-thin-open": "+",
-    "triangle-left": "◀", "star": "★", "x": "✖",
-  };
-  const KEY = "report:" + document.title;
+  const figures = JSON.parse(document.getElementById("data").textContent);
+  const form = document.getElementById("controls");
+  const plots = [...document.querySelectorAll(".plot")];
+  const tables = [...document.querySelectorAll("table")];
+  const folds = [...document.querySelectorAll("details[id]")];
+  const inputs = [...form.elements].filter((input) => input.name);
 
-  // With many runs their losses are what matters.
-  const isCrowded = data.entries.length > 4;
-  const chosen = {
-    axis: "tokens", logX: false, logY: false, raw: !isCrowded,
-    hidden: isCrowded ? ["mark checkpoint"] : [],
-  };
-  // A page that loads itself again keeps what was chosen. Some browsers offer no storage to files.
+  // A page that reloads keeps what was chosen.
+  const KEY = "report:" + document.title;
+  const state = { fields: {}, open: null, tables: {}, zoom: {} };
+  let storage = {};
   try {
-    Object.assign(chosen, JSON.parse(sessionStorage.getItem(KEY)));
+    storage = sessionStorage;
   } catch (error) {
-    console.info("what is chosen on this page is not kept:", error.message);
+    console.info("this browser offers no storage to files:", error.message);
   }
-  const hidden = new Set(chosen.hidden);
+  Object.assign(state, JSON.parse(storage[KEY] ?? "{}"));
+
+  const nameOf = (input) => (/checkbox|radio/.test(input.type) ? input.name + input.value : input.name);
+  const partOf = (input) => (/checkbox|radio/.test(input.type) ? "checked" : "value");
 
   function keep() {
-    chosen.hidden = [...hidden];
-    try {
-      sessionStorage.setItem(KEY, JSON.stringify(chosen));
-    } catch (error) {
-      console.info("what is chosen on this page is not kept:", error.message);
-    }
+    state.fields = Object.fromEntries(inputs.map((each) => [nameOf(each), each[partOf(each)]]));
+    state.open = folds.filter((each) => each.open).map((each) => each.id);
+    storage[KEY] = JSON.stringify(state);
   }
 
-  function element(tag, className, parent, text) {
-    const made = document.createElement(tag);
-    made.className = className;
-    if (text !== undefined) made.textContent = text;
-    parent.append(made);
-    return made;
+  function numbers(encoded) {
+    const bytes = Uint8Array.from(atob(encoded.bdata), (letter) => letter.charCodeAt(0));
+    return new Float32Array(bytes.buffer);
   }
 
-  // Plotly reads a few tags in labels; a name is no markup.
-  function plain(text) {
-    return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  function column(trace, index) {
+    const width = Number(trace.customdata.shape.split(",")[1]);
+    return numbers(trace.customdata).filter((_, place) => place % width === index);
   }
 
-  function theme(name) {
-    return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  }
-
-  function transparent(color, alpha) {
-    const part = (at) => parseInt(color.slice(at, at + 2), 16);
-    return `rgba(${part(1)},${part(3)},${part(5)},${alpha})`;
-  }
-
-  function heights(series, part) {
-    const values = series[part];
-    return Array.isArray(values) || values === undefined ? values : values[chosen.axis];
-  }
-
-  function bandTraces(series) {
-    const x = series.x[chosen.axis];
-    const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
-    return [
-      { ...edge, y: heights(series, "low") },
-      {
-        ...edge,
-        y: heights(series, "high"),
-        fill: "tonexty",
-        fillcolor: transparent(series.color, 0.18),
-      },
-    ];
-  }
-
-  function seriesTraces(chart, series) {
-    if (hidden.has("run " + series.owner)) return [];
-    if (series.kind === "raw" && !chosen.raw) return [];
-    const line = { color: series.color, dash: series.dash };
-    const trace = { x: series.x[chosen.axis], y: heights(series, "y"), mode: "lines", line };
-    const digits = chart.percent ? ".1%" : ".4~g";
-    trace.hovertemplate = `%{y:${digits}}<extra>${plain(series.label)}</extra>`;
-    const validationBeside = chart.series.some((s) => s.kind === "dots" && s.owner === series.owner);
-    if (series.kind === "raw") {
-      Object.assign(trace, { opacity: 0.3, hoverinfo: "skip", hovertemplate: null });
-      line.width = 0.8;
-    } else if (series.kind === "thin") {
-      Object.assign(trace, { opacity: 0.4, hoverinfo: "skip", hovertemplate: null });
-      line.width = 0.9;
-    } else if (series.kind === "dots") {
-      trace.mode = "lines+markers";
-      line.width = 1.4;
-      trace.marker = { color: series.color, size: isCrowded ? 5 : 7, line: { color: theme("paper"), width: 1 } };
-    } else {
-      line.width = validationBeside && data.entries.length > 1 ? 1.4 : 2;
-    }
-    return heights(series, "low") === undefined ? [trace] : [...bandTraces(series), trace];
-  }
-
-  function markStyle(kind) {
-    const symbol = data.symbols[kind];
-    const color = theme(kind === "checkpoint" ? "quiet" : "ink");
-    // Symbols without an area have only their line; others get an edge against the curve.
-    const line = symbol.endsWith("-open")
-      ? { color, width: 1.6 } : { color: theme("paper"), width: 1 };
-    return { symbol, color, size: 10, line };
-  }
-
-  function markTraces(chart) {
-    return Object.keys(data.symbols).map((kind) => {
-      const shown = hidden.has("mark " + kind) ? [] : chart.marks.filter((mark) =>
-        mark.kind === kind && mark.places[chosen.axis] && !hidden.has("run " + mark.owner));
-      return {
-        x: shown.map((mark) => mark.places[chosen.axis][0]),
-        y: shown.map((mark) => mark.places[chosen.axis][1]),
-        text: shown.map((mark) => plain(data.entries.length > 1
-          ? `${mark.owner}: ${mark.text}` : mark.text)),
-        mode: "markers",
-        marker: markStyle(kind),
-        hovertemplate: "%{text}<extra></extra>",
-      };
+  // The mean of a curve's neighbors; the window shrinks at the steep start.
+  function smoothed(values, reach) {
+    return values.map((value, center) => {
+      if (Number.isNaN(value)) return value;
+      const half = Math.min(reach, center);
+      const near = values.slice(center - half, center + half + 1).filter((each) => !Number.isNaN(each));
+      return near.reduce((sum, each) => sum + each, 0) / near.length;
     });
   }
 
-  function layout(chart) {
-    const axis = data.axes.find((each) => each.name === chosen.axis);
-    const logY = chart.logY || (chart.name.startsWith("loss") && chosen.logY);
-    const lines = {
-      gridcolor: theme("line"),
-      linecolor: theme("line"),
-      zeroline: false,
-      automargin: true,
-      tickfont: { size: 12 },
-    };
-    const yaxis = {
-      ...lines,
-      type: logY ? "log" : "linear",
-      exponentformat: "power",
-      nticks: 7,
-    };
-    if (logY) yaxis.dtick = chart.logY ? undefined : "D1";
-    if (chart.percent) yaxis.tickformat = ".0%";
-    else if (chart.name === "tokens_per_second") yaxis.exponentformat = "B";
-    if (chart.range) {
-      const [low, high] = chart.range;
-      yaxis.range = logY ? [Math.log10(Math.max(low, high / 1000)), Math.log10(high)] : [low, high];
-    }
-    const references = chart.references.map(([label, y]) => ({
-      shape: {
-        type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y,
-        line: { color: theme("quiet"), width: 1, dash: "dash" },
-      },
-      annotation: {
-        text: plain(label), xref: "paper", x: 1, xanchor: "right", y: logY ? Math.log10(y) : y,
-        yanchor: "bottom", showarrow: false, font: { size: 12, color: theme("quiet") },
-      },
-    }));
-    return {
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, color: theme("ink"), size: 13 },
-      margin: { l: 8, r: 14, t: 10, b: 8 },
-      showlegend: false,
-      hovermode: "closest",
-      // A finger that scrolls the page must not zoom.
-      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      uirevision: [chosen.axis, chosen.logX, logY].join(),
-      xaxis: {
-        ...lines,
-        type: chosen.logX ? "log" : "linear",
-        title: { text: axis.title, font: { size: 12.5 }, standoff: 8 },
-        exponentformat: axis.powers ? "power" : "B",
-        nticks: 8,
-      },
-      yaxis,
-      shapes: references.map((each) => each.shape),
-      annotations: references.map((each) => each.annotation),
-    };
+  function drawnTrace(trace, figure, chosen) {
+    const { owner, kind, needs = [] } = trace.meta ?? {};
+    const smooth = Number(chosen.get("smooth"));
+    const shown = new Set(chosen.getAll("show"));
+    const only = chosen.get("only");
+    const hasRaw = figure.data.some((each) => each.meta?.kind === "raw" && each.meta.owner === owner);
+    const visible = needs.every((each) => shown.has(each)) && (!only || !owner || only === owner)
+      && (kind !== "raw" || shown.has("raw") || !smooth) && (kind !== "line" || !hasRaw || smooth > 0);
+    if (!trace.customdata) return { ...trace, visible };
+    const x = column(trace, Number(chosen.get("axis")));
+    const y = numbers(trace.y);
+    const reach = Math.round(((smooth - 1) * y.length) / 80);
+    const opacity = kind === "raw" && !smooth ? 1 : trace.opacity;
+    return { ...trace, x, visible, opacity, y: kind === "line" && reach > 0 ? smoothed(y, reach) : y };
   }
 
-  const config = {
-    responsive: true,
-    displayModeBar: false,
-  };
-
-  const places = data.charts.map((chart) => {
-    const box = element("div", chart.name.startsWith("loss") ? "chart wide" : "chart",
-      document.getElementById("charts"));
-    const heading = element("h3", "", box, chart.title + " ");
-    element("small", "", heading, chart.yTitle);
-    return element("div", "plot", box);
-  });
+  function drawnLayout(name, figure, chosen) {
+    const layout = structuredClone(figure.layout);
+    if (!figure.data.some((trace) => trace.customdata)) return layout;
+    const axis = inputs.find((each) => each.name === "axis" && each.checked);
+    Object.assign(layout.xaxis, {
+      title: { text: axis.dataset.title, font: { size: 12.5 }, standoff: 8 },
+      type: chosen.has("log x") ? "log" : "linear",
+      hoverformat: axis.dataset.title === "step" ? ",d" : ".4~s",
+    });
+    if (state.zoom.x) layout.xaxis.range = state.zoom.x;
+    if (name.startsWith("loss") && chosen.has("log loss")) {
+      const [low, high] = layout.yaxis.range;
+      const range = [Math.log10(Math.max(low, high / 1000)), Math.log10(high)];
+      Object.assign(layout.yaxis, { type: "log", dtick: "D1", range });
+    }
+    if (chosen.has("full range")) delete layout.yaxis.range;
+    if (state.zoom[name]) layout.yaxis.range = state.zoom[name];
+    return layout;
+  }
 
   function draw() {
-    data.charts.forEach((chart, index) => {
-      const traces = chart.series.flatMap((series) => seriesTraces(chart, series));
-      const [checkpoints, ...rest] = markTraces(chart);
-      // Validation is measured where checkpoints are saved, and matters more.
-      Plotly.react(places[index], [checkpoints, ...traces, ...rest], layout(chart), config);
-    });
-  }
-
-  const buttons = [];
-
-  function button(parent, className, text, pressed, press) {
-    const made = element("button", className, parent);
-    made.type = "button";
-    made.append(text);
-    made.addEventListener("click", () => {
-      press();
-      update();
-    });
-    buttons.push([made, pressed]);
-    return made;
-  }
-
-  function update() {
-    for (const [each, pressed] of buttons) each.setAttribute("aria-pressed", String(pressed()));
+    const chosen = new FormData(form);
+    for (const plot of plots) {
+      if (!plot.closest("details").open) continue;
+      const { name } = plot.dataset;
+      const figure = figures[name];
+      const isNew = !plot.data;
+      const traces = figure.data.map((trace) => drawnTrace(trace, figure, chosen));
+      // A finger that scrolls the page must not zoom.
+      const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
+      const layout = { ...drawnLayout(name, figure, chosen), dragmode };
+      const config = { responsive: true, displayModeBar: false, doubleClick: false };
+      Plotly.react(plot, traces, layout, config);
+      if (isNew) listen(plot, name);
+    }
     keep();
-    draw();
   }
 
-  function toggle(parent, text, key) {
-    return button(parent, "toggle", text, () => !hidden.has(key), () => {
-      if (!hidden.delete(key)) hidden.add(key);
+  // Charts of steps share their horizontal axis.
+  function listen(plot, name) {
+    if (!plot.data.some((trace) => trace.customdata)) return;
+    plot.on("plotly_relayout", (change) => {
+      const zoomed = (axis) => [0, 1].map((end) => change[`${axis}.range[${end}]`]);
+      const [x, y] = [zoomed("xaxis"), zoomed("yaxis")];
+      if (x[0] !== undefined) state.zoom.x = x;
+      if (y[0] !== undefined) state.zoom[name] = y;
+      if (x[0] !== undefined || y[0] !== undefined) draw();
+    });
+    plot.on("plotly_doubleclick", () => {
+      state.zoom = {};
+      draw();
     });
   }
 
-  function controls() {
-    if (data.entries.some((entry) => entry.seeds > 1)) {
-      document.querySelector(".hint").append(
-        " Thin lines are single seeds, bands reach from the smallest to the largest of them.");
+  function save(name, kind) {
+    const plot = plots.find((each) => each.dataset.name === name);
+    if (kind === "svg") {
+      const { clientWidth: width, clientHeight: height } = plot;
+      Plotly.downloadImage(plot, { format: "svg", filename: name, width, height });
+      return;
     }
-    const bar = document.getElementById("controls");
-    const row = element("div", "row", bar);
-    const axes = element("div", "choice", row);
-    for (const axis of data.axes) {
-      button(axes, "", axis.choice, () => chosen.axis === axis.name, () => {
-        chosen.axis = axis.name;
-      });
-    }
-    const scales = element("div", "choice", row);
-    for (const [name, text] of [["logX", "log x"], ["logY", "log loss"], ["raw", "raw (unsmoothed)"]]) {
-      button(scales, "", text, () => chosen[name], () => {
-        chosen[name] = !chosen[name];
-      });
-    }
-    const legend = element("div", "row scroll", bar);
-    const loss = data.charts.find((chart) => chart.name === "loss");
-    if (data.entries.length === 1 && loss) {
-      // The curves of one run have colors of their own.
-      const named = new Map(loss.series.filter((s) => s.label).map((s) => [s.label, s.color]));
-      for (const [label, color] of named) {
-        const key = element("span", "toggle", legend);
-        element("span", "chip", key).style.background = color;
-        key.append(label);
-      }
-    } else {
-      for (const entry of data.entries) {
-        const seeds = entry.seeds > 1 ? ` (mean of ${entry.seeds} seeds)` : "";
-        const made = toggle(legend, entry.label + seeds, "run " + entry.label);
-        const chip = element("span", "chip", made);
-        chip.style.background = entry.color;
-        made.prepend(chip);
+    const axes = inputs.filter((each) => each.name === "axis").map((each) => each.dataset.title);
+    const lines = [["curve", "kind", ...axes, "x", "y"]];
+    for (const trace of plot.data.filter((each) => each.visible !== false)) {
+      const columns = trace.customdata ? axes.map((_, index) => column(trace, index)) : [];
+      for (let index = 0; index < trace.y.length; index += 1) {
+        const places = axes.map((_, axis) => columns[axis]?.[index] ?? "");
+        const label = [trace.meta?.owner ?? trace.name, trace.meta?.kind ?? ""];
+        lines.push([...label, ...places, trace.x[index], trace.y[index]]);
       }
     }
-    const kinds = new Set(data.charts.flatMap((chart) => chart.marks.map((mark) => mark.kind)));
-    for (const kind of Object.keys(data.symbols).filter((each) => kinds.has(each))) {
-      const made = toggle(legend, kind, "mark " + kind);
-      const sign = element("span", "symbol", made, SIGNS[data.symbols[kind]]);
-      made.prepend(sign);
-    }
+    const quoted = (cell) => (typeof cell === "string" ? `"${cell.replaceAll('"', '""')}"` : cell);
+    const text = lines.map((line) => line.map(quoted).join(",")).join("\n");
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text + "\n"], { type: "text/csv" }));
+    link.download = name + ".csv";
+    link.click();
+    URL.revokeObjectURL(link.href);
   }
 
-  if (!data.axes.some((axis) => axis.name === chosen.axis)) chosen.axis = data.axes[0].name;
-  controls();
-  update();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  // The number that a cell begins with: 1:02:03, 12,345, 6.55M, 3e-4 or 39.8 %.
+  function rank(text) {
+    const time = /^(\d+):(\d\d):(\d\d)/.exec(text);
+    if (time) return 3600 * time[1] + 60 * time[2] + Number(time[3]);
+    const number = /^([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)([KMBT]?)/.exec(text);
+    if (!number) return null;
+    return number[1].replaceAll(",", "") * 1000 ** " KMBT".indexOf(number[2] || " ");
+  }
+
+  function arrange(table, { column: index, descending, filter = "" }) {
+    const body = table.tBodies[0];
+    const rows = [...body.rows];
+    if (index !== undefined) {
+      const text = (row) => row.cells[index].textContent;
+      const number = (row) => rank(text(row)) ?? Infinity;
+      const compare = (a, b) => number(a) - number(b) || text(a).localeCompare(text(b));
+      rows.sort((a, b) => (descending ? compare(b, a) : compare(a, b)));
+      body.append(...rows);
+      [...table.tHead.rows[0].cells].forEach((cell, place) => {
+        cell.ariaSort = place === index ? (descending ? "descending" : "ascending") : null;
+      });
+    }
+    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(filter.toLowerCase());
+  }
+
+  tables.forEach((table, number) => {
+    const change = (more) => {
+      state.tables[number] = { ...state.tables[number], ...more };
+      arrange(table, state.tables[number]);
+      keep();
+    };
+    [...table.tHead.rows[0].cells].forEach((cell, index) => {
+      cell.addEventListener("click", () => {
+        change({ column: index, descending: cell.ariaSort === "ascending" });
+      });
+    });
+    const search = table.parentElement.previousElementSibling;
+    if (search?.type === "search") {
+      search.value = state.tables[number]?.filter ?? "";
+      search.addEventListener("input", () => change({ filter: search.value }));
+    }
+    if (state.tables[number]) arrange(table, state.tables[number]);
+  });
+
+  for (const input of inputs) {
+    if (nameOf(input) in state.fields) input[partOf(input)] = state.fields[nameOf(input)];
+  }
+  for (const fold of folds) {
+    if (state.open) fold.open = state.open.includes(fold.id);
+    fold.addEventListener("toggle", draw);
+  }
+  form.addEventListener("input", ({ target }) => {
+    if (/axis|log x/.test(target.name)) delete state.zoom.x;
+    if (/log loss|full/.test(target.name)) state.zoom = { x: state.zoom.x };
+    draw();
+  });
+  document.addEventListener("click", ({ target }) => {
+    if (target.dataset?.save) save(target.dataset.of, target.dataset.save);
+  });
+  const resize = (width) => plots.filter((each) => each.data).forEach((each) => {
+    Plotly.relayout(each, { width, autosize: !width });
+  });
+  addEventListener("beforeprint", () => resize(660));
+  addEventListener("afterprint", () => resize(null));
+  draw();
 })();

@@ -5,13 +5,20 @@ import dataclasses
 import functools
 import hashlib
 import html
+import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import Literal
 
-from MaxText.reports.chart import Bars
+import plotly.graph_objects as go
+
+from MaxText.reports.chart import Axis, color_of, dash_of
 from MaxText.reports.formatting import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
+_FILTERED = 8  # tables with more rows have a filter
+_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
+_CROWDED = 4  # with more runs, raw values and checkpoints are hidden at first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,38 +37,58 @@ class Verbatim:
 
 
 @dataclasses.dataclass(frozen=True)
+class Plot:
+    """A plotly figure with its text alternative.
+
+    Attributes:
+      name: Its id on the page and name of its downloads.
+      size: Of half of the page's width ("") or all; "folded" figures are drawn on request.
+      height: In pixels; 0 for the usual one.
+    """
+
+    name: str
+    title: str
+    figure: go.Figure
+    description: str = ""
+    subtitle: str = ""
+    size: Literal["", "wide", "folded"] = ""
+    height: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Section:
-    """A section of the page: plain text, never interpreted as HTML."""
+    """A section of the page: plain text, never interpreted as HTML.
+
+    A table of a single run is shown as facts, like `facts`.
+    """
 
     title: str
     paragraphs: Sequence[str] = ()
     table: Table | None = None
     texts: Sequence[Verbatim] = ()
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    plots: Sequence[Plot] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Contents of the page, from top to bottom.
+    """Contents of the page.
 
     Attributes:
       made: How and when it was generated.
-      before_runs: Sections of the caller.
-      charts_json: Input of page.js; empty if there is nothing to draw.
-      goodput: The numbers of `bars`.
-      colors: Color of each run's or group's label in tables.
+      controls: HTML of `controls`, above the first plots.
+      colors: Index of the color of each run's or group's label in tables.
+      links: Addresses of the runs' own reports.
       refresh: Seconds until the page reloads; 0 for never.
     """
 
     title: str
     made: str
     warnings: Sequence[str]
-    overview: Table
-    before_runs: Sequence[Section]
-    charts_json: str
-    bars: Bars
-    goodput: Table
     sections: Sequence[Section]
-    colors: Mapping[str, str]
+    controls: str
+    colors: Mapping[str, int]
+    links: Mapping[str, str]
     refresh: int = 0
 
 
@@ -75,17 +102,23 @@ def render(page: Page) -> str:
         "style-src 'unsafe-inline'; img-src data: blob:"
     )
     refresh = f'<meta http-equiv="refresh" content="{page.refresh}">\n' if page.refresh else ""
-    charts = _charts(page.charts_json, library, program) if page.charts_json else _NO_CHARTS
+    figures = ",".join(
+        f"{json.dumps(plot.name)}:{plot.figure.to_json()}"
+        for section in page.sections
+        for plot in section.plots
+    ).replace("<", "\\u003c")  # so that nothing can end the script element
+    first = next(section for section in page.sections if section.plots)
     body = "\n".join(
         [
             f"<header><h1>{_text(page.title)}</h1></header>",
             *(f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings),
-            *(_section(section, page.colors) for section in page.before_runs),
-            _overview(page.overview, page.colors),
-            charts,
-            _goodput(page),
-            *(_section(section, page.colors) for section in page.sections),
+            *(
+                _section(section, page, page.controls if section is first else "")
+                for section in page.sections
+            ),
             f"<footer>{_text(page.made)}</footer>",
+            f'<script type="application/json" id="data">{{{figures}}}</script>',
+            f"<script>{library}</script>\n<script>{program}</script>",
         ]
     )
     return (
@@ -97,61 +130,95 @@ def render(page: Page) -> str:
     )
 
 
-_NO_CHARTS = "<section><h2>Curves</h2><p>No step is recorded yet.</p></section>"
+def controls(
+    axes: Sequence[Axis], runs: Mapping[str, int], notes: Sequence[str], marks: Sequence[str]
+) -> str:
+    """Returns the choices above the charts as HTML.
 
+    `runs` maps the label of each run or group to its color, with a note on each; `marks` are the
+    kinds of marks that occur.
+    """
+    is_crowded = len(runs) > _CROWDED
 
-def _charts(charts_json: str, library: str, program: str) -> str:
-    return (
-        '<section id="curves"><h2>Curves</h2>\n'
-        "<noscript><p>The curves need JavaScript. The PNG files beside this page show them "
-        "without it.</p></noscript>\n"
-        '<div id="controls"></div>\n<div id="charts"></div>\n'
-        '<p class="hint">Drag to zoom in, double-click to reset. Click a name to hide its '
-        "curve.</p>\n"
-        f'<script type="application/json" id="data">{charts_json}</script>\n'
-        f"<script>{library}</script>\n<script>{program}</script>\n</section>"
-    )
-
-
-def _overview(table: Table, colors: Mapping[str, str]) -> str:
-    if len(table.rows) > 1:
-        return f"<section><h2>Runs</h2>\n{_table(table, colors)}</section>"
-    (row,) = table.rows
-    facts = "\n".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
-        for name, value in list(zip(table.header, row, strict=True))[1:]
-    )
-    return f'<section><dl class="facts">\n{facts}\n</dl></section>'
-
-
-def _goodput(page: Page) -> str:
-    bars = page.bars
-    keys = [
-        f'<li><span class="chip" style="background:{bars.colors[part]}"></span>{_text(part)}</li>'
-        for part in bars.parts
-    ]
-    rows = []
-    for index, label in enumerate(bars.labels):
-        pieces = "".join(
-            f'<span style="width:{100 * shares[index]:.3f}%;background:{bars.colors[part]}" '
-            f'title="{_text(part)}: {100 * shares[index]:.1f} %"></span>'
-            for part, shares in bars.parts.items()
-            if shares[index] > 0
+    def box(name: str, value: str, text: str, is_on: bool, before: str = "") -> str:
+        state = " checked" if is_on else ""
+        return (
+            f'<label><input type="checkbox" name="{name}" value="{_text(value)}"{state}>'
+            f"{before}{_text(text)}</label>"
         )
-        name = f'<div class="bar-label">{_text(label)}</div>' if len(bars.labels) > 1 else ""
-        rows.append(f'{name}<div class="bar">{pieces}</div>')
+
+    only = "".join(f"<option>{_text(label)}</option>" for label in runs)
+    groups = {
+        "x": [
+            f'<label><input type="radio" name="axis" value="{index}"{"" if index else " checked"} '
+            f'data-title="{_text(axis.title)}">{_text(axis.choice)}</label>'
+            for index, axis in enumerate(axes)
+        ],
+        # With many runs their losses are what matters.
+        "show": [
+            *(box("show", name, name, True) for name in ("training", "validation")),
+            box("show", "raw", "raw (unsmoothed)", not is_crowded),
+            *(
+                box("show", f"mark {kind}", kind, not (is_crowded and kind == "checkpoint"))
+                for kind in marks
+            ),
+        ],
+        "scale": [
+            *(box(name, "on", name, False) for name in ("log x", "log loss", "full range")),
+            '<label>smoothing<input type="range" name="smooth" min="0" max="10" value="1"></label>',
+        ],
+        "runs": [
+            *(
+                box("show", f"run {label}", label + note, True, _chip(color))
+                for (label, color), note in zip(runs.items(), notes, strict=True)
+            ),
+            f'<label>only <select name="only"><option></option>{only}</select></label>',
+        ],
+    }
+    hidden = {"runs"} if len(runs) == 1 else ()
+    fields = "\n".join(
+        f'<fieldset class="{name}"{" hidden" if name in hidden else ""}><legend>{name}</legend>'
+        f"{''.join(inputs)}</fieldset>"
+        for name, inputs in groups.items()
+    )
+    return f'<form id="controls">\n{fields}\n</form>\n'
+
+
+def _plot(plot: Plot) -> str:
+    name, title = _text(plot.name), f"{_text(plot.title)} <small>{_text(plot.subtitle)}</small>"
+    area = (
+        f'<div class="plot" data-name="{name}" role="img" '
+        f'aria-label="{_text(plot.description or plot.title)}"></div>\n'
+    )
+    buttons = "".join(
+        f'<button type="button" data-save="{kind}" data-of="{name}" '
+        f'aria-label="Download {kind.upper()} of {_text(plot.title)}">{kind.upper()}</button>'
+        for kind in ("svg", "csv")
+    )
+    style = f' style="--height:{plot.height}px"' if plot.height else ""
+    is_open = "" if plot.size == "folded" else " open"
     return (
-        f"<section><h2>{_text(bars.title)}</h2>\n"
-        f'<ul class="keys">{"".join(keys)}</ul>\n<div class="bars">{"".join(rows)}</div>\n'
-        f"{_table(page.goodput, page.colors)}</section>"
+        f'<details class="chart {plot.size}" id="{name}"{style}{is_open}><summary>{title}</summary>'
+        f'<div class="save">{buttons}</div>{area}</details>\n'
     )
 
 
-def _section(section: Section, colors: Mapping[str, str]) -> str:
-    parts = [f"<section><h2>{_text(section.title)}</h2>"]
+def _section(section: Section, page: Page, controls: str) -> str:
+    facts, table = section.facts, section.table
+    if table is not None and table.header[0] == "run" and len(table.rows) == 1:
+        facts, table = dict(zip(table.header[1:], table.rows[0][1:], strict=True)), None
+    parts = [f"<section><h2>{_text(section.title)}</h2>", controls]
     parts += [f"<p>{_text(paragraph)}</p>" for paragraph in section.paragraphs]
-    if section.table is not None:
-        parts.append(_table(section.table, colors))
+    if section.plots:
+        parts.append(f'<div class="charts">{"".join(map(_plot, section.plots))}</div>')
+    if facts:
+        items = "\n".join(
+            f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
+            for name, value in facts.items()
+        )
+        parts.append(f'<dl class="facts">\n{items}\n</dl>')
+    if table is not None:
+        parts.append(_table(table, page))
     for text in section.texts:
         block = f"<pre>{_text(text.text)}</pre>"
         if text.caption:
@@ -161,25 +228,37 @@ def _section(section: Section, colors: Mapping[str, str]) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def _table(table: Table, colors: Mapping[str, str]) -> str:
+def _table(table: Table, page: Page) -> str:
     kinds = [_kind([row[column] for row in table.rows]) for column in range(len(table.header))]
 
-    def line(cells: Sequence[str], tag: str) -> str:
-        parts = []
-        for column, (text, kind) in enumerate(zip(cells, kinds, strict=True)):
-            chip = ""
-            # Run names are in the header or first column; other values may equal one.
-            if text in colors and (tag == "th" or column == 0):
-                chip = f'<span class="chip" style="background:{colors[text]}"></span>'
-            parts.append(f"<{tag}{kind}>{chip}{_text(text)}</{tag}>")
-        return f"<tr>{''.join(parts)}</tr>"
+    def cell(tag: str, kind: str, text: str, content: str, is_run: bool) -> str:
+        # Run names are in the header or first column; other values may equal one.
+        chip = _chip(page.colors[text]) if is_run and text in page.colors else ""
+        return f"<{tag}{kind}>{chip}{content}</{tag.split()[0]}>"
 
-    header = line(table.header, "th")
-    rows = "\n".join(line(row, "td") for row in table.rows)
-    return (
-        f'<div class="table" tabindex="0"><table><thead>{header}</thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>"
+    header = "".join(
+        cell('th scope="col"', kind, text, f'<button type="button">{_text(text)}</button>', True)
+        for text, kind in zip(table.header, kinds, strict=True)
     )
+    rows = []
+    for row in table.rows:
+        contents = list(map(_text, row))
+        if row[0] in page.links:
+            contents[0] = f'<a href="{_text(page.links[row[0]])}">{contents[0]}</a>'
+        cells = zip(kinds, row, contents, strict=True)
+        rows.append("".join(cell("td", *each, not i) for i, each in enumerate(cells)))
+    body = "</tr>\n<tr>".join(rows)
+    search = '<input type="search" placeholder="Filter rows" aria-label="Filter rows">'
+    return (
+        f'{search if len(rows) > _FILTERED else ""}<div class="table" tabindex="0" role="region" '
+        f'aria-label="Table with {_text(", ".join(table.header[:3]))}"><table><thead><tr>{header}'
+        f"</tr></thead>\n<tbody>\n<tr>{body}</tr>\n</tbody></table></div>"
+    )
+
+
+def _chip(color: int) -> str:
+    style = _BORDERS[dash_of(color)]
+    return f'<span class="chip" style="border-top:4px {style} {color_of(color)}"></span>'
 
 
 def _kind(cells: Sequence[str]) -> str:

@@ -1,34 +1,35 @@
-"""Charts of a report: loss, learning rate, gradient norm, speed, goodput."""
+"""Charts of a report: loss, learning rate, gradient norm, speed, all else recorded, goodput."""
 
 import dataclasses
+import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from MaxText.metrics.goodput import PARTS, is_step_skip
+from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.run_record import RunRecord
-from MaxText.reports.chart import Annotation, AxisName, Bars, Chart, Series
-from MaxText.reports.curves import Axes, column, curve, evaluations
+from MaxText.reports.chart import Annotation, AxisName, Chart, Series
+from MaxText.reports.curves import Axes, column, curve, ratio
 from MaxText.reports.downsampling import median_window
-from MaxText.reports.entries import Entry, all_runs, differing_peaks, shown_parts
-
-_PART_COLORS = {
-    "useful": "#2a9d70",
-    "data_wait": "#e08a1e",
-    "start_up": "#a9bccf",
-    "compile": "#5d7fa3",
-    "evaluation": "#8661c1",
-    "checkpoint": "#1aa0b8",
-    "lost": "#d9485f",
-    "finish": "#c9b27c",
-    "other": "#8f989f",
-}
+from MaxText.reports.entries import Entry, all_runs, differing_peaks
+from MaxText.reports.run_tables import event_text
 
 # Share of initial steps left out of the y range: their high loss would flatten the rest.
 _BEGINNING = 0.05
 
 _ROOM = 0.5  # a reference line is in the initial view if it raises the chart by at most this share
+
+_GRAD_NORM = "learning/grad_norm"
+_UPDATE_RATIO = "learning/update_norm / param_norm"
+
+_OWN_CHARTS = (
+    "learning/lm_loss", "learning/current_learning_rate", _GRAD_NORM,
+    "perf/per_device_tokens_per_sec", "perf/mfu", "eval/avg_loss",
+)  # fmt: skip
+
+_steps, _evaluations = operator.attrgetter("steps"), operator.attrgetter("evaluations")
 
 _MAX_MARKS = 300  # maximum marks per kind and run, chosen evenly
 
@@ -60,10 +61,14 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
             validation = f"validation (final {run.final_loss:.4f})"
         if not alone:
             train, validation = (f"{entry.label}, {words}" for words in ("training", "validation"))
-        series += curve(entry, axes, _steps, column("learning/lm_loss"), label=train, smooth=True)
+        loss = column("learning/lm_loss")
+        series += curve(entry, axes, _steps, loss, label=train, kind="smooth")
         # A single run has two colors, several runs have one each.
         color = entry.color + 1 if alone else entry.color
-        series += evaluations(entry, axes, color, validation)
+        measured = column("eval/avg_loss")
+        series += curve(
+            entry, axes, _evaluations, measured, label=validation, kind="dots", color=color
+        )
     if not series:
         return None
     references = _unigram_entropy(entries)
@@ -78,44 +83,55 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Returns learning rate, gradient norm, speed and, for equal peaks, MFU, if recorded."""
+    """Returns learning rate, gradient norm, speed and MFU, then, folded, all else recorded.
+
+    MFU is left out if the peaks of devices differ.
+    """
     charts = []
-    for name, title, y_title, value, smooth in (
-        ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), False),
-        ("gradient_norm", "Gradient norm", "before clipping", column("learning/grad_norm"), True),
-        ("tokens_per_second", "Tokens per second", "all devices", _tokens_per_second, True),
-        ("mfu", "MFU", "share of the devices' peak", column("perf/mfu"), True),
+    for name, title, y_title, value, kind in (
+        ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), "exact"),
+        ("gradient_norm", "Gradient norm", "before clipping", column(_GRAD_NORM), "smooth"),
+        ("tokens_per_second", "Tokens per second", "all devices", _tokens_per_second, "smooth"),
+        ("mfu", "MFU", "share of the devices' peak", column("perf/mfu"), "smooth"),
     ):
-        if name == "mfu" and differing_peaks(entries):
+        series = _quantity(entries, axes, _steps, value, kind)
+        is_mfu = name == "mfu"
+        if not series or (is_mfu and differing_peaks(entries)):
             continue
-        series = [
-            line
-            for entry in entries
-            for line in curve(entry, axes, _steps, value, label=entry.label, smooth=smooth)
-        ]
+        log_y = name == "gradient_norm" and all(np.nanmin(each.y) > 0 for each in series)
+        y_range = None if log_y else _range_from_zero(series)
+        charts.append(
+            Chart(name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu)
+        )
+    update_ratio = ratio("learning/update_norm", "learning/param_norm")
+    others = [(_UPDATE_RATIO, _quantity(entries, axes, _steps, update_ratio, "exact"))]
+    for rows_of, kind in ((_steps, "exact"), (_evaluations, "dots")):
+        for tag in _tags(entries, rows_of):
+            others.append((tag, _quantity(entries, axes, rows_of, column(tag), kind)))
+    for tag, series in others:
         if series:
-            log_y = name == "gradient_norm" and _is_positive(series)
-            y_range = None if log_y else _range_from_zero(series)
-            is_mfu = name == "mfu"
-            chart = Chart(
-                name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu
-            )
-            charts.append(chart)
+            charts.append(Chart(re.sub(r"\W+", "_", tag), tag, "", series, folded=True))
     return charts
 
 
-def goodput_bars(entries: Sequence[Entry]) -> Bars:
-    runs = all_runs(entries)
-    parts = {
-        label: [run.goodput.share(part) for run in runs.values()]
-        for part, label in shown_parts(runs.values()).items()
+def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> list[Series]:
+    return [
+        line
+        for entry in entries
+        for line in curve(entry, axes, rows_of, value, label=entry.label, kind=kind)
+    ]
+
+
+def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
+    """Returns the recorded numbers that have no chart of their own."""
+    found = {
+        tag: None
+        for run in all_runs(entries).values()
+        for row in (rows_of(run)[:1] + rows_of(run)[-1:])
+        for tag in row
     }
-    colors = {words: _PART_COLORS[part] for part, words in PARTS.items()}
-    return Bars("goodput", "Where the time went", list(runs), parts, colors)
-
-
-def _steps(run: RunRecord) -> Sequence[Mapping[str, Any]]:
-    return run.steps
+    own = (*_OWN_CHARTS, "progress/")
+    return [tag for tag in found if "/" in tag and not tag.startswith(own)]
 
 
 def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -141,76 +157,47 @@ def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -
     if line is None or not run.steps:
         return []
     places = axes.places(run, run.steps)
-    steps = places["step"]
-    by_kind: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in run.events:
-        kind, text = _described(row)
-        if kind is not None and row.get("step") is not None:
-            by_kind.setdefault(kind, []).append((row, text))
-    shown = [
-        (kind, row, text)
-        for kind, rows in by_kind.items()
-        for row, text in rows[:: -(-len(rows) // _MAX_MARKS)]
-    ]
+        if row.get("step") is not None:
+            by_kind.setdefault(_mark_kind(row), []).append(row)
+    by_kind.pop("", None)
+    there = np.isfinite(line.y)
     marks = []
-    for kind, row, text in shown:
-        at: dict[AxisName, tuple[float, float]] = {}
-        for name, points in line.points.items():
-            x = float(np.interp(row["step"], steps, places[name]))
-            there = np.isfinite(points.y)
-            if there.any():
-                at[name] = x, float(np.interp(x, points.x[there], points.y[there]))
-        marks.append(Annotation(kind, entry.label, f"{text} (step {row['step']:,})", at))
+    for kind, rows in by_kind.items():
+        for row in rows[:: -(-len(rows) // _MAX_MARKS)]:
+            x: dict[AxisName, float] = {
+                name: float(np.interp(row["step"], places["step"], place))
+                for name, place in places.items()
+            }
+            y = float(np.interp(row["step"], line.x["step"][there], line.y[there]))
+            text = f"{event_text(row) or kind} (step {row['step']:,})"
+            marks.append(Annotation(kind, entry.label, text, x, y))
     return marks
 
 
-def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Returns (kind of mark or None, text)."""
-    kind, reason = row["event"], row.get("reason") or "no reason given"
-    if kind == "checkpoint":
-        return "checkpoint", "checkpoint"
-    if kind in ("start", "resume") and row["attempt"] > 0:
-        lost = (row.get("lost") or {}).get("steps") or 0
-        return "restart", f"restart {row['attempt']}, {lost:,} steps lost"
+def _mark_kind(row: Mapping[str, Any]) -> str:
+    """Returns the kind of mark of an event; empty for none."""
+    kind = row["event"]
+    if kind in ("start", "resume"):
+        return "restart" if row["attempt"] > 0 else ""
     if kind == "skip":
-        return f"skipped {'step' if is_step_skip(row) else 'record'}", f"skipped: {reason}"
-    if kind == "rewind":
-        return "rollback", f"rollback to step {row.get('to')}: {reason}"
-    if kind == "growth":
-        return "growth", "growth"
-    if kind == "stop" and row.get("reason") in ("diverged", "error"):
-        return "diverged or failed", str(row["reason"])
-    return None, ""
+        return f"skipped {'step' if is_step_skip(row) else 'record'}"
+    if kind == "stop":
+        return "diverged or failed" if row.get("reason") in ("diverged", "error") else ""
+    return {"checkpoint": kind, "rewind": "rollback", "growth": kind}.get(kind, "")
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:
     """Returns the range of losses without spikes and the beginning."""
-    shown: list[float] = []
-    for each in series:
-        y = each.points["step"].y
-        if each.kind in ("line", "thin"):
-            y = y[int(_BEGINNING * y.size) :]
-        if each.kind != "raw":
-            shown += y[np.isfinite(y)].tolist()
-    if not shown:
-        first = np.concatenate([each.points["step"].y for each in series])
-        shown = first[np.isfinite(first)].tolist()
-    low, high = min(shown), max(shown)
-    # A much higher level would squeeze the curves; a double-click on the page shows it.
+    smooth = [each.y[int(_BEGINNING * each.y.size) :] for each in series if each.kind != "raw"]
+    shown = np.concatenate(smooth)
+    low, high = float(np.nanmin(shown)), float(np.nanmax(shown))
+    # A much higher level would squeeze the curves; "full range" on the page shows it.
     high = max([high, *(level for level in references if level < high + _ROOM * (high - low))])
     margin = 0.06 * max(high - low, 0.1)
     return low - margin, high + margin
 
 
 def _range_from_zero(series: Sequence[Series]) -> tuple[float, float]:
-    tops = [
-        float(np.nanmax(each.points["step"].y))
-        for each in series
-        if each.kind != "raw" and np.isfinite(each.points["step"].y).any()
-    ]
-    return 0.0, 1.08 * max(tops, default=1.0) or 1.0
-
-
-def _is_positive(series: Sequence[Series]) -> bool:
-    values = np.concatenate([each.points["step"].y for each in series])
-    return bool((values[np.isfinite(values)] > 0).all())
+    return 0.0, 1.08 * max(float(np.nanmax(each.y)) for each in series if each.kind != "raw") or 1.0

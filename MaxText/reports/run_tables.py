@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from MaxText.config.values import to_yaml
 from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.run_record import RunRecord
 from MaxText.metrics.tables import short_count
@@ -18,12 +19,16 @@ _RECENT_ROWS = 200  # reports in the median of the current speed
 _MAX_LISTED = 40  # maximum events listed per run, the last ones
 
 
-def overview(entries: Sequence[Entry]) -> Table:
-    """Returns one row per run; groups have mean and standard deviation before their runs."""
+def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Returns one row per run; groups have mean and standard deviation before their runs.
+
+    `keys` are hyperparameters with their values by run.
+    """
     header = [
         "run", "state", "validation loss", "training loss", "steps", "tokens", "FLOPs",
         "time running", "tokens/s", "MFU", "goodput", "parameters", "devices",
     ]  # fmt: skip
+    header[3:3] = keys
     comparable = not differing_peaks(entries)
     kinds = {run.loss_kind for run in all_runs(entries).values()}
     rows = []
@@ -35,6 +40,10 @@ def overview(entries: Sequence[Entry]) -> Table:
             row = _overview_row(run, comparable)
             if len(kinds) > 1:
                 row[1] += f" ({run.loss_kind})"  # the validation loss
+            row[2:2] = [
+                to_yaml(values[name]) if name in values else formatting.ABSENT
+                for values in keys.values()
+            ]
             rows.append([name, *row])
     return Table(header, rows)
 
@@ -101,11 +110,9 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def goodput_table(entries: Sequence[Entry]) -> Table:
-    """Returns the time of each part, one row per run or, for a single run, per part."""
+    """Returns the time of each part, one row per run."""
     runs = all_runs(entries)
     present = shown_parts(runs.values())
-    if len(runs) == 1:
-        return _goodput_of_one(present, *runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
     rows = [
         [
@@ -124,26 +131,11 @@ def goodput_table(entries: Sequence[Entry]) -> Table:
     return Table(header, rows)
 
 
-def _goodput_of_one(present: Mapping[str, str], run: RunRecord) -> Table:
-    goodput = run.goodput
-    rows = [
-        [words, formatting.spent_time(goodput.seconds[part]), formatting.share(goodput.share(part))]
-        for part, words in present.items()
-    ]
-    rows.append(
-        ["time running", formatting.spent_time(goodput.running_seconds), formatting.share(1.0)]
-    )
-    if len(goodput.attempts) > 1:
-        down = formatting.spent_time(goodput.down_seconds)
-        rows.append([f"down between {len(goodput.attempts)} attempts", down, ""])
-    return Table(["part", "time", "share"], rows)
-
-
 def event_table(entries: Sequence[Entry]) -> list[Section]:
     """Returns starts, stops, skipped steps, and other unusual events."""
     rows, omitted = [], 0
     for name, run in all_runs(entries).items():
-        described = [(row, words) for row in run.events if (words := _event_text(row))]
+        described = [(row, words) for row in run.events if (words := event_text(row))]
         omitted += max(len(described) - _MAX_LISTED, 0)
         for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
@@ -158,7 +150,8 @@ def event_table(entries: Sequence[Entry]) -> list[Section]:
     return [Section("Events", note, Table(header, rows))]
 
 
-def _event_text(row: Mapping[str, Any]) -> str:
+def event_text(row: Mapping[str, Any]) -> str:
+    """Returns an event in words; empty for usual ones."""
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):

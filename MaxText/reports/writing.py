@@ -2,36 +2,35 @@
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etils import epath
 
 from MaxText.errors import UserError
-from MaxText.metrics.run_record import RunRecord, read_run
-from MaxText.reports import model_tables, run_tables
-from MaxText.reports.chart import AxisName, Bars, Chart, color_of
+from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
+from MaxText.reports import model_tables, provenance_tables, run_tables
+from MaxText.reports.chart import SYMBOLS, AxisName, Chart
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import Entry, group_runs
-from MaxText.reports.figures import draw_bars, draw_chart
-from MaxText.reports.page import Page, Section, render
-from MaxText.reports.page_data import page_json
-from MaxText.reports.run_charts import goodput_bars, loss_chart, loss_charts, quantity_charts
+from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
+from MaxText.reports.figures import draw_chart
+from MaxText.reports.page import Page, Section, controls, render
+from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
+from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 
 PAGE_FILE = "report.html"
 _LOSS_CURVE = "loss_curve.png"
 
-# Figure -> chart and axis.
-_PICTURES: Mapping[str, tuple[str, AxisName]] = {
-    "loss_tokens.png": ("loss", "tokens"),
-    "loss_flops.png": ("loss", "flops"),
-    "loss_time.png": ("loss", "time"),
-    "learning_rate.png": ("learning_rate", "step"),
-    "gradient_norm.png": ("gradient_norm", "step"),
-    "tokens_per_second.png": ("tokens_per_second", "time"),
-    "mfu.png": ("mfu", "time"),
-}
-_GOODPUT_PICTURE = "goodput.png"
+_CURVES_NOTE = (
+    'Drag to zoom all charts, double-click to reset. "Only" shows a single run. Thin lines are '
+    "single seeds, bands reach from the smallest to the largest. Folded charts show everything "
+    "else that was recorded. Without JavaScript, see the PNG files beside this page."
+)
+
+_MAX_KEYS = 12  # maximum hyperparameters in the table of runs and in plots
+
+_PICTURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
 
 
 def write_report(
@@ -61,35 +60,52 @@ def write_report(
     title = title or _title(entries)
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
-    bars = goodput_bars(entries)
+    differences = differing_keys(entries)
+    # More would make the table of runs unreadable.
+    keys = differences if len(differences) <= _MAX_KEYS else {}
+    losses = plot_hyperparameters(entries, keys)
     page = Page(
         title=title,
         made=_made(runs, refresh),
         warnings=[*warnings, *model_tables.warnings(entries)],
-        overview=run_tables.overview(entries),
-        before_runs=sections,
-        charts_json=page_json(entries, axes, charts) if charts else "",
-        bars=bars,
-        goodput=run_tables.goodput_table(entries),
         sections=[
-            *model_tables.configuration(entries),
+            *sections,
+            Section("Runs" if len(runs) > 1 else "Run", table=run_tables.overview(entries, keys)),
+            *provenance_tables.provenance(entries),
+            *provenance_tables.configuration(entries, {} if keys else differences),
+            Section(
+                "Curves",
+                [_CURVES_NOTE if charts else "No step is recorded yet."],
+                plots=[plot_chart(chart, axes) for chart in charts],
+            ),
+            Section(
+                "Where the time went",
+                table=run_tables.goodput_table(entries),
+                plots=[plot_goodput(entries)],
+            ),
+            *([Section("Hyperparameters", plots=losses)] if losses else []),
             *model_tables.cost(entries),
             *model_tables.memory(entries),
             *model_tables.lineage(entries),
             *model_tables.samples(entries),
             *run_tables.event_table(entries),
         ],
+        controls=_controls(entries, axes, charts),
         colors=_colors(entries),
+        links=_links(entries, output),
         refresh=refresh,
     )
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, picture in _pictures(charts, bars, axes, title):
+        loss = next((chart for chart in charts if chart.name == "loss"), None)
+        for axis in _PICTURES:
+            picture = draw_chart(loss, axes.axis(axis), title) if loss else None
+            file = output / f"loss_{axis}.png"
             if picture is None:
                 # A figure of an earlier report would be mistaken for one of this report.
-                (output / name).unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
             else:
-                _replace(output / name, picture)
+                _replace(file, picture)
         _replace(output / PAGE_FILE, render(page).encode("utf-8"))
     except OSError as error:
         raise UserError(
@@ -142,23 +158,30 @@ def _made(runs: Sequence[RunRecord], refresh: int) -> str:
     )
 
 
-def _colors(entries: Sequence[Entry]) -> dict[str, str]:
-    colors = {}
-    if sum(len(entry.runs) for entry in entries) > 1:
-        for entry in entries:
-            for name in (*entry.runs, entry.label):
-                colors[name] = color_of(entry.color)
-    return colors
+def _colors(entries: Sequence[Entry]) -> dict[str, int]:
+    if len(all_runs(entries)) == 1:
+        return {}
+    return {name: each.color for each in entries for name in (*each.runs, each.label)}
 
 
-def _pictures(
-    charts: Sequence[Chart], bars: Bars, axes: Axes, title: str
-) -> Iterator[tuple[str, bytes | None]]:
-    by_name = {chart.name: chart for chart in charts}
-    for file, (name, axis) in _PICTURES.items():
-        chart = by_name.get(name)
-        yield file, None if chart is None else draw_chart(chart, axes.axis(axis), title)
-    yield _GOODPUT_PICTURE, draw_bars(bars, title)
+def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
+    notes = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
+    kinds = {mark.kind for chart in charts for mark in chart.marks}
+    marks = [kind for kind in SYMBOLS if kind in kinds]
+    return controls(axes.axes, {each.label: each.color for each in entries}, notes, marks)
+
+
+def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:
+    """Returns relative addresses of the runs' own reports, where there are any."""
+    pages = {
+        name: Path(resolve_run_dir(run.folder), "report", PAGE_FILE)
+        for name, run in all_runs(entries).items()
+    }
+    return {
+        name: urllib.parse.quote(os.path.relpath(page, output.resolve()))
+        for name, page in pages.items()
+        if page.exists() and page.parent != output.resolve()
+    }
 
 
 def _replace(path: Path, content: bytes) -> None:

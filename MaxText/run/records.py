@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten, resolved_yaml
+from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_facts, parent_folder, sizes
@@ -19,6 +19,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventStream, open_stream
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler
+from MaxText.metrics.provenance import provenance
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
@@ -118,7 +119,8 @@ def open_records(
         terminal=terminal,
         callbacks=callbacks,
     )
-    emit_start(events, start, run_metadata(run.run_name, stats, cost, lineage, batches))
+    facts = run_metadata(run.run_name, stats, cost, lineage, batches)
+    emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))
@@ -152,6 +154,7 @@ def run_metadata(
         "lineage": lineage.facts(),
         "data": {**batches.facts, "vocab_size": vocab_size},
         "unigram_entropy": batches.unigram_entropy if is_in_nats(objective) else None,
+        "provenance": provenance(),
     }
 
 

@@ -1,11 +1,13 @@
 """Reading a run: each step stands there once, and the parts of its time add up to all of it."""
 
 import math
+import sys
 
 import pytest
 
 from MaxText.errors import UserError
 from MaxText.metrics.goodput import PARTS
+from MaxText.metrics.provenance import provenance
 from MaxText.metrics.run_record import read_run
 from tests.reports.run_files import RunFiles, completed
 
@@ -184,3 +186,12 @@ def test_skipped_and_rolled_back_steps_are_lost(run):
     seconds = goodput_of(run).seconds
     # All ten are done again, the two among them.
     assert (seconds["lost"], seconds["useful"]) == (pytest.approx(20), pytest.approx(10))
+
+
+def test_provenance_names_command_code_packages_and_host(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "prompt=a b"])
+    found = provenance()
+    assert found["command"] == "python train.py 'prompt=a b'"
+    assert {"python", "jax", "flax"} <= found["packages"].keys()
+    assert found["host"]
+    assert found["commit"] == "" or len(found["commit"].partition("-")[0]) == 40

@@ -47,14 +47,26 @@ def test_one_run_and_several(report, tmp_path):
         run.write()
     code, output, errors = report("a")
     assert (code, errors) == (0, "")
-    assert output.splitlines()[0] == "a/report/report.html"
-    assert "goodput.png" in output
+    assert output == "a/report/report.html\n"
     assert (tmp_path / "a" / "report" / "report.html").exists()
     # Warnings go to the terminal and the page.
     code, _, errors = report("a", "b")
     warning = "The runs have different tokenizers."
     assert (code, errors.partition(warning)[0]) == (0, "warning: ")
-    assert warning in (tmp_path / "report" / "report.html").read_text()
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert warning in page
+    assert '<a href="../a/report/report.html">a</a>' in page  # an index of the runs' own pages
+
+
+def test_runs_are_grouped_by_any_key(report, tmp_path):
+    for name in "abc":
+        completed(tmp_path / name)
+    (tmp_path / "c" / "config.yml").write_text("learning_rate: 0.001")
+    assert report("a", "b", "c", "group_by=learning_rate")[0] == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "learning_rate=0.003 (mean of 2 seeds)" in page
+    code, _, errors = report("a", "group_by=learning_rat")
+    assert (code, "Did you mean learning_rate?" in errors) == (2, True)
 
 
 def test_mistakes_and_help(report, told):

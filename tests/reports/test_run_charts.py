@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from MaxText.metrics.run_record import read_run
+from MaxText.reports.chart import PALETTE
 from MaxText.reports.curves import Axes
 from MaxText.reports.downsampling import MAX_POINTS, MAX_SMOOTH_POINTS, downsample, running_median
 from MaxText.reports.entries import group_runs
-from MaxText.reports.figures import draw_bars, draw_chart
-from MaxText.reports.run_charts import goodput_bars, loss_chart, quantity_charts
+from MaxText.reports.figures import draw_chart
+from MaxText.reports.plots import plot_goodput
+from MaxText.reports.run_charts import loss_chart, quantity_charts
 from tests.reports.run_files import TOKENS_PER_UPDATE, RunFiles, completed
 
 
@@ -25,15 +27,17 @@ def of_kind(chart, kind):
 
 def test_a_single_run(completed_run):
     charts = charts_of([completed_run])
-    assert list(charts) == ["loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu"]
+    shown = [name for name, chart in charts.items() if not chart.folded]
+    assert shown == ["loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu"]
+    assert {"learning_loss", "perf_step_time_seconds", "eval_total_weights"} < charts.keys()
     raw, line, dots = charts["loss"].series
     assert (raw.kind, line.kind, dots.kind) == ("raw", "line", "dots")
-    assert raw.points["tokens"].x.tolist() == [TOKENS_PER_UPDATE * (s + 1) for s in range(400)]
-    assert raw.points["step"].x.tolist() == list(range(400))
-    assert dots.points["step"].x.tolist() == list(range(49, 400, 50))
-    assert (np.diff(raw.points["time"].x) > 0).all()
+    assert raw.x["tokens"].tolist() == [TOKENS_PER_UPDATE * (s + 1) for s in range(400)]
+    assert raw.x["step"].tolist() == list(range(400))
+    assert dots.x["step"].tolist() == list(range(49, 400, 50))
+    assert (np.diff(raw.x["time"]) > 0).all()
     # Of four devices, each with a quarter of the tokens.
-    speed = charts["tokens_per_second"].series[0].points["step"].y
+    speed = charts["tokens_per_second"].series[0].y
     assert speed == pytest.approx(TOKENS_PER_UPDATE / 0.52, rel=0.2)
     assert charts["loss"].references == [("unigram entropy, 7.31", 7.31)]
     # Its colors tell training from validation.
@@ -44,8 +48,8 @@ def test_several_runs_have_a_color_each_and_shares_that_add_up(completed_run, ev
     chart = charts_of([completed_run, eventful_run])["loss"]
     colors = {owner: {s.color for s in chart.series if s.owner == owner} for owner in "ab"}
     assert colors == {"a": {0}, "b": {1}}
-    bars = goodput_bars(group_runs([read_run(completed_run), read_run(eventful_run)]))
-    assert np.sum(list(bars.parts.values()), axis=0) == pytest.approx([1, 1], abs=1e-3)
+    bars = plot_goodput(group_runs([read_run(completed_run), read_run(eventful_run)]))
+    assert np.sum([bar.x for bar in bars.figure.data], axis=0) == pytest.approx([1, 1], abs=1e-3)
 
 
 def test_what_happened_is_marked_on_the_curve(eventful_run):
@@ -53,12 +57,14 @@ def test_what_happened_is_marked_on_the_curve(eventful_run):
     kinds = {mark.kind for mark in chart.marks}
     assert kinds == {"checkpoint", "restart", "skipped step", "rollback", "diverged or failed"}
     (restart,) = [mark for mark in chart.marks if mark.kind == "restart"]
-    assert restart.text == "restart 1, 20 steps lost (step 150)"
-    line = of_kind(chart, "line")[0].points["tokens"]
-    x, y = restart.places["tokens"]
-    assert (x, y) == (151 * TOKENS_PER_UPDATE, pytest.approx(np.interp(x, line.x, line.y)))
+    assert restart.text == (
+        "resume from checkpoint of step 149; 20 steps lost, 10.3 s of work (step 150)"
+    )
+    (line,) = of_kind(chart, "line")
+    assert restart.x["tokens"] == 151 * TOKENS_PER_UPDATE
+    assert restart.y == pytest.approx(np.interp(150, line.x["step"], line.y))
     # Time running has no hole where nothing ran.
-    assert np.diff(of_kind(chart, "raw")[0].points["time"].x).max() < 1
+    assert np.diff(of_kind(chart, "raw")[0].x["time"]).max() < 1
 
 
 def test_a_spike_does_not_flatten_the_rest(run):
@@ -67,7 +73,7 @@ def test_a_spike_does_not_flatten_the_rest(run):
     run.rows[200]["learning/lm_loss"] = 900.0
     chart = charts_of([run.write()])["loss"]
     assert chart.y_range[1] < 12
-    assert max(of_kind(chart, "raw")[0].points["step"].y) == 900.0
+    assert max(of_kind(chart, "raw")[0].y) == 900.0
 
 
 def test_ancestors_shift_a_run_to_the_right(tmp_path):
@@ -78,7 +84,7 @@ def test_ancestors_shift_a_run_to_the_right(tmp_path):
     assert "loss" not in charts_of([run.write()])
     run.steps(0, 5)
     chart = charts_of([run.write()])["loss"]
-    assert of_kind(chart, "raw")[0].points["tokens"].x[0] == 1e6 + TOKENS_PER_UPDATE
+    assert of_kind(chart, "raw")[0].x["tokens"][0] == 1e6 + TOKENS_PER_UPDATE
     assert "ancestors" in Axes([read_run(run.folder)]).axis("tokens").title
 
 
@@ -93,13 +99,11 @@ def test_seeds_have_a_mean_and_a_band(tmp_path):
     assert len(of_kind(chart, "thin")) == 3
     assert not of_kind(chart, "raw")
     (mean,), (dots,) = of_kind(chart, "line"), of_kind(chart, "dots")
-    points = mean.points["step"]
-    assert ((points.low <= points.y) & (points.y <= points.high)).all()
-    assert points.x[-1] == 119
-    last = dots.points["step"]
-    assert last.x.tolist() == [49, 99]
+    assert ((mean.low <= mean.y) & (mean.y <= mean.high)).all()
+    assert mean.x["step"].tolist() == list(range(120))
+    assert dots.x["step"].tolist() == [49, 99]
     losses = [read_run(folder).evaluations[1]["eval/avg_loss"] for folder in folders]
-    found = (last.low[-1], last.y[-1], last.high[-1])
+    found = (dots.low[-1], dots.y[-1], dots.high[-1])
     assert found == (min(losses), pytest.approx(np.mean(losses)), max(losses))
 
 
@@ -111,9 +115,8 @@ def test_pictures_show_any_name(tmp_path):
     entries, axes = group_runs(runs), Axes(runs)
     assert [entry.label for entry in entries] == names
     chart = charts_of(folders)["loss"]
-    pictures = [draw_bars(goodput_bars(entries), name) for name in names[1:4]]
-    for picture in (draw_chart(chart, axes.axis("flops"), names[0]), *pictures):
-        assert picture.startswith(b"\x89PNG")
+    for name in names[:4]:
+        assert draw_chart(chart, axes.axis("flops"), name).startswith(b"\x89PNG")
 
 
 def test_thinning_keeps_spikes_gaps_and_both_ends():
@@ -140,3 +143,34 @@ def test_running_median_does_not_lag_and_ignores_spikes():
     indices, _ = running_median(np.ones(100_000))
     assert indices.size <= MAX_SMOOTH_POINTS
     assert indices[-1] == 99_999
+
+
+# Machado, Oliveira and Fernandes (2009), table 1, severity 1, on linear RGB.
+DEFICIENCIES = {
+    "none": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+               [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+               [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+               [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colors):
+    values = np.array([[int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)] for color in colors])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def test_colors_differ_for_every_reader_and_on_any_paper():
+    """By 8 in CIELAB, and by a contrast of 3 to white and dark paper."""
+    for matrix in DEFICIENCIES.values():
+        seen = np.clip(linear(PALETTE) @ np.transpose(matrix), 0, 1)
+        x, y, z = np.cbrt(seen @ XYZ.T / XYZ.sum(1)).T  # exact for all but very dark colors
+        lab = np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+        distances = np.linalg.norm(lab[:, None] - lab, axis=-1)
+        assert distances[~np.eye(len(PALETTE), dtype=bool)].min() >= 8
+    luminance = linear([*PALETTE, "#ffffff", "#14191e"]) @ XYZ[1] + 0.05
+    colors, white, dark = luminance[:-2], luminance[-2], luminance[-1]
+    assert min((white / colors).min(), (colors / dark).min()) >= 3

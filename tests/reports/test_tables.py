@@ -6,9 +6,9 @@ import pytest
 
 from MaxText.metrics.run_record import read_run
 from MaxText.metrics.tables import format_table
-from MaxText.reports import formatting, model_tables, run_tables
+from MaxText.reports import formatting, model_tables, provenance_tables, run_tables
 from MaxText.reports.curves import Axes
-from MaxText.reports.entries import all_runs, group_runs
+from MaxText.reports.entries import all_runs, differing_keys, group_runs
 from MaxText.reports.page import Section
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from tests.reports.run_files import RunFiles, completed
@@ -19,7 +19,7 @@ def entries_of(*folders, groups=None):
 
 
 def overview_of(entries):
-    table = run_tables.overview(entries)
+    table = run_tables.overview(entries, {})
     return {row[0]: dict(zip(table.header[1:], row[1:], strict=True)) for row in table.rows}
 
 
@@ -42,20 +42,22 @@ def as_text(sections):
             and format_table(section.table.header, section.table.rows, max_width=None).splitlines()
         )
         texts = [verbatim.text for verbatim in section.texts]
-        lines += [f"-- {section.title}", *section.paragraphs, *(table or []), *texts]
+        facts = [f"{name} = {value}" for name, value in section.facts.items()]
+        lines += [f"-- {section.title}", *section.paragraphs, *facts, *(table or []), *texts]
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<local time>", "\n".join(lines))
 
 
 def test_all_tables(completed_run, eventful_run, told):
-    """Of one run and of two; where values do not differ, no configuration is shown."""
+    """Of one run and of two; differences that the table of runs shows are not repeated."""
     one, both = entries_of(eventful_run), entries_of(completed_run, eventful_run)
     sections = [
-        Section("Runs", table=run_tables.overview(both)),
-        Section("Time of one", table=run_tables.goodput_table(one)),
-        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
-        *model_tables.configuration(both), *model_tables.cost(both), *model_tables.memory(one),
+        Section("Runs", table=run_tables.overview(both, differing_keys(both))),
+        Section("Time", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
+        *provenance_tables.provenance(both),
+        *provenance_tables.configuration(one, {}), *model_tables.cost(both),
+        *provenance_tables.configuration(both, differing_keys(both)), *model_tables.memory(one),
     ]  # fmt: skip
-    assert model_tables.configuration(one) == model_tables.lineage(one) == []
+    assert model_tables.lineage(one) == provenance_tables.configuration(both, {}) == []
     told(as_text(sections))
 
 
@@ -80,7 +82,7 @@ def test_seeds_have_a_mean_that_contains_no_run_that_blew_up(tmp_path):
     assert rows["all"]["validation loss"].startswith(f"{sum(losses) / 2:.4f} ± ")
     for series in charts_of(entries, loss_chart).series:
         if series.kind in ("line", "dots"):
-            assert max(series.points["step"].high) < 20
+            assert max(series.high) < 20
 
 
 @pytest.mark.parametrize("source", ["measured here", "data sheet"])

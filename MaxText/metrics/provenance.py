@@ -1,0 +1,44 @@
+"""Provenance of a run: command, code, packages and host."""
+
+import functools
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Returns the provenance of this process as JSON values."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "commit": _commit(),
+        "packages": versions,
+        "host": f"{platform.node()}, {platform.system()} {platform.machine()}",
+    }
+
+
+@functools.cache
+def _commit() -> str:
+    """Returns the git commit of this checkout, "-dirty" with changes; empty without git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an installed package may be inside another repository
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,222 @@
+"""Charts as plotly figures, completed by page.js with what the reader chose."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from MaxText.reports.chart import SYMBOLS, AxisName, Chart, Series, color_of, dash_of
+from MaxText.reports.curves import Axes
+from MaxText.reports.entries import Entry, all_runs, shown_parts
+from MaxText.reports.page import Plot
+
+_QUIET, _GRID, _INK = "#7a8691", "#dde3e8", "#1d2730"
+
+_LOGARITHMIC = 30.0  # ratio of the largest to the smallest value that a logarithmic axis suits
+
+_MAX_DESCRIBED = 8  # maximum series in the text alternative of a chart
+
+_LINES: Mapping[str, Mapping[str, Any]] = {
+    "raw": {"opacity": 0.3, "hoverinfo": "skip", "line_width": 0.8},
+    "thin": {"opacity": 0.4, "hoverinfo": "skip", "line_width": 0.9},
+    "line": {"line_width": 2},
+    "dots": {"line_width": 1.4, "mode": "lines+markers", "marker_size": 6},
+}
+
+
+def plot_chart(chart: Chart, axes: Axes) -> Plot:
+    """Returns a plot whose traces have their positions on each axis as customdata [N, axes].
+
+    A trace's `meta` says what page.js needs: its owner, its kind, and the switches that must all
+    be on (`needs`).
+    """
+    names: list[AxisName] = [axis.name for axis in axes.axes]
+    figure = _figure(hovermode="x unified")
+    for series in chart.series:
+        _add_series(figure, chart, series, names)
+    for kind, (symbol, _) in SYMBOLS.items():
+        for owner in dict.fromkeys(mark.owner for mark in chart.marks if mark.kind == kind):
+            marks = [mark for mark in chart.marks if (mark.kind, mark.owner) == (kind, owner)]
+            figure.add_scatter(
+                customdata=np.array(
+                    [[mark.x[name] for name in names] for mark in marks], np.float32
+                ),
+                y=np.array([mark.y for mark in marks], np.float32),
+                text=[html.escape(mark.text) for mark in marks],
+                name=html.escape(owner),
+                mode="markers",
+                marker={"symbol": symbol, "size": 10, "color": _QUIET},
+                marker_line={"width": 1.6 if symbol.endswith("-open") else 0, "color": _QUIET},
+                hovertemplate="%{text}",
+                meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
+            )
+    for label, level in chart.references:
+        ends = np.stack([[each.x[name][[0, -1]] for name in names] for each in chart.series])
+        figure.add_scatter(
+            customdata=np.stack([np.nanmin(ends, (0, 2)), np.nanmax(ends, (0, 2))], dtype="f4"),
+            y=np.full(2, level, np.float32),
+            mode="lines+text",
+            text=["", html.escape(label)],
+            textposition="top left",
+            line={"color": _QUIET, "width": 1, "dash": "dash"},
+            hoverinfo="skip",
+            meta={"kind": "reference", "needs": []},
+        )
+    figure.update_yaxes(type="log" if chart.log_y else "linear", range=chart.y_range)
+    if chart.percent:
+        figure.update_yaxes(tickformat=".0%")
+    size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
+    return Plot(chart.name, chart.title, figure, _describe(chart), chart.y_title, size)
+
+
+def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence[Any]) -> None:
+    is_loss = chart.name.startswith("loss")
+    needs = [f"run {series.owner}"]
+    needs += ["validation" if series.kind == "dots" else "training"] if is_loss else []
+    meta = {"owner": series.owner, "kind": series.kind, "needs": needs}
+    color = color_of(series.color)
+    common = {
+        "customdata": np.stack([series.x[name] for name in names], axis=1, dtype=np.float32),
+        "name": html.escape(series.label),
+        "mode": "lines",
+        "line": {"color": color, "dash": dash_of(series.color)},
+    }
+    if series.low is not None and series.high is not None:
+        edge = common | {"line": {"width": 0}, "hoverinfo": "skip", "meta": meta | {"kind": "band"}}
+        figure.add_scatter(**edge, y=series.low.astype(np.float32))
+        figure.add_scatter(
+            **edge, y=series.high.astype(np.float32), fill="tonexty", fillcolor=color, opacity=0.18
+        )
+    style = {**_LINES[series.kind]}
+    if "hoverinfo" not in style:
+        step, tokens = names.index("step"), names.index("tokens")
+        style["hovertemplate"] = (
+            f"%{{y:{'.1%' if chart.percent else '.5~g'}}} (step %{{customdata[{step}]:,d}}, "
+            f"%{{customdata[{tokens}]:.4~s}} tokens)"
+        )
+    line = common.pop("line") | {"width": style.pop("line_width")}
+    figure.add_scatter(**common | style, line=line, y=series.y.astype(np.float32), meta=meta)
+
+
+def _describe(chart: Chart) -> str:
+    """Returns the text alternative of a chart."""
+    lines = [each for each in chart.series if each.label]
+    words = [
+        f"{each.label}: from {_first(each.y):.4g} to {_first(each.y[::-1]):.4g}, "
+        f"lowest {np.nanmin(each.y):.4g}, highest {np.nanmax(each.y):.4g}"
+        for each in lines[:_MAX_DESCRIBED]
+    ]
+    words += [f"{len(lines) - _MAX_DESCRIBED} more curves"] if len(lines) > _MAX_DESCRIBED else []
+    return f"{chart.title}. {'; '.join(words)}."
+
+
+def _first(values_N: np.ndarray) -> float:
+    return float(values_N[np.isfinite(values_N)][0])
+
+
+def plot_goodput(entries: Sequence[Entry]) -> Plot:
+    """Returns a stacked horizontal bar per run with the parts of its time."""
+    runs = all_runs(entries)
+    places = list(range(len(runs)))
+    figure = _figure(barmode="stack", showlegend=True, hovermode="closest")
+    for index, (part, label) in enumerate(shown_parts(runs.values()).items()):
+        figure.add_bar(
+            x=[run.goodput.share(part) for run in runs.values()],
+            y=places,
+            name=label,
+            orientation="h",
+            marker_color=color_of(index),
+            hovertemplate="%{x:.1%}",
+        )
+    labels = [html.escape(name) for name in runs] if len(runs) > 1 else [""]
+    figure.update_xaxes(range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(tickvals=places, ticktext=labels, autorange="reversed")
+    figure.update_layout(
+        legend={"orientation": "h", "traceorder": "normal", "y": 1, "yanchor": "bottom"}
+    )
+    return Plot("goodput", "Goodput", figure, size="wide", height=80 + 28 * len(runs))
+
+
+def plot_hyperparameters(
+    entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]
+) -> list[Plot]:
+    """Returns plots of the validation loss against each key, and parallel coordinates.
+
+    `keys` maps a key to its value by run. Nothing for fewer than two evaluated runs.
+    """
+    losses = {name: run.final_loss for name, run in all_runs(entries).items()}
+    losses = {name: value for name, value in losses.items() if value is not None}
+    keys = {key: values for key, values in keys.items() if not key.endswith("seed")}
+    if len(losses) < 2 or not keys:
+        return []
+    plots = []
+    for key, values in keys.items():
+        figure = _figure(hovermode="closest")
+        for entry in entries:
+            names = [name for name in entry.runs if name in losses and name in values]
+            figure.add_scatter(
+                x=[values[name] for name in names],
+                y=[losses[name] for name in names],
+                text=[html.escape(name) for name in names],
+                mode="markers",
+                marker={"size": 9, "color": color_of(entry.color)},
+                hovertemplate="%{text}<br>%{x}: %{y:.4f}<extra></extra>",
+                meta={"owner": entry.label, "needs": [f"run {entry.label}"]},
+            )
+        is_numeric = all(type(value) in (int, float) for value in values.values())
+        is_log = is_numeric and max(values.values()) > _LOGARITHMIC * min(values.values()) > 0
+        kind = "log" if is_log else "linear" if is_numeric else "category"
+        figure.update_xaxes(type=kind, title_text=html.escape(key), exponentformat="e")
+        plots.append(Plot(f"loss against {key}", f"Validation loss against {key}", figure))
+    figure = _parallel_coordinates(entries, keys, losses)
+    return [*plots, Plot("parallel coordinates", "Parallel coordinates", figure, size="wide")]
+
+
+def _parallel_coordinates(
+    entries: Sequence[Entry],
+    keys: Mapping[str, Mapping[str, Any]],
+    losses: Mapping[str, float],
+) -> go.Figure:
+    """Returns a line per run over keys, whose values are evenly spaced, and the loss."""
+    figure = _figure(hovermode="closest")
+    low, high = min(losses.values()), max(losses.values())
+    order = {
+        key: sorted(set(values.values()), key=lambda value: (isinstance(value, str), value))
+        for key, values in keys.items()
+    }
+    for entry in entries:
+        for name in (name for name in entry.runs if name in losses):
+            shown = {key: values[name] for key, values in keys.items() if name in values}
+            y = [order[key].index(v) / max(len(order[key]) - 1, 1) for key, v in shown.items()]
+            words = [html.escape(str(value)) for value in shown.values()]
+            figure.add_scatter(
+                x=[*map(html.escape, shown), "validation loss"],
+                y=[*y, (losses[name] - low) / ((high - low) or 1.0)],
+                text=[*words, f"{losses[name]:.4f}"],
+                textposition="middle right",
+                mode="lines+markers+text",
+                line={"color": color_of(entry.color), "dash": dash_of(entry.color)},
+                hovertemplate=f"{html.escape(name)}<br>%{{x}}: %{{text}}<extra></extra>",
+                meta={"owner": entry.label, "needs": [f"run {entry.label}"]},
+            )
+    return figure.update_yaxes(visible=False)
+
+
+def _figure(**layout: Any) -> go.Figure:
+    axis = {"gridcolor": _GRID, "linecolor": _GRID, "zeroline": False, "automargin": True}
+    axis["exponentformat"] = "B"
+    return go.Figure(
+        layout={
+            "template": "none",
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": _INK},
+            "margin": {"l": 8, "r": 14, "t": 10, "b": 8},
+            "showlegend": False,
+            "xaxis": axis | {"nticks": 8},
+            "yaxis": axis | {"nticks": 7},
+            **layout,
+        }
+    )

@@ -1,0 +1,72 @@
+"""Tables about what was run: provenance and configuration."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from MaxText.config.values import to_yaml
+from MaxText.metrics.run_record import RunRecord
+from MaxText.reports.entries import Entry, alike, all_runs
+from MaxText.reports.formatting import ABSENT
+from MaxText.reports.page import Section, Table, Verbatim
+
+# Keys that readers ask for first, shown also where they have their default.
+_CHOSEN = (
+    "model_name", "base_emb_dim", "base_num_decoder_layers", "max_target_length", "dataset_path",
+    "per_device_batch_size", "gradient_accumulation_steps", "steps", "dtype", "weight_dtype",
+    "opt_type", "learning_rate", "lr_schedule_type", "warmup_steps_fraction", "adam_weight_decay",
+    "gradient_clipping_threshold", "init_weights_seed", "data_shuffle_seed",
+)  # fmt: skip
+
+
+def provenance(entries: Sequence[Entry]) -> list[Section]:
+    """Returns command, code, packages, host and data; of several runs, by distinct value."""
+    runs = all_runs(entries)
+    names = dict.fromkeys(name for run in runs.values() for name in _facts(run))
+    rows = []
+    for name in names:
+        values = alike(entries, lambda run, name=name: _facts(run).get(name))
+        rows += [[name, value, who if len(values) > 1 else "all"] for who, value in values]
+    header = ["fact", "value", "runs"]
+    if len(runs) == 1:
+        header, rows = header[:2], [row[:2] for row in rows]
+    return [Section("Provenance", table=Table(header, rows))] if rows else []
+
+
+def _facts(run: RunRecord) -> dict[str, str]:
+    facts, found = run.facts, run.facts.get("provenance") or {}
+    data = facts.get("data") or {}
+    packages = found.get("packages") or {"jax": facts["jax"]} if facts.get("jax") else {}
+    shown = {
+        "command": found.get("command"),
+        "git commit": found.get("commit"),
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "host": found.get("host"),
+        "data": data.get("train"),
+        "data identity": data.get("identity"),
+        "source of the state": facts.get("source"),
+    }
+    return {name: str(value) for name, value in shown.items() if value}
+
+
+def configuration(
+    entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
+) -> list[Section]:
+    """Returns the main, the changed and all keys of one run, or `differences` between runs."""
+    runs = all_runs(entries)
+    if len(runs) > 1:
+        rows = [
+            [key, *(to_yaml(values[name]) if name in values else ABSENT for name in runs)]
+            for key, values in differences.items()
+        ]
+        table = Table(["key", *runs], rows)
+        return [Section("Configuration differences", table=table)] if rows else []
+    (run,) = runs.values()
+    if not run.config:
+        return []
+    changed = run.facts.get("changed_keys") or {}  # absent in older runs
+    known = {key: to_yaml(value) for key, value in run.config.items()}
+    default = " (default)" if changed else ""
+    facts = {key: known[key] + default for key in _CHOSEN if key in known} | changed
+    everything = "\n".join(f"{key}: {value}" for key, value in known.items())
+    texts = [Verbatim(everything, f"All {len(known)} keys", is_open=False)]
+    return [Section("Configuration", facts=facts, texts=texts)]
