@@ -7,6 +7,7 @@ starting point, loop, what is left in the run folder.
 import dataclasses
 import pathlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 if __name__ == "__main__":
@@ -141,7 +142,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
     shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
-    compiling = start_up.submit_to_thread(lambda: train_step.prepare(layout.abstract_batch(shapes)))
+    compiling = ThreadPoolExecutor(1).submit(train_step.prepare, layout.abstract_batch(shapes))
     eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
@@ -171,6 +172,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.run.finish import write_final_artifacts
     from MaxText.run.records import open_records
     from MaxText.run.rollback import RollbackController
+    from MaxText.run.step_log import MetricLogger
 
     records = open_records(
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
@@ -181,7 +183,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     rollback = RollbackController(
         guard, checkpoints, events.emit, train_batches, abstract_state, start
     )
-    log = records.step_log(config, last_step, rollback.observe)
+    log = MetricLogger(records, config, last_step, rollback.observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(

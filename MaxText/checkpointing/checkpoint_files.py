@@ -173,12 +173,9 @@ def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int
     def is_listed(child: epath.Path) -> bool:
         return int(child.name) in known or is_finalized(child)
 
-    if is_object_store_path(folder) and saved:
-        with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
-            finalized = list(pool.map(is_listed, saved))
-    else:
-        finalized = map(is_listed, saved)
-    return sorted(int(child.name) for child, done in zip(saved, finalized, strict=True) if done)
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
+        listed = pool.map(is_listed, saved)
+        return sorted(int(child.name) for child, done in zip(saved, listed, strict=True) if done)
 
 
 def list_dir(folder: epath.Path) -> list[epath.Path]:
@@ -211,25 +208,20 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
 
     Raises UserError, which lists nearby steps, if nothing is there or storage fails.
     """
-    try:
-        return _resolve(path, key)
-    except OSError as error:
-        raise UserError(f"cannot read {key}={path}: {error.strerror or error}.") from error
-
-
-def _resolve(path: str, key: str) -> StoredCheckpoint:
     given = parse_path(path, key)
     if "://" not in path:
         given = given.absolute()  # Orbax requires absolute paths
-    if any((given / name).exists() for name in _ITEMS_FILES):
-        name = given.parent.name
-        return StoredCheckpoint(given, int(name) if name.isdigit() else None)
-    if any((given / ITEMS / name).exists() for name in _ITEMS_FILES):
-        return StoredCheckpoint(given / ITEMS, int(given.name) if given.name.isdigit() else None)
-    for folder in (given / CHECKPOINTS, given):
-        if steps := finalized_steps(folder):
-            return StoredCheckpoint(folder / str(steps[-1]) / ITEMS, steps[-1])
-    raise UserError(_nothing_found(given, key))
+    try:
+        for items in (given, given / ITEMS):
+            if any((items / name).exists() for name in _ITEMS_FILES):
+                step = items.parent.name
+                return StoredCheckpoint(items, int(step) if step.isdigit() else None)
+        for folder in (given / CHECKPOINTS, given):
+            if steps := finalized_steps(folder):
+                return StoredCheckpoint(folder / str(steps[-1]) / ITEMS, steps[-1])
+        raise UserError(_nothing_found(given, key))
+    except OSError as error:
+        raise UserError(f"cannot read {key}={path}: {error.strerror or error}.") from error
 
 
 def _nothing_found(given: epath.Path, key: str) -> str:

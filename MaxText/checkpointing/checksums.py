@@ -123,12 +123,12 @@ def _sums(array: jax.Array) -> jax.Array:
     zero = np.uint32(0)
     # One variadic reduce: two sums would make XLA on CPU materialize their shared input (25x as
     # long).
-    both = jax.lax.reduce(_hash(words, index), (zero, zero), _add_pairs, tuple(range(words.ndim)))
-    return jnp.stack(both)
-
-
-def _add_pairs(x: Any, y: Any) -> Any:
-    return x[0] + y[0], x[1] + y[1]
+    dimensions = tuple(range(words.ndim))
+    return jnp.stack(
+        jax.lax.reduce(
+            _hash(words, index), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), dimensions
+        )
+    )
 
 
 def _as_uint32(array: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Healthy checkpoints of a run, recorded in `good.json`."""
 
+import functools
 from collections.abc import Callable
 
 from etils import epath
@@ -24,15 +25,12 @@ class HealthyCheckpoints:
         self._show = show
         self._waiting: dict[int, int] = {}  # step -> consecutive healthy steps since
         self._written: list[int] = []
-        self._steps: set[int] | None = None  # None until the file is read
 
-    @property
+    @functools.cached_property
     def steps(self) -> set[int]:
         """Healthy checkpoints, some of which may have been deleted since."""
-        if self._steps is None:
-            self._written = self._read()
-            self._steps = set(self._written)
-        return self._steps
+        self._written = self._read()
+        return set(self._written)
 
     def _read(self) -> list[int]:
         try:
@@ -66,7 +64,7 @@ class HealthyCheckpoints:
         self._waiting.pop(step, None)
 
     def forget(self, is_gone: Callable[[int], bool]) -> None:
-        self._steps = {step for step in self.steps if not is_gone(step)}
+        self.steps = {step for step in self.steps if not is_gone(step)}
         self._waiting = {s: count for s, count in self._waiting.items() if not is_gone(s)}
 
     def steps_to_preserve(self) -> set[int]:

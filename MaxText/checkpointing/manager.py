@@ -5,7 +5,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks, write_roll
 from MaxText.checkpointing.run_folder import check_writable
 from MaxText.config.training_sections import Checkpoint
 from MaxText.errors import UserError
-from MaxText.runtime.processes import all_succeed
+from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import is_object_store_path
 
 _GIVEN_UP = ".given_up"
@@ -108,7 +108,11 @@ class CheckpointManager:
             items = jax.tree.map(lambda x: x.copy(), items)
         self._saving = step
         try:
-            self._apply_pending_removals()
+            # Of a resume, at its first save, which may never come.
+            self._quarantine_corrupted()
+            if self._resumed_from is not None:
+                self._delete_after(self._resumed_from)
+                self._resumed_from = None
             if not all_succeed("checking the checkpoint folder", lambda: self._can_write(step)):
                 self._saving = None
                 return False
@@ -337,6 +341,25 @@ class CheckpointManager:
         )
         return state, position, metadata
 
+    def try_restore(
+        self, step: int, *arguments: Any, **keywords: Any
+    ) -> tuple[tuple[Any, dict[str, Any] | None, dict[str, Any]] | None, str]:
+        """Returns what `restore` does and "", or None and the reason. Collective.
+
+        A checkpoint that any process cannot read is marked as corrupted on all.
+        """
+        restored, reason = None, "another process could not read it"
+        try:
+            restored = self.restore(step, *arguments, **keywords)
+            if (after := int(restored[0].step)) != step + 1:
+                restored, reason = None, f"it contains step {after - 1}: renamed?"
+        except CheckpointCorruptedError as error:
+            reason = str(error)
+        if all_processes_agree(restored is not None):
+            return restored, ""
+        self.mark_corrupted(step)
+        return None, reason
+
     def resume_from(self, step: int) -> None:
         """Records the resumed step. Later checkpoints stay on disk until the next save."""
         self._resumed_from = step
@@ -349,13 +372,6 @@ class CheckpointManager:
         """
         self._corrupted.add(step)
         self._healthy.forget(lambda healthy: healthy == step)
-
-    def _apply_pending_removals(self) -> None:
-        """Applies a resume's pending removals at its first save, which may never come."""
-        self._quarantine_corrupted()
-        if self._resumed_from is not None:
-            self._delete_after(self._resumed_from)
-            self._resumed_from = None
 
     def _can_write(self, step: int) -> bool:
         """Returns whether the step is not on disk yet; raises OSError if it cannot be written."""
@@ -429,12 +445,18 @@ class CheckpointManager:
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=_PreservationPolicy(self._kept),
+                    preservation_policy=self,
                     enable_async_checkpointing=self._section.async_checkpointing,
                     lightweight_initialize=True,  # else reads metadata of every step
                 ),
             )
         return self._orbax_manager
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Decides, as Orbax's PreservationPolicy, while a save is in progress."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = self._kept(sorted(steps))
+        return [step in kept for step in steps]
 
     def _kept(self, steps: Sequence[int]) -> set[int]:
         section = self._section
@@ -483,15 +505,3 @@ class _SaveError(UserError):
             "command with the same run_name."
         )
         self.__cause__ = cause
-
-
-class _PreservationPolicy:
-    """Orbax PreservationPolicy, evaluated while a save is in progress."""
-
-    def __init__(self, kept: Callable[[Sequence[int]], Collection[int]]):
-        self._kept = kept
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        kept = self._kept(sorted(checkpoint.step for checkpoint in checkpoints))
-        return [checkpoint.step in kept for checkpoint in checkpoints]

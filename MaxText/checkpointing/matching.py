@@ -1,5 +1,6 @@
 """Checks checkpoint metadata against the expected train state, without reading arrays."""
 
+import collections
 import functools
 import hashlib
 import json
@@ -106,10 +107,9 @@ def mismatches(
 
 def describe_casts(casts: Sequence[DtypeCast]) -> list[str]:
     """Returns log lines about dtype casts on load."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for cast in casts:
-        kind = (cast.path.split("/")[0], cast.stored.name, cast.wanted.name)
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = collections.Counter(
+        (cast.path.split("/")[0], cast.stored.name, cast.wanted.name) for cast in casts
+    )
     return [
         f"  {count} arrays of {branch} are cast on load: {stored} -> {wanted}"
         for (branch, stored, wanted), count in counts.items()

@@ -14,7 +14,12 @@ import jax
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, unreadable_now
 from MaxText.errors import UserError
-from MaxText.storage.errors import ObjectStoreError, is_permission_denied, is_storage_error
+from MaxText.storage.errors import (
+    ObjectStoreError,
+    causes,
+    is_permission_denied,
+    is_storage_error,
+)
 
 _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
@@ -87,7 +92,5 @@ def translate_errors() -> Iterator[None]:
 
 def _root_cause(error: BaseException) -> str:
     """Returns the first line of the root cause; the rest is pages of TensorStore settings."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).splitlines()
-    return lines[0][:_MAX_REASON_CHARS] if lines else type(error).__name__
+    *_, root = causes(error)
+    return (str(root) or type(root).__name__).splitlines()[0][:_MAX_REASON_CHARS]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,28 +98,21 @@ def _verified_tree(stored: StoredCheckpoint) -> dict[str, Any]:
     return tree
 
 
-class _Plan(NamedTuple):
-    """The tree to request, with None or the layers to stack, and the casts of its arrays."""
-
-    tree: dict[str, Any]
-    unstacked: LayerPlan | None
-    casts: list[DtypeCast]
-
-
 def _plan(
     stored: StoredCheckpoint,
     tree: dict[str, Any],
     wanted: dict[str, Any],
     config_flat: Mapping[str, Any],
     is_same_run: bool = False,
-) -> _Plan:
+) -> tuple[dict[str, Any], LayerPlan | None, list[DtypeCast]]:
+    """Returns the tree to request, the layers to stack or None, and the casts."""
     unstacked = None
     if is_unstacked(tree.get("params", {}), wanted["params"]):
         unstacked = unflatten(dict(config_flat)).model.layer_plan
         wanted = unstack(wanted, unstacked)
     hint = ConfigHint(stored.metadata.values.get("config"), config_flat, is_same_run)
     try:
-        return _Plan(wanted, unstacked, check_compatible(tree, wanted, hint))
+        return wanted, unstacked, check_compatible(tree, wanted, hint)
     except UserError as error:
         raise UserError(f"{stored}: {error}") from None
 
@@ -132,13 +125,13 @@ def _restore_matching(
     show: Callable[[str], None],
     is_same_run: bool = False,
 ) -> dict[str, Any]:
-    plan = _plan(stored, tree, wanted, config_flat, is_same_run)
-    for line in describe_casts(plan.casts):
+    requested, unstacked, casts = _plan(stored, tree, wanted, config_flat, is_same_run)
+    for line in describe_casts(casts):
         show(line)
     if stored.metadata.checksums is None:
         show(f"WARNING: {stored} has no checksums; restored arrays were not verified")
-    arrays = _restore_arrays(stored, plan.tree, plan.casts)
-    return stack(arrays, wanted, plan.unstacked) if plan.unstacked else arrays
+    arrays = _restore_arrays(stored, requested, casts)
+    return stack(arrays, wanted, unstacked) if unstacked else arrays
 
 
 def _restore_arrays(

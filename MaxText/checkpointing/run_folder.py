@@ -3,19 +3,18 @@
 The kernel drops the lock of a dead process, so a leftover lock file is free.
 """
 
+import contextlib
 import datetime
 import errno
-import fcntl
 import json
 import os
 import socket
 import sys
 import threading
-import time
 import uuid
-from typing import Any
 
 from etils import epath
+from filelock import BaseFileLock, FileLock, Timeout
 
 from MaxText.errors import UserError
 from MaxText.storage.errors import is_unavailable
@@ -24,8 +23,7 @@ from MaxText.storage.paths import is_object_store_path, parse_path
 
 _SECONDS_BEFORE_NOTICE = 3.0
 _LOCK_FILE = ".lock"
-_leases: list[Lease] = []
-_descriptors: list[int] = []  # of locked files; closing one releases its lock
+_locks: list[Lease | BaseFileLock] = []
 
 
 def create_run_folder(path: epath.PathLike) -> epath.Path:
@@ -81,48 +79,26 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
     if is_object_store_path(run_folder):
         lease = Lease(f"{run_folder}/{_LOCK_FILE}", holder)
         lease.acquire()
-        _leases.append(lease)
+        _locks.append(lease)
         return
     path = run_folder / _LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(descriptor)
-                return  # the file system has no locks
-        if time.monotonic() < deadline:
-            time.sleep(0.1)
-            continue
-        other = _read(descriptor)
-        os.close(descriptor)
-        raise in_use(run_folder, other)
-    _descriptors.append(descriptor)
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        owner = None  # unless the file says
+        with contextlib.suppress(ValueError):
+            owner = json.loads(path.read_bytes())
+        raise in_use(run_folder, owner) from None
+    except PermissionError:
+        raise
+    except OSError:
+        return  # the file system has no locks
+    _locks.append(lock)
+    path.write_text(json.dumps(holder))
 
 
 def unlock_run_folder() -> None:
     """Releases the lock, for a process that trains several runs sequentially."""
-    while _leases:
-        _leases.pop().release()
-    _close()
-
-
-def _close() -> None:
-    while _descriptors:
-        os.close(_descriptors.pop())
-
-
-# A child that outlives this process must not keep the lock.
-os.register_at_fork(after_in_child=_close)
-
-
-def _read(descriptor: int) -> Any:
-    try:
-        return json.loads(os.pread(descriptor, 1000, 0))
-    except ValueError:
-        return None
+    while _locks:
+        _locks.pop().release()

@@ -462,7 +462,7 @@ def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
     values, arrays = flatten(subject.config), _by_name(subject.params)
     read, metadata = arrays.__getitem__, {"config": values}
-    source = SourceCheckpoint("SMALL", None, metadata, array_specs(arrays), read, {}, read, None)
+    source = SourceCheckpoint("SMALL", None, metadata, array_specs(arrays), read)
     own = (item for section in subject.config.model.parts.sections for item in section)
     sizes = [name for name, value in own if type(value) is int]
     for name in ("base_num_decoder_layers", "slot_num", *sizes):

@@ -42,24 +42,11 @@ class ParamGrowth(NamedTuple):
     layers: AxisResize | None
     role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
 
-    @property
-    def copied(self) -> bool:
-        """Whether all values are copied unchanged."""
-        return not any(sizes and sizes.differ for sizes in (self.slots, self.layers))
-
     def takes_fresh(self, mode: Mode) -> bool:
         """Returns whether new slots are freshly initialized instead of zero."""
         if self.slots is None or self.slots.new <= self.slots.old:
             return False
         return mode == "random" or (mode == "function_preserving" and self.role == "value")
-
-    def __str__(self) -> str:
-        words = [
-            f"{name} {sizes.old} -> {sizes.new}"
-            for name, sizes in ((SLOTS, self.slots), (LAYERS, self.layers))
-            if sizes and sizes.differ
-        ]
-        return f"{self.name}: {', '.join(words) or 'copied'}"
 
 
 class GrowthPlan(NamedTuple):
@@ -116,7 +103,9 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
     """Compares stored and wanted parameters; raises IncompatibleShapesError with all problems."""
     if reason := _fixed_depth(stored, wanted):
         raise IncompatibleShapesError([reason])
-    specs = {name: _spec(info) for name, info in wanted.items()}
+    specs = {
+        name: ArraySpec(tuple(info.shape), np.dtype(info.dtype)) for name, info in wanted.items()
+    }
     problems = mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
     if problems:
         raise IncompatibleShapesError(problems)
@@ -140,7 +129,7 @@ def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
         return None
-    connected = _has_connections(wanted)
+    connected = any(name.startswith("connections/") for name in wanted)
     if not connected and _singles(stored) == _singles(wanted):
         return None  # any number of repeats of a cycle has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
@@ -164,14 +153,6 @@ def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
 def _singles(names: Iterable[str]) -> set[str]:
     parts = (name.split("/") for name in names)
     return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
-
-
-def _has_connections(names: Iterable[str]) -> bool:
-    return any(name.startswith("connections/") for name in names)
-
-
-def _spec(info: ParamSpec) -> ArraySpec:
-    return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
 
 
 def _forbidden_change(old: ArraySpec, info: ParamSpec) -> str | None:

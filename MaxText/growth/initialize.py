@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
-from MaxText.checkpointing.matching import ArraySpec, mismatches, path_name
+from MaxText.checkpointing.matching import ArraySpec, array_specs, mismatches, path_name
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth
@@ -21,7 +22,7 @@ def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) 
 
     `fresh_params` are drawn for the larger model with these shardings, and deleted array by array.
     """
-    fresh = _by_name(fresh_params)
+    fresh: dict[str, Any] = dict(traverse_util.flatten_dict(fresh_params, sep="/"))
     for name, leaf in growth.plan.leaves.items():
         if not leaf.takes_fresh(growth.mode):
             fresh.pop(name).delete()
@@ -47,30 +48,28 @@ def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_sta
     The schedule restarts. `fresh_opt_state` is deleted array by array. Raises UserError if the
     source has no such state.
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(abstract_opt_state)
-    names = [path_name(path) for path, _ in paths]
-    wanted = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True)}
-    plans = _moment_plans(growth, wanted)
-    fresh = dict(zip(names, jax.tree.leaves(fresh_opt_state), strict=True))
-    for name, leaf in plans.items():
-        stored = growth.source.read_other(_OPT_STATE + name)
-        means = None
+    plans = _moment_plans(growth, array_specs(abstract_opt_state))
+
+    def place(path: Any, wanted: jax.ShapeDtypeStruct, fresh: jax.Array) -> jax.Array:
+        name = path_name(path)
+        if name not in plans:
+            return fresh
+        assert growth.source.read_other is not None  # its arrays are among the plans
+        stored, means = growth.source.read_other(_OPT_STATE + name), None
         if growth.moments == "warmed" and _SECOND_MOMENT in name.split("/"):
-            means = _mean_over_slots(leaf, stored)
-        fresh[name].delete()
-        fresh[name] = _placed(leaf, stored, wanted[name], means)
-    return jax.tree.unflatten(structure, [fresh[name] for name in names])
+            means = _mean_over_slots(plans[name], stored)
+        fresh.delete()
+        return _placed(plans[name], stored, wanted, means)
+
+    return jax.tree_util.tree_map_with_path(place, abstract_opt_state, fresh_opt_state)
 
 
-def _moment_plans(
-    growth: PendingGrowth, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, ParamGrowth]:
+def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dict[str, ParamGrowth]:
     others = growth.source.others
     plans, expected = {}, {}
-    for name, leaf in wanted.items():
+    for name, new in wanted.items():
         if name.split("/")[0] != str(BASE_TRANSFORM):
             continue  # the schedule's step
-        new = ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         parameter = _parameter_of(name, growth.plan.leaves)
         if parameter is None or parameter.new.shape != new.shape:
             parameter = ParamGrowth(name, new, new, None, None, None)
@@ -129,7 +128,3 @@ def _placed(
 
 def _span(index: Index, leaf: ParamGrowth) -> tuple[tuple[int, int], ...]:
     return tuple(piece.indices(size)[:2] for piece, size in zip(index, leaf.new.shape, strict=True))
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

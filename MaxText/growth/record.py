@@ -34,8 +34,7 @@ def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, floa
 
 def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
-    lineage = metadata.get("lineage") or [{}]
-    return lineage[-1].get("growth")
+    return _parent(metadata).get("growth")
 
 
 def existing_slots(record: Record | None) -> dict[str, int]:
@@ -46,8 +45,11 @@ def existing_slots(record: Record | None) -> dict[str, int]:
 
 def parent_folder(metadata: Mapping[str, Any]) -> str:
     """Returns the folder that a checkpoint's run began from; empty if unknown."""
-    lineage = metadata.get("lineage") or [{}]
-    return lineage[-1].get("folder", "")
+    return _parent(metadata).get("folder", "")
+
+
+def _parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (metadata.get("lineage") or [{}])[-1]
 
 
 def sizes(record: Record) -> dict[str, str]:
@@ -61,10 +63,6 @@ def sizes(record: Record) -> dict[str, str]:
 
 def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
     """Returns the facts of a `growth` event; `grown` is convert.py's result."""
-    others = {
-        name: value
-        for name, value in record.items()
-        if name not in ("mode", "slots", "layers", "zoom")
-    }
     begun = {"from": folder, "through": grown} if grown else {"from": folder}
+    others = {name: record[name] for name in ("moments", "data", "old_slots_learning_rate")}
     return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}

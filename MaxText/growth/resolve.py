@@ -82,9 +82,8 @@ def _as_recorded(
     # The zoom that the run was trained with, whoever fixed it. One that the user sets stays, and
     # restoring reports the difference.
     keys = zoom.inherited(zoom.stored_config(metadata), config)
-    if not metadata.get(
-        checkpoint_files.PARAMETERS_ONLY
-    ):  # else no run to resume, which restoring reports
+    # Otherwise there is no run to resume, which restoring reports.
+    if not metadata.get(checkpoint_files.PARAMETERS_ONLY):
         record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
         keys |= rate
     lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []

@@ -23,13 +23,9 @@ class SourceCheckpoint(NamedTuple):
     metadata: Mapping[str, Any]  # as of matching.checkpoint_metadata; empty if there is none
     parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
     read: Callable[[str], np.ndarray]  # returns a parameter by name
-    others: Mapping[
-        str, ArraySpec
-    ]  # path -> shape and dtype of the rest of a train state (moments)
-    read_other: Callable[[str], np.ndarray]  # returns an array of the rest by path
-    stored: (
-        checkpoint_files.StoredCheckpoint | None
-    )  # the checkpoint; None for a Hugging Face checkpoint
+    stored: checkpoint_files.StoredCheckpoint | None = None  # None for a Hugging Face checkpoint
+    others: Mapping[str, ArraySpec] = {}  # by path: the rest of a train state (moments)
+    read_other: Callable[[str], np.ndarray] | None = None  # returns one of them by path
 
     def plan(
         self, parameters: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]
@@ -65,48 +61,34 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     """
     from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
-    return _folder(path, config_flat) if is_hf_checkpoint(path) else _run(path)
+    if is_hf_checkpoint(path):
+        from MaxText.conversion.hf_import import open_weights
 
-
-def _run(path: str) -> SourceCheckpoint:
+        weights, theirs = open_weights(path, KEY, config_flat)
+        parameters = {
+            name: ArraySpec(tuple(info.shape), weights.formats[name])
+            for name, info in weights.model.parameters.items()
+        }
+        return SourceCheckpoint(
+            str(weights.folder), None, {"config": theirs}, parameters, weights.read
+        )
     from MaxText.conversion.stored_arrays import LazyCheckpointReader
 
     stored = checkpoint_files.resolve_checkpoint(path, KEY)
     arrays = LazyCheckpointReader(stored.items)
+    parameters, others = {}, {}
+    for name, leaf in arrays.leaves.items():
+        if name.startswith(_PARAMS):
+            parameters[name.removeprefix(_PARAMS)] = leaf
+        else:
+            others[name] = leaf
     return SourceCheckpoint(
         folder=str(stored),
         step=stored.step,
         metadata=stored.try_metadata(),
-        parameters={
-            name.removeprefix(_PARAMS): leaf
-            for name, leaf in arrays.leaves.items()
-            if name.startswith(_PARAMS)
-        },
+        parameters=parameters,
         read=lambda name: arrays.read(_PARAMS + name),
-        others={name: leaf for name, leaf in arrays.leaves.items() if not name.startswith(_PARAMS)},
-        read_other=arrays.read,
         stored=stored,
-    )
-
-
-def _folder(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
-    from MaxText.conversion.hf_import import open_weights
-
-    weights, theirs = open_weights(path, KEY, config_flat)
-
-    def no_others(path: str) -> np.ndarray:
-        raise KeyError(path)
-
-    return SourceCheckpoint(
-        folder=str(weights.folder),
-        step=None,
-        metadata={"config": theirs},
-        parameters={
-            name: ArraySpec(tuple(info.shape), weights.formats[name])
-            for name, info in weights.model.parameters.items()
-        },
-        read=weights.read,
-        others={},
-        read_other=no_others,
-        stored=None,
+        others=others,
+        read_other=arrays.read,
     )

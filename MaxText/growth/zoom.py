@@ -23,8 +23,7 @@ def places(config: Config) -> list[SlotPlace]:
     """Returns the places where a model has slots."""
     found: list[SlotPlace] = []
     if config.model.attention.attention_projections == "pattention":
-        found.append("qkv")
-        found.append("proj")
+        found.extend(("qkv", "proj"))
     if config.model.feed_forward.feed_forward_type == "pattention":
         found.append("ffn")
     return found
@@ -39,22 +38,17 @@ def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
     return own
 
 
-def has_explicit_zoom_dim(config: Config) -> bool:
-    return any(explicit_zoom_dim(config, place) for place in places(config))
-
-
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
     """Returns keys that keep the fixed zoom of `stored`; empty if the user sets one.
 
     With `by_keys`, a place without a fixed zoom follows its new number of slots.
     """
+
+    def is_fixed(config: Config) -> bool:
+        return any(explicit_zoom_dim(config, place) for place in places(config))
+
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
-    if (
-        stored is None
-        or not uses_zoom
-        or not has_explicit_zoom_dim(stored)
-        or has_explicit_zoom_dim(config)
-    ):
+    if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
         return {}
     zooms = _zooms(stored, config)
     if by_keys:

@@ -75,13 +75,18 @@ class Commands:
         if self.dry_run:
             return
         tries = retry.tries if retry else 1
+        kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"} if retry else {}
         for number in range(1, tries + 1):
-            code, errors = self._once(command, keep_errors=retry is not None)
-            if code == 0:
+            done = self._start(command, **kept)
+            if done.stderr:
+                self._show(done.stderr.rstrip())
+            if done.returncode == 0:
                 return
+            errors = done.stderr or ""
             is_full = _NO_CAPACITY.search(errors) and not _QUOTA.search(errors)
             if retry is None or not is_full or number == tries:
-                many = f" (attempt {number}/{tries})" if retry and is_full else ""
+                many = f" (attempt {number}/{tries})" if is_full else ""
+                code = done.returncode
                 raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
             self._show(f"No capacity. Attempt {number + 1}/{tries} in {retry.seconds:g} s.")
             time.sleep(retry.seconds)
@@ -95,14 +100,6 @@ class Commands:
         if done.returncode != 0:
             raise UserError(f"{shlex.join(command)} exited with code {done.returncode}; see above.")
         return done.stdout.strip()
-
-    def _once(self, command: Sequence[str], *, keep_errors: bool) -> tuple[int, str]:
-        if not keep_errors:
-            return self._start(command).returncode, ""
-        done = self._start(command, stderr=subprocess.PIPE, text=True, errors="replace")
-        if done.stderr:
-            self._show(done.stderr.rstrip())
-        return done.returncode, done.stderr
 
     def _start(self, command: Sequence[str], **options) -> subprocess.CompletedProcess:
         try:

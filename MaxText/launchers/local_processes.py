@@ -1,6 +1,7 @@
 """Starts and stops the processes of one run on this machine together."""
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -120,29 +121,27 @@ class LocalProcesses:
 
         Returns exit codes: negative for signals, None for processes that had to be stopped.
         """
-        processes = self._processes
-        failed_at: float | None = None
-        ended_by_us: set[int] = set()
-        asked = killed = False
-        while any(process.poll() is None for process in processes):
+        while self._running() and not any(process.returncode for process in self._processes):
             time.sleep(_POLL_SECONDS)
-            now = time.monotonic()
-            if failed_at is None:
-                if any(process.poll() for process in processes):
-                    failed_at = now
-                continue
-            if not asked and now > failed_at + self._grace:
-                asked = True
-                ended_by_us = {n for n, p in enumerate(processes) if p.poll() is None}
-                self.send(signal.SIGTERM)
-            if asked and not killed and now > failed_at + 2 * self._grace:
-                killed = True
-                self.send(signal.SIGKILL)
+        self._wait_to_end(self._grace)
+        ended_by_us = self._running()
+        self.send(signal.SIGTERM)
+        self._wait_to_end(self._grace)
+        self.send(signal.SIGKILL)
+        self._wait_to_end(math.inf)
         self._drain()
         return [
             None if number in ended_by_us else process.returncode
-            for number, process in enumerate(processes)
+            for number, process in enumerate(self._processes)
         ]
+
+    def _running(self) -> set[int]:
+        return {number for number, process in enumerate(self._processes) if process.poll() is None}
+
+    def _wait_to_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
         """Kills all processes immediately."""

@@ -49,17 +49,13 @@ def combined_exit_code(codes: Sequence[int | None]) -> int:
     signals, 76, SIGABRT, 75 and 0. SIGABRT ranks below 76 because jax aborts processes whose
     coordinator exited first. Processes that had to be stopped (None) are ignored.
     """
+    first = [exit_codes.USER_MISTAKE, exit_codes.DIVERGED]
+    last = [exit_codes.STUCK, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.DONE]
+    known = {code: rank for rank, code in enumerate([*first, "error", "signal", *last])}
     own = [code for code in codes if code is not None]
 
     def order(code: int) -> int:
-        if code == exit_codes.USER_MISTAKE:
-            return 0
-        if code == exit_codes.DIVERGED:
-            return 1
-        if code > 0 and code not in exit_codes.WORTH_A_RESTART:
-            return 2
-        last = [exit_codes.STUCK, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.DONE]
-        return 4 + last.index(code) if code in last else 3
+        return known.get(code, known["error" if code > 0 else "signal"])
 
     return min(own, key=order, default=exit_codes.STUCK)
 

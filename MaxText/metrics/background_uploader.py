@@ -15,8 +15,8 @@ class BackgroundUploader:
 
     def __init__(self, path: epath.Path):
         self._path = path
-        self._content: Callable[[], bytes] | None = None  # pending
-        self._asked = self._done = self._failed = 0  # sequence numbers of writes
+        self._content: Callable[[], bytes] = bytes
+        self._asked = self._tried = self._done = 0  # sequence numbers of writes
         self._ends = self._warned = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -40,46 +40,35 @@ class BackgroundUploader:
         """Waits until the newest contents are stored or failed, or until `until` (monotonic)."""
         with self._changed:
             asked = self._asked
-            self._changed.wait_for(
-                lambda: max(self._done, self._failed) >= asked,
-                max(0.0, until - time.monotonic()),
-            )
+            self._changed.wait_for(lambda: self._tried >= asked, max(0.0, until - time.monotonic()))
 
     def close(self, until: float) -> None:
         """Settles and ends the thread. Idempotent; `write` restarts it."""
         self.wait_durable(until)
         with self._changed:
             self._ends, self._thread = True, None
-            left = self._done < self._asked
+            left = not self.is_durable
             self._changed.notify_all()
         if left:
             self._warn("timed out at the end of the run")
 
     def _work(self) -> None:
-        wait = 0.0
+        wait: float | None = None  # seconds until a retry
         while True:
             with self._changed:
-                if wait:
-                    # A new write retries at once, because its caller waits for the result.
-                    self._changed.wait_for(lambda: self._ends or self._asked > self._failed, wait)
-                self._changed.wait_for(lambda: self._ends or self._content is not None)
-                if self._content is None or (wait and self._ends and self._asked == self._failed):
+                # A new write retries at once, because its caller waits for the result.
+                self._changed.wait_for(lambda: self._ends or self._asked > self._tried, wait)
+                if self._ends and self._asked == self._tried:
                     return
-                content, number, self._content = self._content, self._asked, None
+                number, content = self._asked, self._content
             try:
                 self._path.write_bytes(content())
+                done, wait = number, None
             except Exception as error:  # storage clients raise anything
                 self._warn(f"{str(error).strip() or type(error).__name__}".splitlines()[0])
-                wait = min(max(_FIRST_WAIT, 2 * wait), _LONGEST_WAIT)
-                with self._changed:
-                    self._failed = number
-                    if self._content is None:
-                        self._content = content
-                    self._changed.notify_all()
-                continue
-            wait = 0.0
+                done, wait = self._done, min(max(_FIRST_WAIT, 2 * (wait or 0.0)), _LONGEST_WAIT)
             with self._changed:
-                self._done = number
+                self._tried, self._done = number, done
                 self._changed.notify_all()
 
     def _warn(self, why: str) -> None:

@@ -9,7 +9,7 @@ import jax
 from etils import epath
 
 from MaxText.config.training_sections import Monitoring
-from MaxText.metrics.events import DurableSink, Event, Sink, Tracker
+from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
@@ -67,13 +67,13 @@ class EventStream:
                 self._seconds_to_close = _SECONDS_WHEN_PREEMPTED
             self.flush()
         elif kind in _FLUSHED:
-            self._ask_flush()
+            self._flush_sinks()
         elif kind == "step" and step is not None:
             if self._flushed_step is None:
                 self._flushed_step = step
             if step - self._flushed_step >= self._flush_every:
                 self._flushed_step = step
-                self._ask_flush()
+                self._flush_sinks()
 
     @contextlib.contextmanager
     def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
@@ -82,35 +82,25 @@ class EventStream:
         yield facts
         self.emit(kind, seconds=time.perf_counter() - began, **facts)
 
-    def _ask_flush(self) -> None:
+    def _flush_sinks(self) -> None:
         for sink in self._sinks:
             sink.flush()
 
     def flush(self) -> None:
         """Makes all events durable, waiting at most a minute for remote records."""
-        self._ask_flush()
-        self._wait_durable(time.monotonic() + self._seconds_to_close)
-
-    def _wait_durable(self, until: float) -> None:
+        self._flush_sinks()
+        until = time.monotonic() + self._seconds_to_close
         for sink in self._sinks:
-            if isinstance(sink, DurableSink):
-                sink.wait_durable(until)
+            sink.wait_durable(until)
 
     def close(self) -> None:
         """Flushes and closes every sink, within a minute in all. Idempotent."""
         until = time.monotonic() + self._seconds_to_close
-        trackers = [sink for sink in self._sinks if isinstance(sink, Tracker)]
-        for tracker in trackers:
-            tracker.request_close()
         for sink in self._sinks:
-            if isinstance(sink, DurableSink):
-                sink.flush()
-        self._wait_durable(until)
-        for tracker in trackers:
-            tracker.wait(until)
+            sink.request_close()
+        self._flush_sinks()  # all of them before the wait for the first
         for sink in self._sinks:
-            if sink not in trackers:
-                sink.close()
+            sink.close(until)
 
 
 def open_stream(

@@ -13,7 +13,7 @@ A row is a JSON object with these fields and the facts of its kind
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 
@@ -50,15 +50,11 @@ class Event:
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     report: Any = None
 
-    @property
-    def phase(self) -> str:
-        return PHASES[self.kind]
-
     def row(self) -> dict[str, Any]:
         return {
             "time": round(self.time, 3),
             "event": self.kind,
-            "phase": self.phase,
+            "phase": PHASES[self.kind],
             "attempt": self.attempt,
             "step": self.step,
             "seconds": round(self.seconds, 6),
@@ -66,33 +62,21 @@ class Event:
         }
 
 
-class Sink(Protocol):
-    """A destination of events, called from one thread."""
+class Sink:
+    """A destination of events, called from one thread. Times are those of time.monotonic."""
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Makes events durable, as far as possible without waiting."""
 
-    def close(self) -> None:
-        """Flushes and releases files and threads. Idempotent."""
-
-
-@runtime_checkable
-class DurableSink(Sink, Protocol):
-    """A sink that resuming depends on: no row before a checkpoint may be missing."""
-
     def wait_durable(self, until: float) -> None:
-        """Waits for flushed rows to be durable or fail; `until` is a time.monotonic time."""
-
-
-@runtime_checkable
-class Tracker(Sink, Protocol):
-    """An experiment tracker: a sink with its own thread."""
+        """Waits until flushed rows that a resume depends on are durable, or failed."""
 
     def request_close(self) -> None:
         """Requests closing without waiting for it."""
 
-    def wait(self, until: float) -> None:
-        """Waits until it has closed after `request_close`, or until `until` of time.monotonic."""
+    def close(self, until: float | None = None) -> None:
+        """Flushes and releases files and threads, by default within a minute. Idempotent."""

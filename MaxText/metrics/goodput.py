@@ -5,6 +5,7 @@ says nothing about the program. docs/how-to/inspect_runs.md defines every part.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -154,8 +155,10 @@ def _attempts(
         found.append(Attempt(number, rows[0], launched, 0.0, seconds, gap - in_gap, stopped))
         pending += _recomputed_seconds(rows[0]) - in_gap - in_attempt
         next_launch = launched
-    attempts, before = [], 0.0
-    for attempt in reversed(found):
-        attempts.append(dataclasses.replace(attempt, running_before=before))
-        before += attempt.seconds
+    found.reverse()
+    before = itertools.accumulate((attempt.seconds for attempt in found), initial=0.0)
+    attempts = (
+        dataclasses.replace(each, running_before=running)
+        for each, running in zip(found, before, strict=False)
+    )
     return tuple(attempts), other

@@ -10,12 +10,14 @@ from typing import IO, Any, AnyStr
 from etils import epath
 
 from MaxText.metrics.background_uploader import BackgroundUploader
+from MaxText.metrics.events import Sink
+from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.paths import is_object_store_path
 
 SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
 
-class JsonlFile:
+class JsonlFile(Sink):
     """A growing file of JSON rows. A local row is in the kernel when `append` returns.
 
     Object stores (gs://) cannot append, so rows go into segments of 4 MiB, `name.jsonl`,
@@ -135,11 +137,11 @@ class JsonlFile:
             for segment in (*self._full, self._object):
                 segment.wait_durable(until)
 
-    def close(self) -> None:
+    def close(self, until: float | None = None) -> None:
         """Flushes and closes, waiting for an object store. Idempotent."""
         if self._object is not None:
             self.flush()
-            until = time.monotonic() + SECONDS_TO_CLOSE
+            until = time.monotonic() + SECONDS_TO_CLOSE if until is None else until
             for segment in (*self._full, self._object):
                 segment.close(until)
             self._full = []
@@ -164,13 +166,11 @@ def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]
     if not path.exists():
         return []
     content = path.read_bytes()
-    kept = [line for line, row in _rows(content.split(b"\n")) if keep(row)]
-    wanted = b"".join(line + b"\n" for line in kept)
-    if wanted != content:
-        temporary = path.parent / f"{path.name}.rewriting"
-        temporary.write_bytes(wanted)
-        temporary.replace(path)
-    return [line.decode() for line in kept]
+    kept = [line.decode() for line, row in _rows(content.split(b"\n")) if keep(row)]
+    wanted = "".join(f"{line}\n" for line in kept)
+    if wanted.encode() != content:
+        atomic_write_text(path, wanted)
+    return kept
 
 
 def _ends_within_a_line(path: epath.Path) -> bool:
@@ -187,10 +187,7 @@ def last_change(path: str | epath.Path) -> float:
 
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
     """Returns all complete rows, over all segments; none if the file does not exist."""
-    lines = (
-        line for file in _segments(epath.Path(path)) for line in file.read_bytes().split(b"\n")
-    )
-    return [row for _, row in _rows(lines)]
+    return list(stream_rows(path))
 
 
 def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:

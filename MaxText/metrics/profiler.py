@@ -27,13 +27,11 @@ class StepProfiler:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def finished(self, step: int, results: Any) -> bool:
-        """Ends the trace when due, once `results` are computed; returns whether it was written."""
-        if not self._tracing or self._start is None or step + 1 < self._start + self._num_steps:
-            return False
-        jax.block_until_ready(results)
-        self.close()
-        return True
+    def finished(self, step: int, results: Any) -> None:
+        """Ends the trace when due, once `results` are computed."""
+        if self._start is not None and step + 1 == self._start + self._num_steps:
+            jax.block_until_ready(results)
+            self.close()
 
     def close(self) -> None:
         if self._tracing:

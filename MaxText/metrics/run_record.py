@@ -153,15 +153,14 @@ def resolve_run_dir(folder: str | PathLike[str]) -> str:
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
     """Rejects another program's file, before a missing field becomes a traceback."""
     for number, row in enumerate(rows, 1):
+        kinds: dict[str, Any] = {"time": int | float, "event": str, "phase": str, "attempt": int}
+        if row.get("event") in ("step", "evaluation"):
+            kinds["step"] = int
         wrong = [
             f"{name}={row.get(name)!r}"
-            for name, kind in (("time", int | float), ("event", str), ("phase", str))
+            for name, kind in kinds.items()
             if not isinstance(row.get(name), kind)
         ]
-        if not isinstance(row.get("attempt"), int):
-            wrong.append(f"attempt={row.get('attempt')!r}")
-        if row.get("event") in ("step", "evaluation") and not isinstance(row.get("step"), int):
-            wrong.append(f"step={row.get('step')!r}")
         wrong += [
             f"{name}={value!r}"
             for name, value in row.items()

@@ -36,12 +36,10 @@ class StepReport:
     """Report of a train step.
 
     Attributes:
-      seconds: Wall time of a step, including the device's work; a mean over `updates`.
+      seconds: Wall time of a step, including the device's work; a mean since the last report.
       metrics: Scalars of the train step. Needs loss, total_weights (target tokens), and lm_loss
-        (nats per token) or entmax_loss for such objectives. Losses are means over `updates`.
+        (nats per token) or entmax_loss for such objectives. Losses are means, too.
       peak_tflops: Peak per device; 0 if unknown, which hides MFU.
-      updates: Steps since the last report.
-      data_seconds: Total time that devices waited for data in these steps.
     """
 
     step: int
@@ -51,8 +49,6 @@ class StepReport:
     tflops_per_device: float
     peak_tflops: float = 0.0
     seconds_left: float | None = None
-    updates: int = 1
-    data_seconds: float = 0.0
 
     @property
     def tflops_per_second(self) -> float:

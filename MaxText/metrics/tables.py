@@ -15,7 +15,8 @@ def parameter_table(
     """Returns a table of parameters; repeated layers share a row, with size ranges "8..24"."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
-        key = (_pattern(name), len(parameter.shape), np.dtype(parameter.dtype).name)
+        pattern = "/".join("*" if part.isdigit() else part for part in name.split("/"))
+        key = (pattern, len(parameter.shape), np.dtype(parameter.dtype).name)
         groups.setdefault(key, []).append(name)
 
     def size(names: Iterable[str]) -> int:
@@ -43,10 +44,6 @@ def parameter_table(
             f"{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}",
         ]
     )
-
-
-def _pattern(name: str) -> str:
-    return "/".join("*" if part.isdigit() else part for part in name.split("/"))
 
 
 def _shapes(shapes: Sequence[Sequence[int]]) -> str:

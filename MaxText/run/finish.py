@@ -54,9 +54,10 @@ def write_final_artifacts(
 
             records.events.flush()
             line(f"Loss curve: {write_loss_curve(run_folder)}")
-    can_generate = tokenizer is not None and model.section.attention.causal
-    can_generate = can_generate and all(
-        lookup("mixer", name).decodes() for name in set(model.section.mixers)
+    can_generate = (
+        tokenizer is not None
+        and model.section.attention.causal
+        and all(lookup("mixer", name).decodes() for name in set(model.section.mixers))
     )
     for text in _next_steps(run_folder, can_generate, config.run.import_modules):
         line(text)

@@ -21,11 +21,10 @@ from MaxText.conversion.request import Request
 from MaxText.conversion.weight_source import WeightSource, abstract_model, num_bytes
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
-from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth, resolve_growth_from
+from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
 from MaxText.growth.source import KEY, SourceCheckpoint, open_source
 from MaxText.inference import checkpoint_config
 from MaxText.run.lineage import ancestors_of
-from MaxText.run.restore import RestoreResult
 
 Show = Callable[[str], None]
 
@@ -86,31 +85,16 @@ def grow(request: Request, show: Show) -> None:
     show(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
     show_memory(weights.peak_bytes(), show)
     comment = [f"Model grown by convert.py from {source.folder}."]
+    lineage = ancestors_of(source.metadata, source.folder, source.step, "growth", resolved.record)
+    # The new parameters themselves have cost nothing.
+    spent = {"tokens": 0, "flops": 0.0}
+    metadata = {"lineage": [ancestor._asdict() for ancestor in lineage], "spent": spent}
     with imported_run.atomic_directory(request.target) as partial:
         imported_run.write_run(
-            partial, weights, model_keys(flatten(resolved.config)), comment, _metadata(resolved)
+            partial, weights, model_keys(flatten(resolved.config)), comment, metadata
         )
         copied = _copy_tokenizer(source, partial)
     imported_run.log_next_command(request.target, copied, show)
-
-
-def _metadata(resolved: ResolvedGrowth) -> dict[str, Any]:
-    """Returns the lineage of the new parameters, which themselves have cost nothing."""
-    assert resolved.growth is not None
-    source = resolved.growth.source
-    start = RestoreResult(
-        state=None,
-        first_step=0,
-        position=None,
-        source=source.folder,
-        how="growth",
-        metadata=source.metadata,
-        folder=source.folder,
-        stored_step=source.step,
-        growth=resolved.record,
-    )
-    lineage = [ancestor._asdict() for ancestor in ancestors_of(start)]
-    return {"lineage": lineage, "spent": {"tokens": 0, "flops": 0.0}}
 
 
 def _copy_tokenizer(source: SourceCheckpoint, target: Path) -> list[str]:

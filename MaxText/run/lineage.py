@@ -57,8 +57,11 @@ class Lineage:
         if start.how == "resume":
             first, stored = start.first_step, start.metadata.get("spent")
             spent = TrainingCost(**stored) if stored else _by_plan(stats, 0, first)
-            return cls(stats, _ancestors(start), first, spent)
-        return cls(stats, ancestors_of(start), start.first_step)
+            return cls(stats, _ancestors(start.metadata), first, spent)
+        ancestors = ancestors_of(
+            start.metadata, start.folder, start.stored_step, start.how, start.growth
+        )
+        return cls(stats, ancestors, start.first_step)
 
     def spent_before(self, step: int) -> TrainingCost:
         """Returns what this run, without its ancestors, used before a step."""
@@ -77,24 +80,19 @@ class Lineage:
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
 
 
-def _ancestors(start: RestoreResult) -> tuple[Ancestor, ...]:
-    return tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
+def _ancestors(metadata: Mapping[str, Any]) -> tuple[Ancestor, ...]:
+    return tuple(Ancestor(**entry) for entry in metadata.get("lineage", ()))
 
 
-def ancestors_of(start: RestoreResult) -> tuple[Ancestor, ...]:
+def ancestors_of(
+    metadata: Mapping[str, Any], folder: str, step: int | None, how: str, growth: Record | None
+) -> tuple[Ancestor, ...]:
     """Returns the ancestors of a new run, the checkpoint it starts from last."""
-    ancestors, stored = _ancestors(start), start.metadata.get("spent")
+    ancestors, stored = _ancestors(metadata), metadata.get("spent")
     before = ancestors[-1] if ancestors else None
-    parent = Ancestor(
-        run_name=(start.metadata.get("config") or {}).get("run_name"),
-        folder=start.folder,
-        step=start.stored_step,
-        how=start.how,
-        tokens=_total(stored, before, "tokens"),
-        flops=_total(stored, before, "flops"),
-        growth=start.growth,
-    )
-    return (*ancestors, parent)
+    tokens, flops = (_total(stored, before, name) for name in ("tokens", "flops"))
+    run_name = (metadata.get("config") or {}).get("run_name")
+    return (*ancestors, Ancestor(run_name, folder, step, how, tokens, flops, growth))
 
 
 def _by_plan(stats: TrainingStats, first: int, end: int) -> TrainingCost:

@@ -106,7 +106,8 @@ class Loop:
             self.rollback.snapshot(step, self.state, self.batches.position)
             # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
             stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
-            reached = self.target_reached()
+            target = self.config.evaluation.target_eval_loss
+            reached = self.eval_loss is not None and self.eval_loss < target
             if actions.save or stopping or reached:
                 self.save(step, evaluation_is_due=actions.evaluation_due and stopping)
             if stopping or reached:
@@ -164,10 +165,6 @@ class Loop:
             self.records.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
         return self.eval_loss is not None
-
-    def target_reached(self) -> bool:
-        target = self.config.evaluation.target_eval_loss
-        return self.eval_loss is not None and self.eval_loss < target
 
     def save(self, step: int, **facts: Any) -> None:
         self.watchdog.enter("checkpoint", step)

@@ -24,7 +24,6 @@ from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
-from MaxText.run.step_log import MetricLogger
 from MaxText.run.training_stats import TrainingStats
 from MaxText.runtime import start_up
 from MaxText.training.assembly import TrainSetup
@@ -44,20 +43,6 @@ class Records:
     stats: TrainingStats
     lineage: Lineage
     trend: LossTrend
-
-    def step_log(
-        self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
-    ) -> MetricLogger:
-        return MetricLogger(
-            self.events,
-            config.guard,
-            period=config.monitoring.step_log_period,
-            last_step=last_step,
-            stats=self.stats,
-            lineage=self.lineage,
-            trend=self.trend,
-            observe=observe,
-        )
 
     def close(self) -> None:
         self.events.close()
@@ -119,10 +104,10 @@ def open_records(
         terminal=terminal,
         callbacks=callbacks,
     )
-    facts = run_metadata(run.run_name, stats, cost, lineage, batches)
+    baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
+    facts = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
     emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
-    baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))
     return Records(events, terminal, profiler, stats, lineage, trend)
 
@@ -132,11 +117,10 @@ def run_metadata(
     stats: TrainingStats,
     cost: ModelCost,
     lineage: Lineage,
-    batches: BatchIterator,
+    data: Mapping[str, Any],
+    unigram_entropy: float | None,
 ) -> dict[str, Any]:
     """Returns the facts of a start event as JSON values."""
-    section = stats.model.section
-    vocab_size, objective = section.shape.vocab_size, section.objective
     return {
         "run_name": run_name,
         "num_steps": stats.num_steps,
@@ -152,8 +136,8 @@ def run_metadata(
         "peak_source": stats.peak.source,
         "cost": cost.facts(),
         "lineage": lineage.facts(),
-        "data": {**batches.facts, "vocab_size": vocab_size},
-        "unigram_entropy": batches.unigram_entropy if is_in_nats(objective) else None,
+        "data": {**data, "vocab_size": stats.model.section.shape.vocab_size},
+        "unigram_entropy": unigram_entropy,
         "provenance": provenance(),
     }
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files, reading
-from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
@@ -21,7 +20,6 @@ from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.record import Record
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import BatchIterator
-from MaxText.runtime.processes import all_processes_agree
 
 Show = Callable[[str], None]
 
@@ -155,27 +153,15 @@ def _resume(
 ) -> RestoreResult:
     failures = []
     for step in steps:
-        reason = None
-        restored = None
-        try:
-            restored = checkpoints.restore(step, abstract_state, config_flat, show)
-            after = int(restored[0].step)
-            if after != step + 1:
-                restored, reason = None, f"it contains step {after - 1}: renamed?"
-        except CheckpointCorruptedError as error:
-            reason = str(error)
-        if all_processes_agree(restored is not None):
-            assert restored is not None
+        restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, show)
+        if restored is not None:
             state, position, metadata = restored
-            first_step = step + 1
             checkpoints.resume_from(step)
-            source = f"checkpoint of step {step}"
-            folder = str(checkpoints.stored(step))
+            source, folder = f"checkpoint of step {step}", str(checkpoints.stored(step))
             return RestoreResult(
-                state, first_step, position, source, "resume", metadata, folder, step
+                state, step + 1, position, source, "resume", metadata, folder, step
             )
-        checkpoints.mark_corrupted(step)
-        failures.append(f"step {step}: {reason or 'another process could not read it'}")
+        failures.append(f"step {step}: {reason}")
         show(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
         f"no checkpoint in {checkpoints.directory} can be read:\n"
@@ -208,8 +194,7 @@ def _load_parameters(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> RestoreResult:
-    params = abstract_state.params
-    given = open_parameters(path, "load_parameters_path", params, config_flat, show)
+    given = open_parameters(path, "load_parameters_path", abstract_state.params, config_flat, show)
     # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())

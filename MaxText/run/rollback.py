@@ -15,14 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.run.restore import RestoreResult, active_rollbacks
-from MaxText.runtime.processes import all_processes_agree
 
 # Metrics reported with a rollback: medians over this many steps right before it, and over those
 # before them. Gao et al. and others saw such signs before spikes; they need not be the cause.
@@ -221,15 +219,9 @@ class RollbackController:
                     "learning rate, inspect the data, or save more often (checkpoint_period, "
                     "rewind_snapshot_period)."
                 )
-            restored, reason = None, "another process could not read it"
-            try:
-                restored = self._checkpoints.restore(healthy, self._abstract_state)
-            except CheckpointCorruptedError as error:
-                reason = str(error)
-            if all_processes_agree(restored is not None):
-                assert restored is not None
+            restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
+            if restored is not None:
                 return healthy, f"checkpoint of step {healthy}", restored[0], restored[1]
-            self._checkpoints.mark_corrupted(healthy)
             self._checkpoints.show(
                 f"WARNING: cannot restore the checkpoint of step {healthy}: {reason}. Trying an "
                 "earlier one."

@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from MaxText.config.training_sections import Guard
+from MaxText.config.schema import Config
 from MaxText.errors import Diverged
-from MaxText.metrics.event_stream import EventStream
-from MaxText.metrics.loss_trend import LossTrend
-from MaxText.metrics.mean_loss import MeanLoss
 from MaxText.metrics.step_line import StepReport
-from MaxText.run.lineage import Lineage
-from MaxText.run.training_stats import TrainingStats
+from MaxText.run.records import Records
 from MaxText.runtime import start_up
+
+_AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
 
 
 class MetricLogger:
@@ -29,30 +28,16 @@ class MetricLogger:
 
     def __init__(
         self,
-        events: EventStream,
-        guard: Guard,
-        *,
-        period: int,
+        records: Records,
+        config: Config,
         last_step: int,
-        stats: TrainingStats,
-        lineage: Lineage,
-        trend: LossTrend,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
-        """Starts without a step.
-
-        Args:
-          period: Steps between reports; `complete` reports between them.
-          lineage: What the run had used when it began.
-          observe: Called after each report with its step and scalars.
-        """
-        self._events = events
-        self._guard = guard
-        self._period = period
+        """Reports every step_log_period steps; calls `observe` then with step and scalars."""
+        self._records = records
+        self._guard = config.guard
+        self._period = config.monitoring.step_log_period
         self._last_step = last_step
-        self._stats = stats
-        self._lineage = lineage
-        self._trend = trend
         self._observe = observe
         self._losses = MeanLoss()
         self._newest: Mapping[str, Any] | None = None
@@ -66,7 +51,7 @@ class MetricLogger:
     def start(self, first_step: int) -> None:
         """Starts the clock before the first step or after a rollback; drops pending reports."""
         if self._has_reported:
-            self._trend.roll_back()
+            self._records.trend.roll_back()
         self._losses = MeanLoss()
         self._newest, self._newest_step, self._waiting = None, -1, False
         self._reported_step = first_step - 1
@@ -103,35 +88,34 @@ class MetricLogger:
         elapsed, updates = now - self._since, step - self._reported_step
         seconds = elapsed / updates
         self._since, self._reported_step = now, step
+        stats = self._records.stats
         report = StepReport(
             step=step,
             seconds=seconds,
             metrics=shown,
             seconds_left=seconds * (self._last_step - step),
-            tokens_per_device=self._stats.tokens_per_device(step),
-            tflops_per_device=self._stats.tflops_per_device(step),
-            peak_tflops=self._stats.peak.tflops,
-            updates=updates,
-            data_seconds=min(self._data_seconds, elapsed),
+            tokens_per_device=stats.tokens_per_device(step),
+            tflops_per_device=stats.tflops_per_device(step),
+            peak_tflops=stats.peak.tflops,
         )
-        self._data_seconds = 0.0
+        data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
         facts: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
             facts["seconds_since_launch"] = round(time.time() - start_up.launch_time(), 3)
-        self._events.emit(
+        self._records.events.emit(
             "step",
             step=step,
             seconds=elapsed,
             report=report,
             updates=updates,
-            data_seconds=round(report.data_seconds, 6),
+            data_seconds=round(data_seconds, 6),
             **report.row(),
-            **self._lineage.progress(step),
+            **self._records.lineage.progress(step),
             **facts,
         )
         if not metrics.get("skipped"):
-            self._trend.add(report.lm_loss)
+            self._records.trend.add(report.lm_loss)
             self._check(step, shown["loss"])
         self._observe(step, metrics)
 
@@ -176,3 +160,37 @@ class MetricLogger:
                 f"resume from the last checkpoint, or set abort_on_{kind}_loss=false to continue "
                 "training."
             )
+
+
+class MeanLoss:
+    """Mean losses since the last report, without skipped steps unless all were skipped."""
+
+    def __init__(self):
+        self._first: Any = None
+        self._sums: Any = None  # and the count, on the device
+        self._updates = 0
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        losses = {name: metrics[name] for name in _AVERAGED if name in metrics}
+        new = losses, metrics.get("skipped", np.zeros((), np.int32))
+        self._updates += 1
+        if self._updates == 1:
+            self._first = new  # costs nothing if every step is reported
+            return
+        if self._updates == 2:
+            nothing = dict.fromkeys(losses, np.float32(0))
+            self._sums = _add(nothing, np.int32(0), *self._first)
+        self._sums = _add(*self._sums, *new)
+
+    def take(self) -> dict[str, float]:
+        """Blocks for the means and resets; empty if they equal the last step's losses."""
+        sums, count = jax.device_get(self._sums) if self._updates > 1 else ({}, 0)
+        self.__init__()
+        return {name: value.item() / int(count) for name, value in sums.items() if count}
+
+
+@jax.jit
+def _add(sums: Any, count: Any, losses: Any, skipped: Any) -> tuple[Any, Any]:
+    # A skipped step's loss may be NaN, which multiplication by zero would keep.
+    added = jax.tree.map(lambda s, loss: s + jnp.where(skipped == 0, loss, 0.0), sums, losses)
+    return added, count + (skipped == 0)

@@ -156,13 +156,8 @@ def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
     slices = environment.get("MEGASCALE_NUM_SLICES", "1")
     if slices.isdecimal() and int(slices) > 1:
         return Cluster("MEGASCALE_NUM_SLICES")
-    if environment.get("TPU_SKIP_MDS_QUERY") or not _has_chips():
+    if environment.get("TPU_SKIP_MDS_QUERY") or importlib.util.find_spec("libtpu") is None:
         return None
-    return Cluster("the metadata of this TPU VM", is_certain=False)
-
-
-def _has_chips() -> bool:
-    """Returns whether libtpu and TPU chips are present; other devices use /dev/vfio, too."""
-    if importlib.util.find_spec("libtpu") is None:
-        return False
-    return bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
+    # Devices of other kinds use /dev/vfio, too.
+    has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
+    return Cluster("the metadata of this TPU VM", is_certain=False) if has_chips else None

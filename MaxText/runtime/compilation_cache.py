@@ -4,6 +4,8 @@ JAX writes entries in place, treats unreadable ones as misses, and never replace
 an entry truncated by a kill would be recompiled on every restart. `enable` removes such entries.
 """
 
+import collections
+import functools
 import hashlib
 import os
 import platform as machine
@@ -19,8 +21,7 @@ _SHORTEST_KEPT = 0.5
 _CHECKED = ".checked"  # its mtime is the time of the last check
 _HIT = "/jax/compilation_cache/cache_hits"
 
-_hits: dict[int, int] = {}  # thread -> programs loaded from the cache
-_is_listening = False
+_hits = collections.Counter[int]()  # thread -> programs loaded from the cache
 
 
 def enable(run: Run, platform: str, *, may_make: bool = True) -> str:
@@ -31,15 +32,14 @@ def enable(run: Run, platform: str, *, may_make: bool = True) -> str:
     """
     import jax
 
+    _count_hits()
     set_by_user = folder_in_use()
     if not run.jax_cache_dir or (run.jax_cache_dir == "auto" and set_by_user):
-        _listen()
         return f"compilation cache: {set_by_user or 'off'}"
     folder = run.jax_cache_dir
     if folder == "auto":
         folder = f"{run.base_output_directory}/{FOLDER}"
         if not (may_make or "://" in folder or os.path.isdir(run.base_output_directory)):
-            _listen()
             return "compilation cache: off"
     if platform == "cpu":
         folder = f"{folder}/{cpu_fingerprint()}"
@@ -53,7 +53,6 @@ def enable(run: Run, platform: str, *, may_make: bool = True) -> str:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_KEPT)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _listen()
     return f"compilation cache: {folder}"
 
 
@@ -113,19 +112,14 @@ def cpu_fingerprint() -> str:
 
 def thread_cache_hits() -> int:
     """Returns this thread's cache hits since `enable` was first called."""
-    return _hits.get(threading.get_ident(), 0)
+    return _hits[threading.get_ident()]
 
 
-def _listen() -> None:
+@functools.cache
+def _count_hits() -> None:
     import jax
 
-    global _is_listening
-    if not _is_listening:
-        _is_listening = True
-        jax.monitoring.register_event_listener(_count)
+    def count(event: str, **_: Any) -> None:
+        _hits[threading.get_ident()] += event == _HIT
 
-
-def _count(event: str, **_: Any) -> None:
-    if event == _HIT:
-        thread = threading.get_ident()
-        _hits[thread] = _hits.get(thread, 0) + 1
+    jax.monitoring.register_event_listener(count)

@@ -71,7 +71,8 @@ def memory_stats(compiled: Any) -> dict[str, int]:
         return {}
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporaries, aliased = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
-    if _platform_of(compiled) != "cpu":  # CPU's peak leaves out temporaries
+    devices = jax.tree.leaves(compiled.input_shardings)[0].device_set
+    if next(iter(devices)).platform != "cpu":  # CPU's peak leaves out temporaries
         temporaries = analysis.peak_memory_in_bytes - (arguments + outputs - aliased)
     return {
         "arguments": arguments,
@@ -80,11 +81,6 @@ def memory_stats(compiled: Any) -> dict[str, int]:
         "aliased": aliased,
         "peak": arguments + outputs - aliased + temporaries,
     }
-
-
-def _platform_of(compiled: Any) -> str:
-    sharding = jax.tree.leaves(compiled.input_shardings)[0]
-    return next(iter(sharding.device_set)).platform
 
 
 def _key(batch: Any) -> Any:

@@ -66,7 +66,9 @@ class PreemptionHandler:
         # Not `step`: the service compares call counts, and steps repeat after a rollback.
         self._calls += 1
         if self._several is None:
-            self._several = _has_service()
+            import jax
+
+            self._several = jax.distributed.is_initialized()
         if not self._several:
             return self._received > 0
         if self._agreed:
@@ -124,12 +126,6 @@ class PreemptionHandler:
         return (
             f"{how}. Saved: step {saved}. Run the same command with run_name={run_name} to resume."
         )
-
-
-def _has_service() -> bool:
-    import jax
-
-    return jax.distributed.is_initialized()
 
 
 def _say(line: str) -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 from MaxText import exit_codes
 from MaxText.errors import UserError
 from MaxText.runtime.watchdog import Watchdog
+from MaxText.storage.errors import causes
 
 # Messages of gloo, the coordination service and barriers when another process died.
 _PEER_LOST = re.compile(
@@ -103,18 +104,12 @@ def shutdown() -> None:
 
 def is_peer_failure(error: BaseException) -> bool:
     """Returns whether an error or its cause says that another process died."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    for cause in causes(error, with_context=True):
         # gloo raises ValueError, devices JaxRuntimeError; an OSError is from storage.
-        if type(current) is ValueError or isinstance(current, RuntimeError):
-            text = str(current)
-            if _PEER_LOST.search(text):
+        if type(cause) is ValueError or isinstance(cause, RuntimeError):
+            is_jax = type(cause).__name__ == "JaxRuntimeError"
+            if _PEER_LOST.search(str(cause)) or (is_jax and _PEER_SILENT.search(str(cause))):
                 return True
-            if type(current).__name__ == "JaxRuntimeError" and _PEER_SILENT.search(text):
-                return True
-        current = current.__cause__ or current.__context__
     return False
 
 

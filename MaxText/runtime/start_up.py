@@ -8,16 +8,13 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from MaxText import early_signals
 from MaxText.errors import UserError
 from MaxText.runtime import cluster, processes
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
-
-Result = TypeVar("Result")
 
 # By default glibc returns large temporaries to the system after each step, and the next step faults
 # them in again in 4 KiB pages: a third of a small CPU step. So the heap is never trimmed. Blocks of
@@ -94,11 +91,7 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     import jax
 
     # Longer than the watchdog's timeout, which reports a lost process with a table.
-    limits: dict[str, Any] = {
-        "initialization_timeout": 300,
-        "heartbeat_timeout_seconds": 100,
-        "shutdown_timeout_seconds": 300,
-    }
+    limits: dict[str, Any] = {"initialization_timeout": 300}
     if heartbeat_timeout > 0:
         seconds = math.ceil(heartbeat_timeout)
         limits["initialization_timeout"] = 6 * seconds
@@ -147,8 +140,8 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def _first_line(error: BaseException, default: str = "") -> str:
+    return (str(error) or default or type(error).__name__).splitlines()[0]
 
 
 def find_devices(hardware: str) -> list[Any]:
@@ -159,19 +152,14 @@ def find_devices(hardware: str) -> list[Any]:
         devices = jax.devices()
     # If there is no GPU at all, JAX 0.10 fails an assertion without message.
     except (RuntimeError, AssertionError) as error:
-        reason = (str(error) or "it sees none on this machine").splitlines()[0]
+        reason = _first_line(error, "it sees none on this machine")
         raise UserError(
             f"hardware={hardware}: jax finds no such device ({reason}).\n"
             "  What to do: install the requirements for it (setup.sh DEVICE=tpu|gpu), or set "
             "hardware=cpu."
         ) from error
-    _check_number(devices, processes.count())
-    return devices
-
-
-def _check_number(devices: list[Any], num_processes: int) -> None:
     of_process = collections.Counter(device.process_index for device in devices)
-    numbers = [of_process[process] for process in range(num_processes)]
+    numbers = [of_process[process] for process in range(processes.count())]
     if len(set(numbers)) > 1:
         words = ", ".join(f"process {process} has {n}" for process, n in enumerate(numbers))
         raise UserError(
@@ -182,9 +170,10 @@ def _check_number(devices: list[Any], num_processes: int) -> None:
     if asked and asked != str(len(devices)):
         raise UserError(
             f"{NUM_DEVICES_VARIABLE}={asked}, and jax finds {len(devices)} devices "
-            f"({devices[0].device_kind}) in {num_processes} processes. Start on that many devices, "
-            "or request as many as there are."
+            f"({devices[0].device_kind}) in {processes.count()} processes. Start on that many "
+            "devices, or request as many as there are."
         )
+    return devices
 
 
 def assert_same_config(config_flat: Mapping[str, Any]) -> None:
@@ -215,11 +204,3 @@ def assert_same_config(config_flat: Mapping[str, Any]) -> None:
             "Give all processes the same configuration, and a run_name that does not contain the "
             "time."
         )
-
-
-def submit_to_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Starts `function` on a thread."""
-    executor = ThreadPoolExecutor(max_workers=1)
-    future = executor.submit(function)
-    executor.shutdown(wait=False)
-    return future

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from etils import epath
 
 from MaxText.exit_codes import STUCK
+from MaxText.storage.atomic import atomic_write_text
+from MaxText.storage.paths import is_object_store_path
 
 FOLDER = "processes"
 
@@ -86,7 +88,6 @@ class Watchdog:
         self._state = "running"
         self._progress = time.monotonic()
         self._over = threading.Event()
-        self._changed = threading.Event()
         self._writing = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -129,7 +130,6 @@ class Watchdog:
             return
         self._state = state
         self._over.set()
-        self._changed.set()  # wakes the writer
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_MIN_WRITE_SECONDS)  # storage that hangs must not block the exit
@@ -156,11 +156,10 @@ class Watchdog:
             return []
         # Starts at its own index, so that processes do not all read the same file at once.
         order = [(self._index + other) % self._count for other in range(self._count)]
-        unread, rows = iter(order), list[dict[str, Any]]()
-        taking = threading.Lock()
+        unread, rows = iter(order), list[dict[str, Any]]()  # shared by the readers
 
         def read() -> None:
-            while (process := _next(unread, taking)) is not None:
+            for process in unread:
                 rows.append(_read(folder, process))
 
         # Daemon threads: a pool would wait at exit for those that hang in storage.
@@ -222,40 +221,29 @@ class Watchdog:
             writing.join(_MIN_WRITE_SECONDS)
 
     def _write_periodically(self) -> None:
-        while True:
-            self._changed.clear()
-            is_last = self._over.is_set()  # read first, so that the final state is written
+        self._write()
+        while not self._over.wait(self._period):
             self._write()
-            if is_last:
-                return
-            self._changed.wait(self._period)
+        self._write()  # the final state
 
     def _write(self) -> None:
+        assert self._folder is not None
         # Retried in the next period; only the table depends on it.
         with self._writing, contextlib.suppress(Exception):
-            self._write_row()
-
-    def _write_row(self) -> None:
-        phase, step, since = self._phase
-        row = {
-            "process": self._index,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "state": self._state,
-            "phase": phase,
-            "step": step,
-            "since": round(since, 3),
-            "written": round(time.time(), 3),
-        }
-        assert self._folder is not None
-        file = self._folder / f"{self._index}.json"
-        if "://" in str(file):
-            file.write_text(json.dumps(row))  # atomic
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        writing = self._folder / f".{self._index}.json.writing"
-        writing.write_text(json.dumps(row))
-        writing.replace(file)
+            phase, step, since = self._phase
+            row = {
+                "process": self._index,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "state": self._state,
+                "phase": phase,
+                "step": step,
+                "since": round(since, 3),
+                "written": round(time.time(), 3),
+            }
+            if not is_object_store_path(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(self._folder / f"{self._index}.json", json.dumps(row))
 
 
 def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
@@ -279,9 +267,9 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
             row.get("since", 0.0),
         )
 
-    slowest = min(rows, key=order)
+    ordered = sorted(rows, key=order)
+    slowest, shown = ordered[0], ordered[:_MAX_ROWS]
     lines = [f"  {'process':>7}  {'host':<20}  {'step':>8}  {'phase':<11}  {'for':>7}  state"]
-    shown = sorted(rows, key=order)[:_MAX_ROWS]
     for row in sorted(shown, key=lambda row: row["process"]):
         if "written" not in row:
             lines.append(f"  {row['process']:>7}  no status file")
@@ -320,11 +308,6 @@ def _where(phase: str, step: int | None) -> str:
     if step is None:
         return phase
     return f"step {step}" if phase == "step" else f"{phase} of step {step}"
-
-
-def _next(items: Iterator[Item], taking: threading.Lock) -> Item | None:
-    with taking:
-        return next(items, None)
 
 
 def _read(folder: epath.Path, process: int) -> dict[str, Any]:

@@ -73,6 +73,13 @@ class BadRecord(UserError):
         return type(self), (self.path, self.offset, self.reason, self.unit)
 
 
+def causes(error: BaseException | None, *, with_context: bool = False) -> Iterator[BaseException]:
+    """Yields an error and its causes; `with_context` also the errors that it was raised after."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (error.__context__ if with_context else None)
+
+
 def is_unavailable(error: BaseException) -> bool:
     """Returns whether an error or its cause is an outage of an object store."""
     return _message_matches(error, _UNAVAILABLE, errno.EIO)
@@ -85,15 +92,13 @@ def is_permission_denied(error: BaseException) -> bool:
 
 def is_storage_error(error: BaseException) -> bool:
     """Returns whether storage failed (EIO, EACCES, ...), unlike damaged or missing files."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error, with_context=True):
         if isinstance(cause, ObjectStoreError):
             return True
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause.errno not in _DAMAGE
         if found := _OS_ERROR.search(str(cause)):
             return int(found[1]) not in _DAMAGE
-        cause = cause.__cause__ or cause.__context__
     return is_unavailable(error) or is_permission_denied(error)
 
 
@@ -102,7 +107,7 @@ def is_transient(error: BaseException, remote: bool) -> bool:
 
     Remote clients raise OSErrors without errno, which on a local disk mean damaged contents.
     """
-    return any(_is_transient(cause, remote) for cause in _causes(error))
+    return any(_is_transient(cause, remote) for cause in causes(error))
 
 
 def is_client_error(error: Exception) -> bool:
@@ -114,14 +119,8 @@ def is_client_error(error: Exception) -> bool:
     return type(error).__name__ == "DefaultCredentialsError"
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _message_matches(error: BaseException, pattern: re.Pattern[str], number: int) -> bool:
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, ObjectStoreError):
             return cause.errno == number
         # TensorStore raises ValueError, and Orbax wraps it.

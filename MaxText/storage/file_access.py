@@ -2,13 +2,13 @@
 
 import collections
 import errno
+import functools
 import glob
 import hashlib
 import itertools
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -288,35 +288,18 @@ class _Descriptor:
             close(self.number)
 
 
-_open: collections.OrderedDict[str, _Descriptor] = collections.OrderedDict()
-_lock = threading.Lock()
-
-
+# Holds no lock while it opens a file: storage that hangs must not block readers of other files.
+@functools.lru_cache(maxsize=_MAX_OPEN_FILES)
 def _descriptor(path: str) -> _Descriptor:
-    """Returns the open file of a path from an LRU cache."""
-    with _lock:
-        if path in _open:
-            _open.move_to_end(path)
-            return _open[path]
-    # Not under the lock: storage that hangs would block readers of other files.
     try:
-        opened = _Descriptor(path)
+        return _Descriptor(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    evicted = []
-    with _lock:
-        evicted.append(_open.get(path))
-        _open[path] = opened
-        while len(_open) > _MAX_OPEN_FILES:
-            evicted.append(_open.popitem(last=False))
-    return opened
 
 
 def forget(paths: Sequence[str]) -> None:
-    """Drops cached listings and open files of these paths."""
-    closed = []
-    with _lock:
-        closed += [_open.pop(path, None) for path in paths]
+    """Drops open files, and cached listings of these paths."""
+    _descriptor.cache_clear()
     for url in {path.split("://")[0]: path for path in paths if is_url(path)}.values():
         file_system(url)[0].invalidate_cache()
 
@@ -376,15 +359,10 @@ def _cut_short(path: str, size: int, missing: int) -> UnreadableFile:
 
 def names_below(files: Sequence[str]) -> Iterator[str]:
     """Yields each file's path relative to the deepest folder that all share."""
-    if not files:
-        return
-    folders = [file.split("/")[:-1] for file in files]
-    shared = 0
-    for parts in zip(*folders, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared += 1
-    yield from ("/".join(file.split("/")[shared:]) for file in files)
+    paths = [file.split("/") for file in files]
+    folders = zip(*(path[:-1] for path in paths), strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda names: len(set(names)) == 1, folders))
+    yield from ("/".join(path[shared:]) for path in paths)
 
 
 def fingerprint(files: Sequence[FileInfo], contents: list) -> str:

@@ -141,8 +141,6 @@ def _is_dead_here(holder: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(holder["process"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False

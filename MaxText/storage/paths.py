@@ -11,8 +11,6 @@ from MaxText.errors import UserError
 # Orbax writes this last into a step in a bucket; a step without it is incomplete.
 COMMIT_MARK = "commit_success.txt"
 
-_PROTOCOLS = ("gs", "gcs")
-
 
 def is_object_store_path(path: object) -> bool:
     """Returns whether a path is in an object store: no folders or renames, atomic objects."""
@@ -43,22 +41,19 @@ def parse_path(text: str, key: str) -> epath.Path:
 
 def register_filesystems(what: str) -> None:
     """Registers RetryingGCSFileSystem with fsspec and etils.epath; UserError without gcsfs."""
-    if not _has_client():
+    if not _register():
         raise UserError(
             f"{what} needs the package gcsfs, which is not installed: pip install 'MaxText[gcs]'"
         )
-    _register()
 
 
 @functools.cache
-def _has_client() -> bool:
-    return importlib.util.find_spec("gcsfs") is not None
-
-
-@functools.cache
-def _register() -> None:
+def _register() -> bool:
+    if importlib.util.find_spec("gcsfs") is None:
+        return False
     import fsspec
 
     name = "MaxText.storage.file_system.RetryingGCSFileSystem"
-    for protocol in _PROTOCOLS:
+    for protocol in ("gs", "gcs"):
         fsspec.register_implementation(protocol, name, clobber=True)
+    return True

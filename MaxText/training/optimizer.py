@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from flax import traverse_util
 
 from MaxText.config.registry import lookup, register
 from MaxText.config.training_sections import Optimizer
@@ -35,14 +36,20 @@ def make_optimizer(
             f"trainable_parameters_mask={list(patterns)} matches none of the parameters: "
             f"{', '.join(parameters)}"
         )
-    decay_of = map_param_names(trained, lambda name: _decay(section, name))
+
+    def decay(name: str) -> float:
+        default = 0.0 if _matches(section.adamw_mask, name) else section.adam_weight_decay
+        return _first_match(section.weight_decay_overrides, name, default)
+
+    decay_of = map_param_names(trained, decay)
     multiplier_of = map_param_names(
         trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
     )
+    rule = lookup("optimizer", section.opt_type)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(section),
-        _base_transform(section, trained),
+        rule(section.parts.of(rule) or section, trained),
         _add_decayed_weights(decay_of),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
         optax.scale_by_learning_rate(schedule),
@@ -56,15 +63,14 @@ def _freeze_untrained(
     """Restricts `optimizer` to some parameters; others have no state."""
 
     def pick(tree: Any) -> dict:
-        return map_param_names(trained, lambda name: _folder(tree, name)[name.rpartition("/")[2]])
+        return map_param_names(trained, traverse_util.flatten_dict(tree, sep="/").__getitem__)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moved, state = optimizer.update(pick(updates), state, pick(params))
-        everything = jax.tree.map(jnp.zeros_like, updates)
-        for name in trained:
-            leaf = name.rpartition("/")[2]
-            _folder(everything, name)[leaf] = _folder(moved, name)[leaf]
-        return everything, state
+        zeros = jax.tree.map(jnp.zeros_like, updates)
+        flat = traverse_util.flatten_dict(zeros, sep="/")
+        flat |= traverse_util.flatten_dict(moved, sep="/")
+        return traverse_util.unflatten_dict(flat, sep="/"), state
 
     return optax.GradientTransformation(lambda params: optimizer.init(pick(params)), update)
 
@@ -98,22 +104,9 @@ def scale_existing_slot_updates(
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def _folder(tree: Any, name: str) -> dict:
-    for folder in name.split("/")[:-1]:
-        tree = tree[folder]
-    return tree
-
-
 def map_param_names(parameters: Names, value_of: Callable[[str], Any]) -> dict:
     """Returns a dict like the parameters, with `value_of(name)` as leaves."""
-    tree: dict = {}
-    for name in parameters:
-        *folders, leaf = name.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[leaf] = value_of(name)
-    return tree
+    return traverse_util.unflatten_dict({name: value_of(name) for name in parameters}, sep="/")
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
@@ -122,11 +115,6 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 def _first_match(pairs: Sequence[tuple[str, float]], name: str, default: float) -> float:
     return next((value for pattern, value in pairs if re.search(pattern, name)), default)
-
-
-def _decay(section: Optimizer, name: str) -> float:
-    default = 0.0 if _matches(section.adamw_mask, name) else section.adam_weight_decay
-    return _first_match(section.weight_decay_overrides, name, default)
 
 
 def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
@@ -148,11 +136,6 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
     if section.gradient_clipping_type == "value":
         return optax.clip(bound)
     return optax.clip_by_global_norm(bound)
-
-
-def _base_transform(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
-    rule = lookup("optimizer", section.opt_type)
-    return rule(section.parts.of(rule) or section, parameters)
 
 
 @register("optimizer", "adamw")

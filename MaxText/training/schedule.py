@@ -1,5 +1,7 @@
 """Learning rate schedules."""
 
+import itertools
+
 import jax.numpy as jnp
 import optax
 
@@ -45,11 +47,8 @@ def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
 def _ending(
     section: Schedule, pieces: list[tuple[optax.Schedule, int]], total: int
 ) -> optax.Schedule:
-    boundaries, schedules, end = [], [], 0
-    for schedule, length in pieces:
-        schedules.append(schedule)
-        end += length
-        boundaries.append(end)
+    schedules, lengths = zip(*pieces, strict=True)
+    boundaries = list(itertools.accumulate(lengths))
     if section.learning_rate_after_schedule == "final":
         return optax.join_schedules(schedules, boundaries[:-1])  # bodies stay at their last value
     boundaries[-1] = total + 1  # step `total` still has the body's last value

@@ -42,8 +42,8 @@ class GuardState:
 
     def reset(self) -> "GuardState":
         """Returns an empty state with the shardings of this (abstract) one."""
-        nothing = _nothing_seen(self.skipped_W.shape[0])
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), nothing, self)
+        empty = _empty_state(self.skipped_W.shape[0])
+        return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, self))
 
 
 class SkipDecision(NamedTuple):
@@ -61,10 +61,10 @@ class SkipDecision(NamedTuple):
 def initial_state(section: Guard) -> GuardState | None:
     if not section.skip_step_on_spikes:
         return None
-    return _nothing_seen(section.skip_step_interval)
+    return _empty_state(section.skip_step_interval)
 
 
-def _nothing_seen(window: int) -> GuardState:
+def _empty_state(window: int) -> GuardState:
     return GuardState(
         values_QW=jnp.zeros((_QUANTITIES, window), jnp.float32),
         num_sound=jnp.int32(0),

@@ -32,7 +32,7 @@ def source_of(config, is_known=True):
     }
     metadata = {"config": json.loads(json.dumps(flatten(config)))} if is_known else {}
     stored = checkpoint_files.StoredCheckpoint(epath.Path(PARENT) / "items", 0)
-    return SourceCheckpoint(str(stored), 0, metadata, leaves, pytest.fail, {}, pytest.fail, stored)
+    return SourceCheckpoint(str(stored), 0, metadata, leaves, pytest.fail, stored)
 
 
 @pytest.fixture(scope="module")

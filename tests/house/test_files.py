@@ -157,7 +157,7 @@ def test_the_configuration_is_checked_without_jax():
 BELOW = {
     "config": "",
     "storage": "",
-    "runtime": "config",
+    "runtime": "config storage",
     "parallelism": "config",
     "layers": "config parallelism",
     "input_pipeline": "config storage runtime.cores layers.batch",

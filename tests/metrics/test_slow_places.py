@@ -128,7 +128,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process():
             sink = BackgroundSink(Hangs(), "tracker")
             sink.write(Event("step", 0.0))
             sink.request_close()
-            sink.wait(0.0)
+            sink.close(0.0)
             return 75
         processes.run(main)
     """

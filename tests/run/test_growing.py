@@ -12,7 +12,7 @@ from MaxText.config.serialization import flatten
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.errors import UserError
-from MaxText.run.lineage import ancestors_of
+from MaxText.run.lineage import Lineage
 from tests.conversion.running import parameters_in_run, run
 from tests.conversion.small_folders import random, write
 from tests.growth.growing import (
@@ -79,7 +79,7 @@ def test_the_run_that_is_written(small, tmp_path):
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
     assert result.start.how == "parameters"
     # The growth is known to the run: in its lineage, which every checkpoint keeps.
-    lineage = ancestors_of(result.start)
+    lineage = Lineage.of(result.start, stats=None).ancestors
     assert [ancestor.how for ancestor in lineage] == ["growth", "parameters"]
     assert lineage[-1].growth == lineage[0].growth == result.resolved.record
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.config.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.metrics.event_stream import EventStream
@@ -41,13 +40,11 @@ class CheckpointManager:
     def last_healthy(self, before):
         return max((step for step in self.good if step < before), default=None)
 
-    def restore(self, step, abstract_state):
+    def try_restore(self, step, abstract_state):
         if step in self.damaged:
-            raise CheckpointCorruptedError("array w is damaged")
-        return state_after(step), {"step": step + 1, "excluded": []}, {}
-
-    def mark_corrupted(self, step):
-        self.good.remove(step)
+            self.good.remove(step)
+            return None, "array w is damaged"
+        return (state_after(step), {"step": step + 1, "excluded": []}, {}), ""
 
     def roll_back_to(self, step):
         assert not self.recorded  # or a restart in between would resume in the past given up

@@ -1,6 +1,6 @@
 """A sink on a thread, so that a slow one never blocks the run."""
 
-import collections
+import queue
 import sys
 import threading
 import time
@@ -15,7 +15,7 @@ _DROPPABLE = ("step", "evaluation")
 _FLUSH = "flush"
 
 
-class BackgroundSink:
+class BackgroundSink(Sink):
     """Passes events to a sink in order; errors and dropped events are reported once.
 
     An error ends the sink, not the run. If the queue is full, later events are dropped.
@@ -27,56 +27,44 @@ class BackgroundSink:
         self._name = name
         self._remedy = f"; {remedy}" if remedy else ""
         self._max_waiting = max_waiting
-        self._waiting: collections.deque[Event | str] = collections.deque()
+        self._tasks: queue.SimpleQueue[Event | str | None] = queue.SimpleQueue()
         self._ends = self._disabled = self._has_dropped = False
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        self._ask(event)
-
-    def flush(self) -> None:
-        self._ask(_FLUSH)
-
-    def request_close(self) -> None:
-        with self._changed:
-            self._ends = True
-            self._changed.notify_all()
-
-    def wait(self, until: float) -> None:
-        """Waits until it has closed after `request_close`, or until `until` of time.monotonic."""
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            # At interpreter exit, libraries would wait for the same thing as the thread.
-            processes.mark_thread_hung()
-            self._disable("it was still busy at the end of the run")
-
-    def close(self) -> None:
-        self.request_close()
-        self.wait(time.monotonic() + SECONDS_TO_CLOSE)
-
-    def _ask(self, task: Event | str) -> None:
-        with self._changed:
-            if self._ends or self._disabled:
-                return
-            if task is _FLUSH and self._waiting and self._waiting[-1] is _FLUSH:
-                return
-            is_droppable = isinstance(task, Event) and task.kind in _DROPPABLE
-            if len(self._waiting) < self._max_waiting or not is_droppable:
-                self._waiting.append(task)
-                self._changed.notify_all()
-                return
-            is_first, self._has_dropped = not self._has_dropped, True
-        if is_first:
+        if self._ends or self._disabled:
+            return
+        if self._tasks.qsize() < self._max_waiting or event.kind not in _DROPPABLE:
+            self._tasks.put(event)
+        elif not self._has_dropped:
+            self._has_dropped = True
             sys.stderr.write(
                 f"warning: {self._name} cannot keep up: dropping events (events.jsonl is "
                 "complete)\n"
             )
 
+    def flush(self) -> None:
+        if not self._ends and self._tasks.qsize() < self._max_waiting:
+            self._tasks.put(_FLUSH)
+
+    def request_close(self) -> None:
+        if not self._ends:
+            self._ends = True
+            self._tasks.put(None)
+
+    def close(self, until: float | None = None) -> None:
+        self.request_close()
+        now = time.monotonic()
+        self._thread.join(max(0.0, SECONDS_TO_CLOSE if until is None else until - now))
+        if self._thread.is_alive():
+            # At interpreter exit, libraries would wait for the same thing as the thread.
+            processes.mark_thread_hung()
+            self._disable("it was still busy at the end of the run")
+
     def _work(self) -> None:
         try:
-            while (task := self._next()) is not None:
+            while (task := self._tasks.get()) is not None and not self._disabled:
                 if isinstance(task, Event):
                     self._sink.write(task)
                 else:
@@ -85,15 +73,8 @@ class BackgroundSink:
         except Exception as error:  # any failure ends the sink, none the run
             self._disable((str(error).strip() or type(error).__name__).splitlines()[0])
 
-    def _next(self) -> Event | str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ends)
-            return self._waiting.popleft() if self._waiting else None
-
     def _disable(self, why: str) -> None:
-        with self._changed:
-            is_first, self._disabled = not self._disabled, True
-            self._waiting.clear()
+        is_first, self._disabled = not self._disabled, True
         if is_first:
             sys.stderr.write(
                 f"warning: {self._name} disabled after an error: {why.rstrip('.')}. Training "

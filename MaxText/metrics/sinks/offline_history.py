@@ -56,15 +56,10 @@ def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
     """
     files = wandb_folder.glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
     for file in sorted(files, key=lambda file: file.parent.name.partition("run-")[2], reverse=True):
-        steps = read_logged_steps(file)
-        if steps:
-            return steps[-1] + 1
+        rows = [record.history for record in records(file) if record.HasField("history")]
+        if rows:
+            return rows[-1].step.num + 1
     return 0
-
-
-def read_logged_steps(file: pathlib.Path) -> list[int]:
-    """Returns the row numbers in a file (W&B's steps), in order."""
-    return [record.history.step.num for record in records(file) if record.HasField("history")]
 
 
 def records(file: pathlib.Path) -> Iterator[Any]:

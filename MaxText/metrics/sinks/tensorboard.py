@@ -11,7 +11,7 @@ from etils import epath
 
 from MaxText.config.values import to_yaml
 from MaxText.metrics.background_uploader import BackgroundUploader
-from MaxText.metrics.events import Event
+from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.storage.paths import is_object_store_path
 
@@ -20,7 +20,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 _COMPARED = ("eval/avg_loss", "learning/loss")  # metrics that the HParams page compares runs by
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes event files under `<run>/tensorboard`; points from `first_step` on are hidden.
 
     For a bucket, which cannot append, a thread copies them from a temporary folder after each
@@ -55,7 +55,7 @@ class TensorBoardSink:
             self._writer.flush()
             self._copy_file()
 
-    def close(self) -> None:
+    def close(self, until: float | None = None) -> None:
         if self._texts:
             self._opened()
         self._close_writer()
@@ -79,13 +79,6 @@ class TensorBoardSink:
         (file,) = pathlib.Path(self._writer.logdir).iterdir()
         return file.name
 
-    def _folder_of_writer(self) -> str:
-        if not is_object_store_path(self._folder):
-            return str(self._folder)
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard_")
-        return tempfile.mkdtemp(dir=self._temporary.name)
-
     def _opened(self) -> Any:
         """Returns the writer, whose import is delayed until the first metrics."""
         if self._writer is None:
@@ -94,7 +87,12 @@ class TensorBoardSink:
             # It logs a line for each NaN loss, which the step line shows anyway.
             logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
             # purge_step hides points from before a crash, which will be repeated, even from step 0.
-            folder = self._folder_of_writer()
+            folder = str(self._folder)
+            if is_object_store_path(folder):
+                self._temporary = self._temporary or tempfile.TemporaryDirectory(
+                    prefix="tensorboard_"
+                )
+                folder = tempfile.mkdtemp(dir=self._temporary.name)
             self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:
                 self._copy = BackgroundUploader(self._folder / self._file_name())

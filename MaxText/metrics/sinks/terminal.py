@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from MaxText.metrics.events import Event
+from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.step_line import StepReport, format_duration
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
@@ -43,7 +43,7 @@ def print_above(bar: Any, text: str, show: Callable[[str], None]) -> None:
         show(text)
 
 
-class Terminal:
+class Terminal(Sink):
     """Prints steps, evaluations and compilations."""
 
     def __init__(
@@ -92,10 +92,7 @@ class Terminal:
         """Prints a line, above the bar if there is one."""
         print_above(self._bar, text, self._show)
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
+    def close(self, until: float | None = None) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

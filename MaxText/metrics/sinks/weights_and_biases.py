@@ -17,16 +17,17 @@ import importlib.util
 import json
 import pathlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from MaxText.config.training_sections import Monitoring
 from MaxText.errors import UserError
-from MaxText.metrics.events import EVENTS_FILE, Event
+from MaxText.metrics.events import EVENTS_FILE, Event, Sink
 from MaxText.metrics.json_lines import stream_rows
 from MaxText.metrics.sinks.offline_history import StepCounter, next_step
+from MaxText.storage.atomic import atomic_write_text
 
 # {"id": text, "last_step": newest step handed to W&B or null, "shifts": see StepCounter, "rewinds":
 # number of the newest rollback in W&B's rows}.
@@ -39,7 +40,7 @@ _CONNECT_SECONDS = 45.0
 _UPLOAD_SECONDS = 45.0
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Sends steps and evaluations as history, the configuration, and the final state."""
 
     def __init__(
@@ -95,14 +96,10 @@ class WandbSink:
     def flush(self) -> None:
         self._save(self._stored_state)
 
-    def close(self) -> None:
+    def close(self, until: float | None = None) -> None:
         run = self._run
         self._save(self._stored_state)
         run.finish(exit_code=self._exit_code)
-
-    @functools.cached_property
-    def _stored_state(self) -> dict[str, Any]:
-        return self._state()
 
     @functools.cached_property
     def _counter(self) -> StepCounter:
@@ -114,44 +111,17 @@ class WandbSink:
 
     @functools.cached_property
     def _connection(self) -> Any:
-        run = self._begin(self._stored_state["id"])
-        run.define_metric(_AXIS)
-        run.define_metric("*", step_metric=_AXIS)
-        return run
-
-    @functools.cached_property
-    def _run(self) -> Any:
-        """Returns the W&B run, after resending what it lacked of earlier attempts."""
-        run = self._connection
-        rewinds = self._rewinds_before_restart()
-        for rewind in rewinds:
-            self._roll_back(rewind)
-        for row in self._rows_before_restart(self._counter.first_missing, rewinds):
-            self._log(row["step"], row, row["time"])
-        return run
-
-    def _log(self, step: int, facts: Mapping[str, Any], at: float) -> None:
-        self._connection.log(_history(step, facts, at), step=self._counter.row(step))
-
-    def _roll_back(self, rewind: Mapping[str, Any]) -> None:
-        # Rollbacks without a number are from older versions and were handled then.
-        if rewind.get("number", 0) > self._stored_state["rewinds"]:
-            self._stored_state["rewinds"] = rewind["number"]
-            self._counter.repeat_from(rewind["to"])
-            self._save(self._stored_state)
-
-    def _begin(self, run_id: str) -> Any:
         import wandb
 
         # No W&B output on the terminal, and above all no prompt for a key, which would block.
         quiet = {"silent": True, "console": "off"}
         wandb.setup(wandb.Settings(**quiet))
         kind, model = self._config.get("decoder_block"), self._config.get("model_name")
-        return wandb.init(
+        run = wandb.init(
             project=self._monitoring.wandb_project_name,
             entity=self._monitoring.wandb_entity or None,
             name=self._run_name,
-            id=run_id,
+            id=self._stored_state["id"],
             resume="allow",
             mode=self._monitoring.wandb_mode,
             dir=str(self._local_folder()),
@@ -167,6 +137,45 @@ class WandbSink:
                 finish_timeout_raises=True,
             ),
         )
+        run.define_metric(_AXIS)
+        run.define_metric("*", step_metric=_AXIS)
+        return run
+
+    @functools.cached_property
+    def _run(self) -> Any:
+        """Returns the W&B run, after resending what it lacked of earlier attempts."""
+        run = self._connection
+        if self._first_step == 0:
+            return run
+        rows = stream_rows(self._folder / EVENTS_FILE)
+        rewinds = [
+            row for row in rows if row.get("event") == "rewind" and row["to"] < self._first_step
+        ]
+        for rewind in rewinds:
+            self._roll_back(rewind)
+        first_missing = self._counter.first_missing
+        if first_missing < self._first_step:
+            for row in stream_rows(self._folder / EVENTS_FILE):
+                if row.get("event") in _ROWS and first_missing <= row["step"] < self._first_step:
+                    # The file is truncated meanwhile, so its row order says nothing.
+                    stands = (
+                        row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds
+                    )
+                    if all(stands):
+                        self._log(row["step"], row, row["time"])
+        return run
+
+    def _log(self, step: int, facts: Mapping[str, Any], time: float) -> None:
+        tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
+        row = {**tags, _AXIS: step, "_timestamp": time}
+        self._connection.log(row, step=self._counter.row(step))
+
+    def _roll_back(self, rewind: Mapping[str, Any]) -> None:
+        # Rollbacks without a number are from older versions and were handled then.
+        if rewind.get("number", 0) > self._stored_state["rewinds"]:
+            self._stored_state["rewinds"] = rewind["number"]
+            self._counter.repeat_from(rewind["to"])
+            self._save(self._stored_state)
 
     def _local_folder(self) -> pathlib.Path:
         """Returns the parent of `wandb`: W&B's process writes to local disks only."""
@@ -174,7 +183,8 @@ class WandbSink:
             return pathlib.Path.cwd()
         return pathlib.Path(self._folder)
 
-    def _state(self) -> dict[str, Any]:
+    @functools.cached_property
+    def _stored_state(self) -> dict[str, Any]:
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text()) if path.exists() else None
         # Training restarted at 0 may differ, and W&B cannot take rows back.
@@ -184,37 +194,7 @@ class WandbSink:
         return {"shifts": [[0, 0]], "rewinds": 0} | state
 
     def _save(self, state: Mapping[str, Any]) -> None:
-        temporary = self._folder / f"{STATE_FILE}.writing"
-        temporary.write_text(json.dumps(state) + "\n")
-        temporary.replace(self._folder / STATE_FILE)
-
-    def _rewinds_before_restart(self) -> list[dict[str, Any]]:
-        """Returns the rollbacks of earlier attempts, which W&B may not know."""
-        if self._first_step == 0:
-            return []
-        rows = stream_rows(self._folder / EVENTS_FILE)
-        return [
-            row for row in rows if row.get("event") == "rewind" and row["to"] < self._first_step
-        ]
-
-    def _rows_before_restart(
-        self, first_missing: int, rewinds: Sequence[Mapping[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
-        if first_missing >= self._first_step:
-            return
-        for row in stream_rows(self._folder / EVENTS_FILE):
-            if row.get("event") in _ROWS and first_missing <= row["step"] < self._first_step:
-                # The file is truncated meanwhile, so its row order says nothing.
-                stands = (
-                    row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds
-                )
-                if all(stands):
-                    yield row
-
-
-def _history(step: int, facts: Mapping[str, Any], time: float) -> dict[str, Any]:
-    tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
-    return {**tags, _AXIS: step, "_timestamp": time}
+        atomic_write_text(self._folder / STATE_FILE, json.dumps(state) + "\n")
 
 
 def _scalars(facts: Mapping[str, Any]) -> dict[str, Any]:
