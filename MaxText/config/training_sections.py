@@ -232,6 +232,9 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_slots", ("tensor",)),
     ("activation_vocab", ("tensor",)),
     ("activation_length", ("context",)),
+    # Hidden states between blocks; blocks gather their tokens (Korthikanti et al. 2022, section 4).
+    ("activation_norm_length", ("context", "tensor")),
+    ("activation_norm_length", ("context",)),
     ("activation_kv_length", ()),
     ("activation_embed", ()),
     ("activation_kv", ()),

@@ -24,6 +24,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
+from MaxText.parallelism.logical_sharding import HIDDEN
 from MaxText.parallelism.mesh import Layout, check_lengths, global_batch_size, microbatch_size
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
@@ -98,6 +99,14 @@ class Program:
         """
         return abstract_model(_local(self.model.section, self.layout))
 
+    @functools.cached_property
+    def model_of_all_stages(self) -> Model:
+        """The `local_model` with the layers of all pipeline stages."""
+        section = self.local_model.section
+        layers = self.model.section.shape.dimensions.num_layers
+        shape = section.shape.model_copy(update={"base_num_decoder_layers": layers})
+        return abstract_model(section.model_copy(update={"shape": shape}))
+
     @property
     def local_rows(self) -> int:
         return self.rows // self.layout.num_batch_parts
@@ -114,6 +123,14 @@ class Program:
     @property
     def local_tokens(self) -> int:
         return self.local_rows * self.length // self.layout.num_length_parts
+
+    @property
+    def num_hidden_parts(self) -> int:
+        """Devices of an axis such as `tensor` that share out a hidden state between layers."""
+        d = self.config.model.shape.dimensions.emb_dim
+        shape = self.rows, self.length, d
+        shard = self.layout.sharding(HIDDEN, shape).shard_shape(shape)
+        return self.local_tokens * d // math.prod(shard)
 
     @property
     def state_bytes(self) -> float:

@@ -7,8 +7,8 @@
                               between stages if they have several runs of layers
     stage                     a hidden state of a microbatch in every turn, forward and backward;
                               all sequences from the last stage to the head and back
-    tensor                    hidden states all-reduced after matmuls that contract a sharded axis,
-                              forward, backward and recomputed; 2 times their bytes
+    tensor                    hidden states reduce-scattered after matmuls that contract a sharded
+                              axis, and gathered again, forward, backward and recomputed
     context                   keys and values of the other parts of a sequence: gathered for both
                               passes, gradients scattered; or around the ring in both, the second
                               time with gradients in float32

@@ -25,6 +25,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 _CONSTANT = re.compile(r"^s32\[\]\S* constant\((\d+)\)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 _COLLECTIVES = (
@@ -133,11 +134,17 @@ class HloModule:
     def collectives(self) -> list[Collective]:
         """Returns the communication of a step by kind, most bytes first."""
         found: dict[str, list[int]] = {}
+        channels: set[str] = set()
         for computation, times in self._runs.items():
             for instruction in self._computations.get(computation, ()):
                 kind = instruction.kind.removesuffix("-start")
                 if kind not in _COLLECTIVES:
                     continue
+                # TPU repeats a collective in the start, the fusion and the done that overlap it.
+                if channel := _CHANNEL.search(instruction.rest):
+                    if channel[1] in channels:
+                        continue
+                    channels.add(channel[1])
                 size = max((size for size, _ in _arrays(instruction.shape)), default=0)
                 # TPU's reduce-scatter is a fusion around an all-reduce that keeps a part of it.
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):

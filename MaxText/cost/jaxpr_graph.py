@@ -7,6 +7,7 @@ inputs. Exceptions, each observed in XLA's TPU compiler on train steps:
   narrower dtype: then each recomputes it (gradients of attention scores).
 - A matmul result of which only another dtype is read is written in the narrower of the two, or in
   the other if something unfusable reads it (logits, of which targets' are gathered).
+- A slice padded with constants is fused, and a loop of one iteration is no loop.
 - Slices of stacked weights that a matmul reads are gathered in its dtype; slices of other stacks
   are cut out before a loop's body reads them.
 """
@@ -174,11 +175,33 @@ def _inline_calls(
         if name in _CALLS and body is not None:
             inner = getattr(body, "jaxpr", body)
             made = _inline_calls(inner, reads, nodes, size_of)
+        elif name == "scan" and params["length"] == 1:
+            made = _inline_iteration(equation, reads, nodes, size_of)
         else:
             made = [_value(variable.aval, size_of) for variable in equation.outvars]
             nodes.append(Node(name, reads, made, params))
         values |= dict(zip(equation.outvars, made, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _inline_iteration(
+    equation: Any, reads: Sequence[Value], nodes: list[Node], size_of: SizeOf
+) -> list[Value]:
+    """Inlines a loop of one iteration, which XLA removes; slices and stacks are views."""
+
+    def reshaped(values: Iterable[Value], variables: Iterable[Any]) -> list[Value]:
+        made = []
+        for value, variable in zip(values, variables, strict=True):
+            shape = getattr(variable.aval, "shape", ())
+            is_same = value.shape == tuple(shape) or not value.size
+            made.append(value if is_same else _value(variable.aval, size_of))
+            if not is_same:
+                nodes.append(Node("reshape", [value], [made[-1]], {}))
+        return made
+
+    body = _body_of(equation)
+    results = _inline_calls(body, reshaped(reads, body.invars), nodes, size_of)
+    return reshaped(results, equation.outvars)
 
 
 def _drop_dead_nodes(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
@@ -210,7 +233,7 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
             value.roots, value.weight = same.roots, same.weight
         elif node.name == SLICE:
             value.roots = frozenset([value])
-        elif node.name in _WRITTEN:
+        elif node.name in _WRITTEN and not _updates_constant(node):
             value.roots = frozenset([value])
             value.is_square = _makes_squares(node)
             readers = list(_consumers_through_views(value, nodes))
@@ -222,6 +245,11 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
                         value.size = converted.size
         else:
             _fuse(node, value, nodes)
+
+
+def _updates_constant(node: Node) -> bool:
+    """Returns whether a node pads a slice with constants: the gradient of reading one."""
+    return node.name == "dynamic_update_slice" and not node.inputs[0].roots
 
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
@@ -269,7 +297,7 @@ def _consumers_through_views(value: Value, nodes: Sequence[Node]) -> Iterable[in
             yield reader
 
 
-def _body_of(loop: Node) -> Any:
+def _body_of(loop: Any) -> Any:
     """Returns the jaxpr inside a scan; since JAX 0.12 nothing wraps it."""
     program = loop.params["jaxpr"]
     return getattr(program, "jaxpr", program)

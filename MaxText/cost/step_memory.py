@@ -6,6 +6,7 @@ Activations come from tracing loss and gradients (liveness.py) at one device's s
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cach
 from MaxText.cost.jaxpr_graph import SizeOf, Traced, plain_size, tiled_size, traced
 from MaxText.cost.liveness import PeakMemory, peak_memory
 from MaxText.layers.batch import batch_shapes
+from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout
 from MaxText.training.objective import loss_sums, num_tokens
@@ -74,7 +76,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         fetched=fetched,
         batch=12.0 * program.local_rows * program.num_microbatches * program.length,
         gradients=gradients,
-        peak=peak_memory(trace(program), kept, _converted_bytes(program)),
+        peak=peak_memory(_trace_turns(program), kept, _converted_bytes(program)),
         update=_update_bytes(program),
     )
 
@@ -88,7 +90,8 @@ def min_memory(program: Program) -> float:
     d = section.shape.dimensions
     layers = d.num_layers // program.layout.mesh.shape["stage"]
     width = np.dtype(section.numerics.dtype).itemsize
-    return given + max(params, float(layers * program.local_tokens * d.emb_dim * width))
+    hidden = layers * program.local_tokens * d.emb_dim * width / program.num_hidden_parts
+    return given + max(params, hidden)
 
 
 def _size_of(platform: str) -> SizeOf:
@@ -103,14 +106,30 @@ def _bytes(tree: Any, size_of: SizeOf) -> float:
 
 
 def trace(program: Program) -> Traced:
-    """Traces loss and gradients of one microbatch at one device's shapes."""
-    model = program.local_model
+    """Traces loss and gradients of one microbatch at one device's shapes.
+
+    Of a pipeline, the layers of a stage read all sequences at once.
+    """
+    return _trace_of(program, program.local_model, program.local_batch().tokens_BT.shape)
+
+
+def _trace_turns(program: Program) -> Traced:
+    """Traces all stages turn by turn, a device having its share of every array."""
+    num_stages = program.layout.mesh.shape["stage"]
+    if num_stages == 1:
+        return trace(program)
+    size = program.local_rows, program.local_tokens // program.local_rows
+    return _trace_of(program, program.model_of_all_stages, size, num_stages)
+
+
+def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages: int = 1) -> Traced:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
     weights = tuple(_gathered(program, name) for name in names)
-    batch = program.local_batch()
-    size = batch.tokens_BT.shape
-    return _trace(model.section, size, program.platform, program.layout.rules, weights)
+    rules, num_hidden_parts = program.layout.rules, program.num_hidden_parts
+    return _trace(
+        model.section, size, program.platform, rules, weights, num_hidden_parts, num_stages
+    )
 
 
 @cached
@@ -120,6 +139,8 @@ def _trace(
     platform: str,
     rules: Rules,
     weights: tuple[float, ...],
+    num_hidden_parts: int,
+    num_stages: int,
 ) -> Traced:
     """Caches `trace` for equal local shapes; `weights` are the shares that a device gathers."""
     model, objective = abstract_model(section), section.objective
@@ -130,14 +151,20 @@ def _trace(
         totals = jnp.maximum(jnp.sum(batch.weights_BT), 1.0), num_tokens(batch)
         return sum(sums.means(*totals).values())  # type: ignore[return-value]
 
-    alone = Mesh(
-        np.array([FakeDevice(0, platform, platform)]).reshape((1,) * len(MESH_AXES)), MESH_AXES
-    )
+    hidden = size[1], section.shape.dimensions.emb_dim  # [..., T, D]
+
+    def size_of(shape: Sequence[int], width: int) -> float:
+        is_hidden = len(shape) > 2 and tuple(shape[-2:]) == hidden
+        parts = num_stages * (num_hidden_parts if is_hidden else 1)
+        return _size_of(platform)(shape, width) / parts
+
+    devices = np.array([FakeDevice(number, platform, platform) for number in range(num_stages)])
+    sizes = [num_stages if axis == "stage" else 1 for axis in MESH_AXES]
     batch = batch_shapes(*size, with_documents=False)
-    with axis_rules(alone, rules):
+    with axis_rules(Mesh(devices.reshape(sizes), MESH_AXES), rules):
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
     others = (0.0,) * (len(closed.jaxpr.invars) - len(weights))
-    return traced(closed.jaxpr, weights=weights + others, size_of=_size_of(platform))
+    return traced(closed.jaxpr, weights=weights + others, size_of=size_of)
 
 
 def _gathered(program: Program, name: str) -> float:

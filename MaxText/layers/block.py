@@ -13,7 +13,7 @@ from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.part import FeedForward, Inputs, Mixer, Scalars, check_output
 from MaxText.layers.weights import Init
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, constrain
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
 # activations. Drop path uses the id of dropout plus _PATH.
@@ -71,6 +71,7 @@ class Block(nnx.Module):
         self, normed: tuple[jax.Array, jax.Array, jax.Array], context: Context, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
         mixer = self.self_attention
+        normed = jax.tree.map(lambda x_BTD: constrain(x_BTD, *BRANCH_INPUT), normed)
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
             if state is not None:
@@ -87,11 +88,13 @@ class Block(nnx.Module):
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
     def run_mlp(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+        x_BTD = constrain(x_BTD, *BRANCH_INPUT)
         with scope("mlp"):
             return check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
         """Applies dropout and drop path to a branch's output."""
+        x_BTD = constrain(x_BTD, *HIDDEN)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH)
         if self.path_rate == 0.0 or key is None:

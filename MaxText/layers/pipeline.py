@@ -86,12 +86,9 @@ def pipeline_apply(
         return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
     def kept(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
-        place = (turn - (num_stages - 1)) % num_microbatches
-        has_come = turn >= num_stages - 1
-        kept_SbT = jnp.where(has_come, arrived_SbT, _at(waiting_SMbT, place))
-        return shard_over_stages(
-            jax.lax.dynamic_update_index_in_dim(waiting_SMbT, kept_SbT, place, 1), waits=True
-        )
+        # Until the first microbatch arrives, the slot that was just read takes what no one reads.
+        place = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
+        return shard_over_stages(_put(waiting_SMbT, arrived_SbT, place), waits=True)
 
     def one_step(carry: tuple[Any, Any], turn: jax.Array):
         arrived, waiting = carry
@@ -151,3 +148,25 @@ def _axes(num_dims: int) -> tuple[str | None, ...]:
 
 def _at(waiting_SMbT: jax.Array, place: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(waiting_SMbT, place, 1, keepdims=False)
+
+
+@jax.custom_vjp
+def _put(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, place: jax.Array) -> jax.Array:
+    """Replaces a slot, in the backward pass without a copy of all slots."""
+    return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, place, 1)
+
+
+def _put_forward(waiting_SMbT, arrived_SbT, place):
+    return _put(waiting_SMbT, arrived_SbT, place), place
+
+
+def _put_backward(place, gradient_SMbT):
+    # XLA would otherwise read the slot after it is cleared, from a copy.
+    arrived_SbT, rest_SMbT = jax.lax.optimization_barrier(
+        (_at(gradient_SMbT, place), gradient_SMbT)
+    )
+    cleared = jnp.zeros_like(arrived_SbT)
+    return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, place, 1), arrived_SbT, None
+
+
+_put.defvjp(_put_forward, _put_backward)

@@ -16,7 +16,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, Sequence[str]]]
-HIDDEN = ("activation_batch", "activation_length", "activation_embed")  # [B, T, D]
+HIDDEN = ("activation_batch", "activation_norm_length", "activation_embed")  # [B, T, D]
+# Inputs of mixers and feed-forwards, whose weights are split over the tensor axis.
+BRANCH_INPUT = ("activation_batch", "activation_length", "activation_embed")
 
 
 class ParamSpec(NamedTuple):
@@ -115,9 +117,15 @@ def with_token_major_layout(tree: Any) -> Any:
     """
     if _current.get() is None or platform() != "tpu":
         return tree
-    return jax.tree.map(
-        lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), tree
-    )
+
+    def token_major(x: jax.Array) -> jax.Array:
+        sharding = current_sharding(HIDDEN[: x.ndim], x.shape[: len(HIDDEN)])
+        # XLA gathers whole arrays to constrain them if tokens are split, too (libtpu 0.0.42).
+        if sharding is not None and split_axes(sharding, 1):
+            return x
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return jax.tree.map(token_major, tree)
 
 
 def current_sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:

@@ -75,6 +75,12 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
     assert unknown.collectives()[0].count == 1 + 1
 
 
+def test_a_collective_in_several_computations_counts_once():
+    again = "  %again = bf16[256,64]{1,0} all-gather(%q), channel_id=1, dimensions={0}\n"
+    overlapped = TEXT.replace("  ROOT %only_within", again + "  ROOT %only_within")
+    assert HloModule(overlapped).collectives() == HloModule(TEXT).collectives()
+
+
 def test_large_arrays_lie_in_the_main_memory_and_not_within_fusions():
     largest = HloModule(TEXT).largest_arrays(2)
     assert largest == [

@@ -268,6 +268,15 @@ def test_stages_of_a_pipeline():
     assert offloaded.fetched + offloaded.optimizer == memory.optimizer
     assert offloaded.optimizer < 0.05 * memory.optimizer
     assert offloaded.total <= memory.total
+    # A turn works on a microbatch.
+    fewer = tiny_config(
+        ici_pipeline_parallelism=2,
+        ici_fsdp_parallelism=-1,
+        **keys | {"num_pipeline_microbatches": 2},
+    )
+    assert (
+        memory.peak.in_loops < estimate_memory(make_program(fewer, 8, "cpu", "cpu")).peak.in_loops
+    )
 
 
 @pytest.mark.parametrize(

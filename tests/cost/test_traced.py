@@ -104,6 +104,23 @@ def test_the_peak_is_inside_of_a_loop_or_outside():
     assert (found.outside, found.in_loops) == ((9 + 81) * SQUARE, 0)
 
 
+def test_a_loop_of_one_iteration_is_none():
+    def once(x):
+        return jax.lax.scan(lambda carry, row: (carry @ row, carry), x, x[None])
+
+    def chosen(x, index):
+        return (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) ** 2).sum()
+
+    found = need(once, (N, N), kept=(None, None))
+    assert (found.outside, found.in_loops) == (SQUARE, 0)
+    # The gradient of one row, padded with zeros where it is read.
+    closed = jax.make_jaxpr(lambda x, y: jax.grad(chosen)(x, 1) @ y)(*[jnp.ones((N, N))] * 2)
+    names = [
+        node.name for node in traced(closed.jaxpr, weights=[0.0, 0.0]).nodes if node.is_written
+    ]
+    assert names == ["dot_general"]
+
+
 def test_what_lives_from_the_first_loop_to_the_last():
     def loops(x):
         for _ in range(2):

@@ -270,7 +270,7 @@ def test_kernel_on_several_devices(embed_axes):
     Else gradients of norms' factors are added over the devices that have other tokens.
     """
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    rules = [("activation_batch", ("data",)), ("activation_length", ())]
+    rules = [("activation_batch", ("data",)), ("activation_norm_length", ())]
     rules += [("activation_embed", embed_axes)]
     weights, fixed, sources, scales = given(jnp.float32)
 

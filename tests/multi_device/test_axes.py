@@ -143,6 +143,15 @@ def test_no_hidden_state_is_whole(strategy):
     assert (gathered is None) == (strategy == "ring")
 
 
+def test_hidden_states_between_layers_are_split_over_tensor():
+    keys = {"scan_layers": True, "remat_policy": "full", "max_target_length": 40}
+    mesh = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 4}
+    text = loss_and_gradients(jax.devices()[:4], **keys, **mesh)[2]
+    # Inputs of the two layers, saved for the backward pass.
+    assert re.search(r"f32\[2,8,10,32\]", text)
+    assert not re.search(r"f32\[2,8,40,32\]", text)
+
+
 @pytest.mark.parametrize("kind", ["l2_norm_gelu", "softmax", "gelu_layer_norm"])
 def test_the_norm_is_over_all_slots_wherever_they_are(kind):
     """No device gathers the scores: sums over its own slots are added up."""
