@@ -58,8 +58,8 @@ def ours(keys: str) -> dict:
 
 
 def torch_gpt2() -> dict:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    import torch  # type: ignore
+    from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore
 
     config = GPT2Config(attn_implementation="sdpa", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = GPT2LMHeadModel(config).cuda()
