@@ -20,6 +20,8 @@ early_signals.install(__name__)  # before the slow imports
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
 from MaxText.config.loading import configure
+from MaxText.config.problems import Problem
+from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 USAGE = """
@@ -53,23 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE.strip())
         return 0 if arguments else exit_codes.USER_MISTAKE
     with command_line.exit_on_user_error():
-        spec, keys = arguments[0], _keys(arguments[1:])
+        _, words = read_options(ProgramOptions, arguments)
+        if len(words.others) != 1:
+            words.problems.append(Problem("one MODULE[:CLASS] is needed, then key=value"))
+        words.check()
+        (spec,) = words.others
+        typed = (word.split("=", 1) for word in words.keys)
+        keys = {name: values.from_text(text) for name, text in typed}
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice
         parts = _parts(spec, keys)
         broken = [_check(part, keys) for part in parts]
     return int(any(broken))
-
-
-def _keys(arguments: Sequence[str]) -> dict[str, Any]:
-    keys: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not equals:
-            raise UserError(f"argument {argument!r} is not key=value")
-        keys[name] = values.from_text(text)
-    return keys
 
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:

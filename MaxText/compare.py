@@ -13,7 +13,8 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.experiments import compare_args
+from MaxText.config.sources import YAML_PATH
+from MaxText.experiments.compare_args import CompareOptions, parse_args
 from MaxText.experiments.runner import compare
 
 USAGE = """
@@ -26,37 +27,24 @@ Trains configurations under one budget, with several seeds, and reports how they
   python MaxText/compare.py a.yml b.yml match=flops budget=1e15 free=[steps,width] launch=print
 
 Run the same command again to resume. Keys (key=value) are those of train.py and override every
-configuration. Options:
-
-  match=WHAT      equal budget: params (the default), flops, tokens, or time of training
-  budget=AMOUNT   its size: 10M, 1e15, for time 10m or 1h; by default that of the first file
-  free=KEY        key to solve for: width, depth, slots, steps or an integer key; one for all, or
-                  [one,for,each]. By default width for params, steps for the others
-  tolerance=0.02  largest deviation from the budget
-  seeds=1         runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names
-                  them
-  sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
-                  YAML file as `sweep:`. `stages:` there is a chain of runs:
-                  docs/how-to/compare_architectures.md
-  launch=print    print one command per run instead of running, and the one that reports results
-  num_devices=N   devices per run, by default those of this machine
-  output=FOLDER   by default maxtext_output/compare_<names>_<match>
-
+configuration.
 docs/how-to/compare_architectures.md says how budgets are solved and how differences are judged.
 """
 
 _INTERRUPTED = "Interrupted. Run the same command to resume."
-_OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
+_QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 
 
 def main() -> int:
     """Exit codes: 0 done, 2 user error or failed run, 130 Ctrl-C."""
     arguments = sys.argv[1:]
-    args, problems = compare_args.parse_args(arguments)
-    if any(argument in _OPTIONS for argument in arguments):
-        # Options are about one configuration: the first.
-        command_line.parse("compare.py", [*args.configs[:1], *args.keys], USAGE)
+    if any(argument in _QUESTIONS for argument in arguments):
+        # They are about one configuration: the first.
+        files = [word for word in arguments if YAML_PATH.fullmatch(word)]
+        rest = [word for word in arguments if word not in files[1:]]
+        command_line.parse_with_options("compare.py", rest, USAGE, CompareOptions)
     with command_line.exit_on_user_error(_INTERRUPTED):
+        args, problems = parse_args(arguments)
         try:
             compare(args, problems, sys.argv, lambda line: print(line, flush=True))
         except SystemExit:  # SIGTERM

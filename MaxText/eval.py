@@ -22,7 +22,8 @@ USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data 
   python MaxText/eval.py load_parameters_path=hf:models/gpt2 dataset_path=data/books eval_stride=512
   python MaxText/eval.py configs/gpt2.yml load_parameters_path=RUN eval_output=scores.json \\
       grain_eval_files='a/*.array_record;b/*.parquet'
-  python MaxText/eval.py load_parameters_path=RUN eval_tasks=[lambada] lambada_path=lambada.jsonl
+  python MaxText/eval.py load_parameters_path=RUN eval_tasks=[lambada] \\
+      task_files.lambada=lambada.jsonl
 
 Without a config file the weights bring their own configuration, data and tokenizer. Metrics:
 docs/reference/metrics.md."""

@@ -1,7 +1,5 @@
 """Shows what a data set holds, and the batch of any step: python MaxText/inspect_data.py DATASET"""
 
-import dataclasses
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +14,10 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
+from MaxText.config.keys import Count, key
 from MaxText.config.loading import LoadedConfig, Source
-from MaxText.errors import UserError
+from MaxText.config.program_options import ProgramOptions
+from MaxText.config.sources import ARGUMENT, YAML_PATH
 
 USAGE = """
 Shows what a data set holds and how training would see it.
@@ -28,61 +28,32 @@ Shows what a data set holds and how training would see it.
   python MaxText/inspect_data.py 'records/*.tfrecord' tokenizer_path=gpt2 max_target_length=1024
 
 The first word is a config file (.yml), or a data set: whatever dataset_path may be. Keys are those
-of train.py and mean the same; train_split=validation inspects the held-out split. Besides:
-
-  step=N         only the batch of step N (from 0), read exactly as train.py does
-  num_devices=N  devices that share the batch, 1 by default
-  sample=N       tokens to read at most, 200000000 by default; what is more is sampled evenly
+of train.py and mean the same; train_split=validation inspects the held-out split.
 """
 
-_CONFIG_FILE = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
-_KEY_AND_VALUE = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
-_LEAST = {"step": 0, "num_devices": 1, "sample": 1}
+
+class InspectOptions(ProgramOptions):
+    """Options of inspect_data.py."""
+
+    step: int | None = key(
+        None, "Show only the batch of this step (from 0), read exactly as train.py does.", ge=0
+    )
+    num_devices: Count = key(1, "Devices that share the batch.")
+    sample: Count = key(
+        200_000_000, "Tokens to read at most; what is more is sampled evenly.", unit="tokens"
+    )
 
 
-@dataclasses.dataclass
-class Options:
-    """What the command line says to this program alone.
-
-    Attributes:
-      step: whose batch is shown; None for statistics.
-      num_devices: devices that share a batch.
-      sample: tokens read at most.
-    """
-
-    step: int | None = None
-    num_devices: int = 1
-    sample: int = 200_000_000
+def with_dataset(arguments: Sequence[str]) -> list[str]:
+    """Returns arguments of which the first may be a data set, as dataset_path."""
+    first, *rest = arguments or [""]
+    is_dataset = first[:1] not in ("", "-") and not ARGUMENT.fullmatch(first)
+    if is_dataset and not YAML_PATH.fullmatch(first):
+        return [f"dataset_path={first}", *rest]
+    return list(arguments)
 
 
-def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """Takes this program's own words out of a command line; the rest is that of train.py.
-
-    Raises:
-      UserError: a number is none.
-    """
-    options = Options()
-    rest: list[str] = []
-    for index, argument in enumerate(arguments):
-        match = _KEY_AND_VALUE.fullmatch(argument)
-        name, text = match.groups() if match else ("", "")
-        if name in _LEAST:
-            digits = text.replace("_", "")
-            if not (digits.isascii() and digits.isdigit()) or int(digits) < _LEAST[name]:
-                raise UserError(
-                    f"{name}={text} is not a whole number, {_LEAST[name]} or more. "
-                    f"Write for example {name}={_LEAST[name]}."
-                )
-            setattr(options, name, int(digits))
-        elif index == 0 and not match and argument[:1] not in ("", "-"):
-            is_config = _CONFIG_FILE.fullmatch(argument)
-            rest.append(argument if is_config else f"dataset_path={argument}")
-        else:
-            rest.append(argument)
-    return options, rest
-
-
-def inspect(loaded: LoadedConfig, options: Options) -> None:
+def inspect(loaded: LoadedConfig, options: InspectOptions) -> None:
     """Prints what was asked for."""
     from MaxText.input_pipeline.inspect_dataset import Inspection
 
@@ -99,8 +70,10 @@ def main() -> int:
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     with command_line.exit_on_user_error():
-        options, arguments = own_options(sys.argv[1:])
-        inspect(command_line.parse("inspect_data.py", arguments, USAGE), options)
+        loaded, options, _ = command_line.parse_with_options(
+            "inspect_data.py", with_dataset(sys.argv[1:]), USAGE, InspectOptions
+        )
+        inspect(loaded, options)
     return exit_codes.DONE
 
 

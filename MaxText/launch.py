@@ -1,10 +1,10 @@
 """Starts a run of several processes: python MaxText/launch.py local 2 -- CONFIG.yml key=value"""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 # The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
@@ -15,6 +15,9 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.keys import Count, Natural, Parser, key
+from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.program_options import ProgramOptions, describe, read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import Commands, RetryPolicy, resolve_run_args, train_command
@@ -41,6 +44,94 @@ def show(line: str) -> None:
     print(line, flush=True)
 
 
+def _repeated(text: str) -> tuple[str, ...]:
+    return (text,)
+
+
+Repeated = Annotated[tuple[str, ...], Parser(_repeated, "text; may be given several times", True)]
+
+
+class LaunchOptions(ProgramOptions):
+    """Options of all places."""
+
+    dry_run: bool = key(False, "Print the commands.")
+    max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")
+
+
+class LocalOptions(LaunchOptions):
+    """local N: processes of this machine."""
+
+    devices: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
+    supervise: bool = key(False, "Restart after a failure.")
+    backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
+    grace: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
+    logs: str = key("", "Log folder.")
+
+
+class GcloudOptions(LaunchOptions):
+    """gcloud ACTION ...: Cloud TPU VMs."""
+
+    REQUIRED = ("name", "zone")
+
+    name: str = key("", "TPU VM name.")
+    zone: str = key("", "Zone of the TPU VM.")
+    project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
+    type: str = key("", "Accelerator type, e.g. v5p-32.")
+    version: str = key("", "Runtime version.")
+    spot: bool = key(False, "Preemptible, cheaper.")
+    gcloud: Repeated = key(
+        (), "Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."
+    )
+    tries: Count = key(100, "Attempts while no capacity is available.")
+    retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
+    lines: Count = key(50, "Number of log lines.")
+    follow: bool = key(False, "Stream new log lines.")
+    worker: str = key("all", "Worker to read logs from.")
+
+
+class SlurmOptions(LaunchOptions):
+    """slurm submit, status or stop: a SLURM job."""
+
+    name: str = key("", "Job name, by default run_name.")
+    nodes: Count = key(1, "Nodes of the job.")
+    processes_per_node: Count = key(1, "Processes per node.")
+    gpus_per_node: Natural = key(0, "GPUs per node.")
+    sbatch: Repeated = key((), "Extra #SBATCH line, e.g. --sbatch=--partition=long.")
+    job: str = key("", "Job id, for status and stop.")
+    logs: str = key("", "Log folder.")
+
+
+PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
+
+
+def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
+    """Returns the place, its options and its words; ConfigurationError for mistakes."""
+    place, *rest = arguments or [""]
+    if place not in PLACES:
+        known = ", ".join(PLACES)
+        raise ConfigurationError([Problem(f"the first word is {place!r} and not one of {known}")])
+    options, words = read_options(PLACES[place], rest, takes_keys=False)
+    operands = [*words.others, *words.files]
+    if problem := _wrong_operands(place, operands):
+        words.problems.append(Problem(problem))
+    words.check()
+    return place, options, operands
+
+
+def _wrong_operands(place: str, operands: Sequence[str]) -> str:
+    known = {"gcloud": ACTIONS, "slurm": ("submit", "status", "stop")}.get(place, ())
+    if place != "local" and operands and set(operands) <= set(known):
+        return "" if place == "gcloud" or len(operands) == 1 else "slurm does one thing at a time"
+    if place == "local" and len(operands) == 1:
+        is_count = operands[0].isdigit() and int(operands[0]) > 0
+        return "" if is_count else f"N must be an integer of at least 1, not {operands[0]}"
+    wanted = f"one or more of {', '.join(known)}" if known else "the number of processes"
+    return (
+        f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments of "
+        "train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
+    )
+
+
 def main() -> int:
     """Returns the exit code."""
     arguments = sys.argv[1:]
@@ -48,24 +139,22 @@ def main() -> int:
     if "--" in arguments:
         position = arguments.index("--")
         arguments, train_args = arguments[:position], arguments[position + 1 :]
-    parser = _parser()
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}. Arguments of train.py follow --, as in "
-            "launch.py local 2 -- configs/quickstart.yml steps=1000"
-        )
-    start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where]
+    if {"-h", "--help"} & set(arguments):
+        of_places = (f"{kind.__doc__}\n{describe(kind)}" for kind in PLACES.values())
+        print("\n\n".join([USAGE, *of_places]))
+        return 0
+    start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}
     with command_line.exit_on_user_error():
-        code = start(options, train_args)
+        place, options, operands = read_launch(arguments)
+        code = start[place](options, operands, train_args)
     return code
 
 
-def _local(options: argparse.Namespace, train_args: Sequence[str]) -> int:
+def _local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     run = resolve_run_args(train_args)
     logs = Path(options.logs or f"maxtext_output/logs/{run.run_name}")
     job = supervision.SupervisedJob(
-        [*train_command(), *run.arguments], options.number, options.devices, logs, run.folder
+        [*train_command(), *run.arguments], int(operands[0]), options.devices, logs, run.folder
     )
     if options.dry_run:
         commands = Commands(show, dry_run=True)
@@ -86,19 +175,19 @@ def _local(options: argparse.Namespace, train_args: Sequence[str]) -> int:
         raise UserError(f"cannot start the processes: {error}") from error
 
 
-def _gcloud(options: argparse.Namespace, train_args: Sequence[str]) -> int:
+def _gcloud(options: GcloudOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     commands = Commands(show, dry_run=options.dry_run)
     tpu = TpuVm(
         options.name, options.zone, options.project, options.type, options.version, options.spot,
         RetryPolicy(options.tries, options.retry_seconds), tuple(options.gcloud),
     )  # fmt: skip
     launch = TpuVmLaunch(tpu, commands)
-    if "run" in options.actions and not train_args:
+    if "run" in operands and not train_args:
         raise UserError("run requires the arguments of train.py, after --.")
-    if train_args and "run" not in options.actions:
+    if train_args and "run" not in operands:
         raise UserError("arguments of train.py, after --, are only for the action run.")
     arguments = resolve_run_args(train_args).arguments if train_args else []
-    for action in options.actions:
+    for action in operands:
         if action == "run":
             launch.run(arguments, options.max_restarts)
         elif action == "logs":
@@ -108,9 +197,9 @@ def _gcloud(options: argparse.Namespace, train_args: Sequence[str]) -> int:
     return 0
 
 
-def _slurm(options: argparse.Namespace, train_args: Sequence[str]) -> int:
+def _slurm(options: SlurmOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     commands = Commands(show, dry_run=options.dry_run)
-    if options.action == "submit":
+    if operands[0] == "submit":
         run = resolve_run_args(train_args)
         job = slurm.SlurmJob(
             options.name or run.run_name, options.nodes, options.processes_per_node,
@@ -120,89 +209,13 @@ def _slurm(options: argparse.Namespace, train_args: Sequence[str]) -> int:
         slurm.submit(job, run.arguments, commands, show)
         return 0
     if not options.job:
-        raise UserError(f"{options.action} requires --job=NUMBER (printed by submit).")
-    if options.action == "status":
+        raise UserError(f"{operands[0]} requires --job=NUMBER (printed by submit).")
+    if operands[0] == "status":
         commands.run(["squeue", f"--jobs={options.job}"])
     else:
         # To the processes, which save and stop; the script then ends without asking for more.
         commands.run(["scancel", options.job])
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "launch.py", description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    places = parser.add_subparsers(dest="where", required=True, metavar="local|gcloud|slurm")
-    local = places.add_parser("local", help="processes of this machine")
-    local.add_argument("number", type=_positive_int, metavar="N", help="number of processes")
-    local.add_argument(
-        "--devices", type=_positive_int, metavar="K", help="devices (CPU or GPU) per process"
-    )
-    local.add_argument("--supervise", action="store_true", help="restart after a failure")
-    local.add_argument("--backoff", type=float, default=1.0, help="seconds before a restart")
-    local.add_argument(
-        "--grace", type=float, default=60.0, help="grace period in seconds for processes to exit"
-    )
-    gcloud = places.add_parser("gcloud", help="Cloud TPU VMs")
-    gcloud.add_argument(
-        "actions", nargs="+", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS)
-    )
-    gcloud.add_argument("--name", required=True, help="TPU VM name")
-    gcloud.add_argument("--zone", required=True)
-    gcloud.add_argument("--project", default=os.environ.get("CLOUDSDK_CORE_PROJECT", ""))
-    gcloud.add_argument("--type", default="", help="accelerator type, e.g. v5p-32")
-    gcloud.add_argument("--version", default="", help="runtime version")
-    gcloud.add_argument("--spot", action="store_true", help="preemptible, cheaper")
-    gcloud.add_argument(
-        "--gcloud", action="append", default=[], metavar="FLAG",
-        help="extra flag of create and queue, e.g. --gcloud=--service-account=NAME",
-    )  # fmt: skip
-    gcloud.add_argument(
-        "--tries", type=_positive_int, default=100, help="attempts while no capacity is available"
-    )
-    gcloud.add_argument("--retry-seconds", type=float, default=60.0)
-    gcloud.add_argument("--lines", type=_positive_int, default=50, help="number of log lines")
-    gcloud.add_argument("--follow", action="store_true", help="stream new log lines")
-    gcloud.add_argument("--worker", default="all", help="worker to read logs from")
-    by_slurm = places.add_parser("slurm", help="a SLURM job")
-    by_slurm.add_argument("action", choices=("submit", "status", "stop"))
-    by_slurm.add_argument("--name", default="", help="job name, by default run_name")
-    by_slurm.add_argument("--nodes", type=_positive_int, default=1)
-    by_slurm.add_argument("--processes-per-node", type=_positive_int, default=1)
-    by_slurm.add_argument("--gpus-per-node", type=int, default=0)
-    by_slurm.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION",
-        help="extra #SBATCH line, e.g. --sbatch=--partition=long",
-    )  # fmt: skip
-    by_slurm.add_argument("--job", default="", help="job id, for status and stop")
-    for place in (local, gcloud, by_slurm):
-        place.add_argument("--dry-run", action="store_true", help="print the commands")
-        place.add_argument(
-            "--max-restarts", type=_nonnegative_int, default=10,
-            help="maximum restarts without a new checkpoint (SLURM: in total)",
-        )  # fmt: skip
-    for place in (local, by_slurm):
-        place.add_argument("--logs", default="", help="log folder")
-    return parser
-
-
-def _positive_int(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _nonnegative_int(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = None
-    if number is None or number < least:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {text}")
-    return number
 
 
 if __name__ == "__main__":

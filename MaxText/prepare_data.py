@@ -36,7 +36,7 @@ Token records for GPT-Neo, and windows with labels for jax-lm:
       prepare_output_format=tfrecord prepare_minimum_tokens=100 prepare_fix_text=true \\
       dataset_path=data/openwebtext_records
   python MaxText/prepare_data.py prepare_source=wikitext/ tokenizer_path=gpt2 \\
-      prepare_output_format=parquet prepare_record=strided dataset_path=data/wikitext_windows
+      prepare_output_format=parquet records.content=strided dataset_path=data/wikitext_windows
 
 The text itself as records:
   python MaxText/prepare_data.py prepare_source=openwebtext/ \\
@@ -62,7 +62,7 @@ def main() -> int:
             preparation,
             path,
             cache_dir=data.data_cache_dir,
-            max_bad_records=data.max_bad_records,
+            max_bad_records=data.bad_records.maximum,
         )
         if preparation.prepare_output_format not in TEXT_FORMATS:
             print(describe(manifest))

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from MaxText.config.data_sections import Data, Masking, Preparation  # noqa: E402
+from MaxText.config.data_sections import Data, MaskedTokens, Masking, Preparation  # noqa: E402
 
 LENGTH = 1024
 BATCH = 64
@@ -264,7 +264,7 @@ def measure_loader(folder: pathlib.Path) -> None:
 
     flat, peer = folder / "bin", folder / "peer.array_record"
     write_peer(folder, peer)
-    masked = Masking(mlm_training=True, mlm_mask_id=1)
+    masked = Masking(mlm_training=True, mlm=MaskedTokens(mask_id=1))
     mix: Any = {"dataset_mix": tuple((str(flat), 1.0 + number) for number in range(20))}
     loaders: dict[str, Callable[[], Any]] = {
         "Grain MapDataset over a memmap, masks": lambda: grain_over_memmap(flat, True),

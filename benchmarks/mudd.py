@@ -56,7 +56,7 @@ SHAPES = {
     "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
 }
 WRITTEN_OUT = {"dense_conn": True, "scan_layers": False}
-SPARSE = {"dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2}
+SPARSE = {"dense_sources": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
 ROWS: dict[str, dict[str, Any]] = {
     "Transformer": {"dense_conn": False, "scan_layers": False},
     "Transformer, scan": {"dense_conn": False, "scan_layers": True},

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from MaxText.config.keys import Section, condition_values
-from MaxText.config.layer_kinds import LayerKinds
+from MaxText.config import values
+from MaxText.config.keys import Options, OtherThan, Parser, Section, condition_values
 from MaxText.config.registry import Name, Parts, on_change
 from MaxText.config.schema import Config
 
@@ -35,7 +35,9 @@ class Key:
     unit: str  # for example "steps", or empty
     bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
     # other keys -> the values under which this one has an effect; one per group must hold
-    conditions: tuple[dict[str, list[Any]], ...]
+    conditions: tuple[dict[str, Any], ...]
+    entries: dict[str, "Key"]  # of a key with Options
+    parser: Parser | None = None
 
     def violates_bounds(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -48,6 +50,21 @@ class Key:
         return " and ".join(
             f"{_BOUNDS[kind][1]} {bound if isinstance(bound, int) else f'{bound:g}'}"
             for kind, bound in self.bounds
+        )
+
+    @property
+    def entry_names(self) -> tuple[str, ...]:
+        """The names of its entries as they are typed, such as adafactor.momentum."""
+        return tuple(f"{self.name}.{entry}" for entry in self.entries)
+
+    @staticmethod
+    def condition_text(group: dict[str, Any]) -> str:
+        """Returns what a group of conditions asks for, such as "opt_type=sgd or muon"."""
+        return ", or ".join(
+            other
+            + (" other than " if isinstance(wanted, OtherThan) else "=")
+            + " or ".join(values.to_yaml(value) for value in wanted)
+            for other, wanted in group.items()
         )
 
     @property
@@ -64,8 +81,11 @@ def _choices(annotation: Any) -> Iterator[Any]:
         yield from _choices(part)
 
 
-def _key(name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section]) -> Key:
+def _key(
+    name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section | Options]
+) -> Key:
     extra: Any = field.json_schema_extra
+    annotation = _annotation(field)
     assert isinstance(extra, dict), f"{name} is not declared with key()"
     bounds = tuple(
         (kind, getattr(constraint, kind))
@@ -73,23 +93,30 @@ def _key(name: str, field: FieldInfo, path: tuple[str, ...], section: type[Secti
         for kind in _BOUNDS
         if hasattr(constraint, kind)
     )
-    common = condition_values(section.ONLY_IF)
-    only_if = {} if name in common else common
+    common = condition_values(getattr(section, "ONLY_IF", None))
+    only_if: dict[str, Any] = {} if name in common else common
     if extra["only_if"] is not None:
         own = condition_values(extra["only_if"])
         only_if = own and only_if | own
-    groups = [{other: values} for other, values in only_if.items()]
+    groups = [{other: wanted} for other, wanted in only_if.items()]
     groups.append(condition_values(extra["only_if_any"]))
     return Key(
         name=name,
         section=path,
         title=(section.__doc__ or "").strip().splitlines()[0],
-        annotation=_annotation(field),
+        annotation=annotation,
         default=field.default,
         help=field.description or "",
         unit=str(extra["unit"]),
         bounds=bounds,
         conditions=tuple(group for group in groups if group),
+        entries={
+            entry: _key(f"{name}.{entry}", field, path, annotation)
+            for entry, field in annotation.model_fields.items()
+        }
+        if isinstance(annotation, type) and issubclass(annotation, Options)
+        else {},
+        parser=next((one for one in field.metadata if isinstance(one, Parser)), None),
     )
 
 
@@ -126,6 +153,22 @@ def all_keys() -> dict[str, Key]:
 on_change(all_keys.cache_clear)
 
 
+def keys_of(section: type[Section]) -> dict[str, Key]:
+    """Returns the keys of a section that is no part of the configuration."""
+    return {name: _key(name, field, (), section) for name, field in section.model_fields.items()}
+
+
+def all_names() -> list[str]:
+    """Returns the names of all keys and entries."""
+    return [name for key in all_keys().values() for name in (key.name, *key.entry_names)]
+
+
+def split_entry(name: str) -> tuple[str, str]:
+    """Returns key and entry of a name such as adafactor.momentum; the entry is empty of others."""
+    key, _, entry = name.partition(".")
+    return (key, entry) if entry and key in all_keys() and all_keys()[key].entries else (name, "")
+
+
 # Sections whose keys may differ from layer to layer, and single keys of others.
 _OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention", "parts")
 _ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
@@ -155,24 +198,33 @@ def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    values = {}
+    flat = {}
     for key in all_keys().values():
         section: Any = config
         for name in key.section:
             is_parts = isinstance(section, Parts)
             section = section.named(name) if is_parts else getattr(section, name)
         value = getattr(section, key.name)
-        values[key.name] = value.as_dict() if isinstance(value, LayerKinds) else value
-    return values
+        flat[key.name] = value.as_dict() if hasattr(value, "as_dict") else value
+    return flat
 
 
-def unflatten(values: dict[str, Any]) -> Config:
-    """Builds the tree of sections from flat values; absent keys keep their default."""
+def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
+    """Returns flat values, and those of entries under names such as adafactor.momentum."""
+    return flat | {
+        f"{key.name}.{name}": flat[key.name][name]
+        for key in all_keys().values()
+        for name in key.entries
+    }
+
+
+def unflatten(flat: dict[str, Any]) -> Config:
+    """Builds the tree of sections from flat values, also of entries; others keep their default."""
     keys = all_keys()
     tree: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in flat.items():
         branch = tree
-        for part in keys[name].section:
+        for part in keys[split_entry(name)[0]].section:
             branch = branch.setdefault(part, {})
         branch[name] = value
     return Config.model_validate(tree)

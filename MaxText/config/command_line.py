@@ -2,17 +2,19 @@
 
 import contextlib
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from MaxText import early_signals, exit_codes
 from MaxText.config import import_modules, maxtext_report, serialization, values
-from MaxText.config.catalog import Key, all_keys, keys_by_section
+from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
 from MaxText.config.loading import LoadedConfig, format_accepted, load
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.program_options import OptionsT, Words, describe, read_options
 from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
 
@@ -51,6 +53,34 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
         return load(remaining, program)
     except UserError as error:
         exit_with_error(error)
+
+
+def parse_with_options(
+    program: str,
+    arguments: Sequence[str],
+    usage: str,
+    kind: type[OptionsT],
+    load: Load = load,
+) -> tuple[LoadedConfig, OptionsT, Words]:
+    """Resolves a command line that has options of the program's own."""
+    found: list[Any] = []
+
+    def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:
+        found[:] = read_options(kind, words)
+        problems = list(found[1].problems)
+        try:
+            loaded = load(found[1].configuration, program)
+        except ConfigurationError as error:
+            raise ConfigurationError([*problems, *error.problems]) from None
+        found[1].check()
+        return loaded
+
+    for word, name in itertools.pairwise(arguments):
+        if word in ("-h", "--help") and name in (options := keys_of(kind)):
+            sys.stdout.write(f"{name}\n  {options[name].help}\n")
+            raise SystemExit(0)
+    loaded = parse(program, arguments, f"{usage.strip()}\n\n{describe(kind)}", load_rest)
+    return loaded, found[0], found[1]
 
 
 def program_command(name: str) -> str:
@@ -141,7 +171,7 @@ def _option_value(remaining: list[str], index: int) -> str:
 
 def _known(name: str) -> Key:
     keys = all_keys()
-    name = ALIASES.get(name, name)
+    name, _ = split_entry(ALIASES.get(name, name))
     if name in keys:
         return keys[name]
     close = close_matches(name, keys)
@@ -157,7 +187,9 @@ def _help(program: str, usage: str) -> str:
     for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
         lines += [f"  {key.name}={values.to_yaml(key.default)}" for key in keys if _short(key)]
-        lines += [f"  {key.name}=[...]" for key in keys if not _short(key)]
+        lines += [
+            f"  {key.name}={'{...}' if key.entries else '[...]'}" for key in keys if not _short(key)
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -168,19 +200,20 @@ def _short(key: Key) -> bool:
 
 def _help_key(name: str, remaining: list[str], load: Load) -> str:
     key = _known(name)
-    lines = [key.name, f"  {key.help}", f"  section:  {'.'.join(key.section)}"]
+    lines = [
+        key.name,
+        f"  {key.help}",
+        f"  read by:  {'.'.join(key.section)} ({key.title.rstrip('.')})",
+    ]
     lines.append(f"  accepted: {format_accepted(key)}")
     facts: list[tuple[str, str]] = [
         ("unit", key.unit),
         ("default", values.to_yaml(key.default)),
     ]
-    for group in key.conditions:
-        wanted = (
-            f"{other}={' or '.join(values.to_yaml(value) for value in effective)}"
-            for other, effective in group.items()
-        )
-        facts.append(("only if", ", or ".join(wanted)))
+    facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
+    for entry in key.entries.values():
+        lines.append(f"  {entry.name}: {entry.help} ({format_accepted(entry)})")
     try:
         loaded = load(remaining)
     except UserError:

@@ -8,15 +8,74 @@ from MaxText.config.keys import (
     Fraction,
     Natural,
     NonNegative,
+    Options,
     Section,
     Share,
     key,
+    options,
 )
 
 _STORED = {"dataset_type": "grain"}
 # How a mixture takes windows from a source; the first is the default.
 SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
 _MASKED = {"mlm_training": True}
+
+
+class TokenRecords(Options):
+    """Token records of other programs."""
+
+    field: str = key("", "Record field with the token ids. Empty: input_ids, text or tokens.")
+    eos_id: int = key(
+        -1, "Id appended to each record that is a document without one; -1 appends none.", ge=-1
+    )
+
+
+class Megatron(Options):
+    """Order and split of Megatron data."""
+
+    order: Literal["stored", "gpt_neox"] = key(
+        "stored",
+        "Order of samples: stored (as Pythia published it, shuffled), or gpt_neox (the sample "
+        "index that GPT-NeoX builds from data_shuffle_seed).",
+    )
+    split: str = key(
+        "",
+        "Shares of training, validation and test documents in the order gpt_neox: 969,30,1. "
+        "Empty: all train.",
+    )
+
+
+class BadRecords(Options):
+    """Records that cannot be read."""
+
+    action: Literal["fail", "skip"] = key(
+        "fail",
+        "Action on a record with a wrong checksum during import: fail the run, or skip the "
+        "record. Corrupted text always fails.",
+    )
+    maximum: Natural = key(
+        100,
+        "Unreadable records after which a run with bad_records.action=skip fails too; also the "
+        "rows and files of text that preparation skips because they cannot be read, 0 for none.",
+    )
+
+
+class DataRetry(Options):
+    """Retries of failed data reads."""
+
+    attempts: Natural = key(
+        5,
+        "Retries of a failed data read (a missing file, an I/O error, a hanging read) before the "
+        "run stops.",
+    )
+    delay: NonNegative = key(
+        1.0, "Delay before the first retry, doubled for each further one up to 60 s.",
+        unit="seconds",
+    )  # fmt: skip
+    timeout: NonNegative = key(
+        60.0, "Seconds without a batch that count as a failed read; 0 waits forever.",
+        unit="seconds",
+    )  # fmt: skip
 
 
 class Data(Section):
@@ -67,12 +126,7 @@ class Data(Section):
         "validation",
         "Split to evaluate on; of plain record files, those with this word in their name.",
     )
-    tokens_field: str = key(
-        "", "Record field with the token ids. Empty: input_ids, text or tokens."
-    )
-    records_eos_id: int = key(
-        -1, "Id appended to each record that is a document without one; -1 appends none.", ge=-1
-    )
+    token_records: TokenRecords = options(TokenRecords)
     enable_data_shuffling: bool = key(
         True, "Visit sequences in a random order, a new one each epoch."
     )
@@ -82,15 +136,7 @@ class Data(Section):
     iter_file_nums: Natural = key(
         0, "Shuffle within groups of this many files, visited in order; 0 shuffles globally."
     )
-    megatron_order: Literal["stored", "gpt_neox"] = key(
-        "stored",
-        "Order of Megatron data: stored (as Pythia published it, shuffled), or gpt_neox (the "
-        "sample index that GPT-NeoX builds from data_shuffle_seed).",
-    )
-    megatron_split: str = key(
-        "", "Shares of training, validation and test documents: 969,30,1. Empty: all train.",
-        only_if={"megatron_order": "gpt_neox"},
-    )  # fmt: skip
+    megatron: Megatron = options(Megatron)
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
     packing: bool = key(
         True,
@@ -113,30 +159,8 @@ class Data(Section):
     zero_loss: bool = key(
         True, "Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."
     )
-    on_bad_record: Literal["fail", "skip"] = key(
-        "fail",
-        "Action on a record with a wrong checksum during import: fail the run, or skip the "
-        "record. Corrupted text always fails.",
-    )
-    max_bad_records: Natural = key(
-        100,
-        "Unreadable records after which a run with on_bad_record=skip fails too; also the rows "
-        "and files of text that preparation skips because they cannot be read, 0 for none.",
-        only_if={},
-    )
-    data_read_retries: Natural = key(
-        5,
-        "Retries of a failed data read (a missing file, an I/O error, a hanging read) before the "
-        "run stops.",
-    )
-    data_retry_seconds: NonNegative = key(
-        1.0, "Delay before the first retry, doubled for each further one up to 60 s.",
-        unit="seconds",
-    )  # fmt: skip
-    data_read_timeout: NonNegative = key(
-        60.0, "Seconds without a batch that count as a failed read; 0 waits forever.",
-        unit="seconds",
-    )  # fmt: skip
+    bad_records: BadRecords = options(BadRecords, only_if={})
+    data_retry: DataRetry = options(DataRetry)
     excluded_samples: tuple[tuple[int, int], ...] = key(
         (),
         "Pairs [first, end] of sample numbers to exclude from the training data, as a rollback "
@@ -149,6 +173,23 @@ class Data(Section):
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
 
 
+class MaskedTokens(Options):
+    """Masked tokens."""
+
+    mask_id: int = key(-1, "Mask token id; -1 is the tokenizer's [MASK].", ge=-1)
+    cls_token_id: int = key(
+        -1, "Id prepended to each sequence and never masked; -1 prepends none.", ge=-1
+    )
+    mask_prob: float = key(0.15, "Fraction of tokens that are predicted.", gt=0, le=1)
+    same_token_prob: Share = key(0.1, "Fraction of predicted tokens that stay unchanged.")
+    random_token_prob: Share = key(
+        0.1, "Fraction of predicted tokens that are replaced by a random token."
+    )
+    mask_ignore_ids: tuple[int, ...] = key(
+        (), "Ids that are never predicted, in addition to CLS, mask, bos, eos and pad."
+    )
+
+
 class Masking(Section):
     """Masked language modeling (BERT)."""
 
@@ -157,18 +198,36 @@ class Masking(Section):
     mlm_training: bool = key(
         False, "Predict masked tokens from both sides instead of the next token."
     )
-    mlm_mask_id: int = key(-1, "Mask token id; -1 is the tokenizer's [MASK].", ge=-1)
-    mlm_cls_token_id: int = key(
-        -1, "Id prepended to each sequence and never masked; -1 prepends none.", ge=-1
+    mlm: MaskedTokens = options(MaskedTokens)
+
+
+_OF_TOKENS = {"prepare_output_format": ["tfrecord", "parquet"]}
+
+
+class ExportedRecords(Options):
+    """Records for other programs."""
+
+    content: Literal["documents", "chunks", "strided"] = key(
+        "documents",
+        "Content of a tfrecord or parquet record: a document; chunks of chunk_length tokens from "
+        "concatenated documents; or jax_lm's strided windows with labels.",
+        only_if=_OF_TOKENS,
     )
-    mlm_mask_prob: float = key(0.15, "Fraction of tokens that are predicted.", gt=0, le=1)
-    mlm_same_token_prob: Share = key(0.1, "Fraction of predicted tokens that stay unchanged.")
-    mlm_random_token_prob: Share = key(
-        0.1, "Fraction of predicted tokens that are replaced by a random token."
+    field: str = key(
+        "", "Field of the token ids. Empty: text in tfrecord, input_ids in parquet.",
+        only_if=_OF_TOKENS,
+    )  # fmt: skip
+    chunk_length: int = key(
+        2049, "Tokens per chunk; the next chunk repeats its last token.", unit="tokens", ge=2
     )
-    mlm_mask_ignore_ids: tuple[int, ...] = key(
-        (), "Ids that are never predicted, in addition to CLS, mask, bos, eos and pad."
+    num_shards: Natural = key(0, "Number of record files; 0 is one per 256 MB of text.")
+    name: str = key("", "Prefix of record file names. Empty: the split's name.")
+    min_length: Count = key(128, "Shortest strided window, BOS and EOS included.", unit="tokens")
+    max_length: int = key(
+        256, "Tokens of a strided window, BOS and EOS included.", unit="tokens", ge=3
     )
+    stride: Count = key(128, "Tokens between the starts of strided windows.", unit="tokens")
+    ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
 
 
 class Preparation(Section):
@@ -215,49 +274,14 @@ class Preparation(Section):
         "bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token "
         "records in the format of other programs. text_tfrecord, text_array_record: text records.",
     )
-    prepare_record: Literal["documents", "chunks", "strided"] = key(
-        "documents",
-        "Content of a tfrecord or parquet record: a document; chunks of prepare_chunk_length "
-        "tokens from concatenated documents; or jax_lm's strided windows with labels.",
-        only_if={"prepare_output_format": ["tfrecord", "parquet"]},
+    records: ExportedRecords = options(
+        ExportedRecords,
+        only_if={
+            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
+        },
     )
-    prepare_field: str = key(
-        "", "Record field of the token ids. Empty: text in tfrecord, input_ids in parquet.",
-        only_if={"prepare_output_format": ["tfrecord", "parquet"]},
-    )  # fmt: skip
-    prepare_chunk_length: int = key(
-        2049, "Tokens per chunk; the next chunk repeats its last token.", unit="tokens", ge=2,
-        only_if={"prepare_record": "chunks"},
-    )  # fmt: skip
     prepare_separator_id: int = key(
         -1, "Id between documents instead of the tokenizer's end of text; -1 uses that.", ge=-1
-    )
-    prepare_num_shards: Natural = key(
-        0, "Number of record files; 0 is one per 256 MB of text.",
-        only_if={
-            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
-        },
-    )  # fmt: skip
-    prepare_name: str = key(
-        "", "Prefix of record file names. Empty: the split's name.",
-        only_if={
-            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
-        },
-    )  # fmt: skip
-    prep_min_length: Count = key(
-        128, "Shortest strided window, BOS and EOS included.", unit="tokens",
-        only_if={"prepare_record": "strided"},
-    )  # fmt: skip
-    prep_max_length: int = key(
-        256, "Tokens of a strided window, BOS and EOS included.", unit="tokens", ge=3,
-        only_if={"prepare_record": "strided"},
-    )  # fmt: skip
-    prep_stride: Count = key(
-        128, "Tokens between the starts of strided windows.", unit="tokens",
-        only_if={"prepare_record": "strided"},
-    )  # fmt: skip
-    prep_ignore_label: int = key(
-        -100, "Label of ignored positions.", only_if={"prepare_record": "strided"}
     )
     prepare_runner: Literal["local", "beam"] = key(
         "local", "Runner: local processes, or Apache Beam."

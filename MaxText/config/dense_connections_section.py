@@ -2,12 +2,30 @@
 
 from typing import Literal
 
-from MaxText.config.keys import Count, Natural, Section, key
+from MaxText.config.keys import Count, Natural, Options, Section, key, options
 from MaxText.config.layer_sections import Activation
 
 _DENSE = {"dense_conn": True}
 _DYNAMIC = _DENSE | {"dense_dynamic": True}
 Way = Literal["q", "k", "v", "r"]
+
+
+class DenseSelection(Options):
+    """Numbers of dense_sources."""
+
+    dilation: Count = key(
+        2, "Distance between summed outputs.", unit="layers", only_if={"dense_sources": "dilated"}
+    )
+    window: Count = key(
+        8, "Number of summed outputs besides the embedding.", unit="layers",
+        only_if={"dense_sources": "window"},
+    )  # fmt: skip
+    outputs: tuple[int, ...] = key(
+        (),
+        "Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later "
+        "layers are skipped.",
+        only_if={"dense_sources": "list"},
+    )
 
 
 class DenseConnections(Section):
@@ -33,24 +51,11 @@ class DenseConnections(Section):
     dense_static: bool = key(True, "Learned weights that are the same for all tokens.")
     dense_sources: Literal["all", "dilated", "window", "list"] = key(
         "all",
-        "Outputs that are summed besides the last one. dilated: every dense_dilation-th, counted "
-        "back from it. window: the last dense_window and the embedding. list: those of "
-        "dense_source_list.",
+        "Outputs that are summed besides the last one. dilated: every dilation-th, counted "
+        "back from it. window: the last outputs and the embedding. list: those of "
+        "dense_selection.",
     )
-    dense_dilation: Count = key(
-        2, "Distance between summed outputs.", unit="layers",
-        only_if={"dense_sources": "dilated"},
-    )  # fmt: skip
-    dense_window: Count = key(
-        8, "Number of summed outputs besides the embedding.", unit="layers",
-        only_if={"dense_sources": "window"},
-    )  # fmt: skip
-    dense_source_list: tuple[int, ...] = key(
-        (),
-        "Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later "
-        "layers are skipped.",
-        only_if={"dense_sources": "list"},
-    )
+    dense_selection: DenseSelection = options(DenseSelection)
     dense_period: Count = key(
         1, "Layers from one sum to the next; other layers read the last output.", unit="layers"
     )
@@ -118,11 +123,11 @@ class DenseConnections(Section):
     def sources(self, depth: int) -> tuple[int, ...]:
         """Returns the sources after `depth` layers: 0 is the embedding, n the output of layer n."""
         if self.dense_sources == "dilated":
-            chosen = set(range(depth, -1, -self.dense_dilation))
+            chosen = set(range(depth, -1, -self.dense_selection.dilation))
         elif self.dense_sources == "window":
-            chosen = {0, *range(max(depth + 1 - self.dense_window, 0), depth + 1)}
+            chosen = {0, *range(max(depth + 1 - self.dense_selection.window, 0), depth + 1)}
         elif self.dense_sources == "list":
-            chosen = {source for source in self.dense_source_list if source <= depth}
+            chosen = {source for source in self.dense_selection.outputs if source <= depth}
         else:
             chosen = set(range(depth + 1))
         return tuple(sorted(chosen | {depth}))

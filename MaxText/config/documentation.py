@@ -11,7 +11,6 @@ import ast
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -42,7 +41,14 @@ def base_yml() -> str:
     for section, keys in keys_by_section().items():
         lines += ["", f"# ---- {'.'.join(section)}: {keys[0].title}"]
         for key in keys:
-            lines += ["", *_comment(key), *serialization.entry_lines(key.name, key.default)]
+            lines += ["", *_comment(key)]
+            if not key.entries:
+                lines += serialization.entry_lines(key.name, key.default)
+                continue
+            lines.append(f"{key.name}:")
+            for name, entry in key.entries.items():
+                described = [*_comment(entry), f"{name}: {values.to_yaml(entry.default)}"]
+                lines += [f"  {line}" for line in described]
     return "\n".join(lines) + "\n"
 
 
@@ -64,14 +70,7 @@ def _comment(key: Key) -> list[str]:
 
 
 def _condition(key: Key) -> str:
-    def one_of(group: dict[str, list[Any]]) -> str:
-        said = " or ".join(
-            f"{other} is {' or '.join(values.to_yaml(value) for value in effective)}"
-            for other, effective in group.items()
-        )
-        return f"either {said}" if len(group) > 1 else said
-
-    return " and ".join(map(one_of, key.conditions))
+    return " and ".join(map(key.condition_text, key.conditions))
 
 
 def configuration_md() -> str:
@@ -82,7 +81,8 @@ def configuration_md() -> str:
     for section, keys in keys_by_section().items():
         lines += ["", f"## {'.'.join(section)}", "", keys[0].title, ""]
         lines += ["| key | default | type | meaning |", "|---|---|---|---|"]
-        lines += [_row(key) for key in keys]
+        for key in keys:
+            lines += [_row(key), *map(_row, key.entries.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -91,7 +91,7 @@ _NOT_FOR_READERS = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, source
 
 def _row(key: Key) -> str:
     default = values.to_yaml(key.default)
-    default = default if len(default) < 60 else "see configs/base.yml"
+    default = default if len(default) < 60 and not key.entries else "see configs/base.yml"
     meaning = key.help + (f" Unit: {key.unit}." if key.unit else "")
     meaning += f" Only if {_condition(key)}." if key.conditions else ""
     cells = [f"`{key.name}`", f"`{default}`", format_accepted(key), meaning]

@@ -2,10 +2,38 @@
 
 from typing import Literal
 
-from MaxText.config.keys import Count, CountOrAuto, Fraction, Natural, Section, Share, key
+from MaxText.config.keys import (
+    Count,
+    CountOrAuto,
+    Fraction,
+    Natural,
+    Options,
+    OtherThan,
+    Section,
+    Share,
+    key,
+    options,
+)
 
 _STRATEGY = "decode_sampling_strategy"
+_FILTERED = {"decode_sampling_temperature": OtherThan((0,))}
 _DRAWN = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
+
+
+class Filters(Options):
+    """Further filters of the next token."""
+
+    min_p: Share = key(
+        0.0, "Keep tokens with at least this fraction of the highest probability; 0 disables."
+    )
+    typical_p: float = key(
+        1.0, "Keep the tokens of most typical surprisal whose probabilities sum to p; 1 disables.",
+        gt=0, le=1,
+    )  # fmt: skip
+    eta: Fraction = key(0.0, "Keep tokens above min(eta, sqrt(eta) exp(-entropy)); 0 disables.")
+    entmax_alpha: float = key(
+        1.0, "Use alpha-entmax instead of softmax; 1 is softmax, 2 is sparsemax.", ge=1, le=2
+    )
 
 
 class Decoding(Section):
@@ -32,28 +60,15 @@ class Decoding(Section):
         1.0, "Divisor of logits; 0 takes the most likely token.", ge=0, le=1e6, only_if=_DRAWN
     )
     decode_sampling_top_k: Natural = key(
-        0, "Keep the k most likely tokens; 0 disables.", only_if={_STRATEGY: ["composite", "topk"]}
+        0,
+        "Keep the k most likely tokens; 0 disables.",
+        only_if=_FILTERED | {_STRATEGY: ["composite", "topk"]},
     )
     decode_sampling_nucleus_p: float = key(
         1.0, "Keep the most likely tokens whose probabilities sum to p (top-p); 1 disables.",
-        gt=0, le=1, only_if={_STRATEGY: ["composite", "nucleus"]},
+        gt=0, le=1, only_if=_FILTERED | {_STRATEGY: ["composite", "nucleus"]},
     )  # fmt: skip
-    decode_sampling_min_p: Share = key(
-        0.0, "Keep tokens with at least this fraction of the highest probability; 0 disables.",
-        only_if={_STRATEGY: ["composite"]},
-    )  # fmt: skip
-    decode_sampling_typical_p: float = key(
-        1.0, "Keep the tokens of most typical surprisal whose probabilities sum to p; 1 disables.",
-        gt=0, le=1, only_if={_STRATEGY: ["composite"]},
-    )  # fmt: skip
-    decode_sampling_eta: Fraction = key(
-        0.0, "Keep tokens above min(eta, sqrt(eta) exp(-entropy)); 0 disables.",
-        only_if={_STRATEGY: ["composite"]},
-    )  # fmt: skip
-    decode_entmax_alpha: float = key(
-        1.0, "Use alpha-entmax instead of softmax; 1 is softmax, 2 is sparsemax.",
-        ge=1, le=2, only_if={_STRATEGY: ["composite"]},
-    )  # fmt: skip
+    decode_filters: Filters = options(Filters, only_if=_FILTERED | {_STRATEGY: ["composite"]})
     repetition_penalty: float = key(
         1.0, "Divide positive logits of tokens already in the text by this, and multiply negative "
         "ones.",
@@ -71,6 +86,23 @@ class Decoding(Section):
     )
 
 
+class TaskFiles(Options):
+    """Files of the tasks."""
+
+    lambada: str = key(
+        "", "LAMBADA: JSON lines with the field text, or text with one passage per line."
+    )
+    wikitext: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
+
+
+class Harness(Options):
+    """The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."""
+
+    tasks: tuple[str, ...] = key((), "Tasks to run.")
+    task_path: str = key("", "Folder of additional task files (YAML).")
+    num_fewshot: int = key(-1, "Few-shot examples per question; -1 is the task's default.", ge=-1)
+
+
 class Scoring(Section):
     """Evaluation by eval.py, in addition to the keys of evaluation."""
 
@@ -85,16 +117,9 @@ class Scoring(Section):
         "Output file for results (JSON). Empty: eval/<step>.json in the run, or the terminal only.",
     )
     eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key(
-        (), "Tasks to score, read from lambada_path and wikitext_path."
+        (), "Tasks to score, read from task_files."
     )
-    lambada_path: str = key(
-        "", "LAMBADA: JSON lines with the field text, or text with one passage per line."
-    )
-    wikitext_path: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
-    harness_tasks: tuple[str, ...] = key(
-        (), "Tasks of the lm-evaluation-harness to run; needs `pip install '.[lm-eval]'`."
-    )
-    harness_task_path: str = key("", "Folder of additional task files (YAML) for the harness.")
-    harness_num_fewshot: int = key(
-        -1, "Few-shot examples per harness question; -1 is the task's default.", ge=-1
+    task_files: TaskFiles = options(TaskFiles)
+    harness: Harness = key(
+        Harness(), "The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."
     )

@@ -5,16 +5,33 @@ conditions are in the field's `json_schema_extra`, so that help, `configs/base.y
 documentation and the checks derive from one declaration.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Unequal(NamedTuple):
     """A bound: a number that is none of the values."""
 
     ne: int
+
+
+class Parser(NamedTuple):
+    """Marks a value that a function reads from its text; it raises ValueError."""
+
+    read: Callable[[str], Any]
+    accepts: str  # for messages
+    adds: bool = False  # whether it may be given several times, and gives a tuple
+
+
+class OtherThan(tuple[Any, ...]):
+    """The values of a condition that are none of these."""
+
+    __slots__ = ()
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -25,8 +42,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-# Under which values of other keys a key has an effect: {other key: value, or a list of values}, or
-# the name of a switch that must be true.
+# Under which values of other keys a key has an effect: {other key: value, a list of values, or
+# OtherThan((value,))}, or the name of a switch that must be true.
 Conditions = str | Mapping[str, Any]
 
 
@@ -38,6 +55,37 @@ class Section(BaseModel):
 
     ONLY_IF: ClassVar[Conditions] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_entries(cls, given: Any) -> Any:
+        """Moves entries such as adafactor.momentum into their key."""
+        if not isinstance(given, dict) or not any("." in name for name in given):
+            return given
+        found = {name: value for name, value in given.items() if "." not in name}
+        for name, value in given.items():
+            key, _, entry = name.partition(".")
+            if entry:
+                found[key] = {**found.get(key, {}), entry: value}
+        return found
+
+
+class Options(BaseModel):
+    """The value of a key with entries that few people set, typed {entry: value} or key.entry=value.
+
+    Entries are declared with key(). Those of stronger sources replace the same ones of weaker.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+    def updated(self, given: Self) -> Self:
+        """Returns these entries with those that were set in `given`."""
+        return self.model_copy(
+            update={name: getattr(given, name) for name in given.model_fields_set}
+        )
 
 
 def key(
@@ -68,11 +116,16 @@ def key(
     )
 
 
-def condition_values(conditions: Conditions | None) -> dict[str, list[Any]]:
+def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
+    """Declares a key with entries, whose class says what they are."""
+    return key(kind(), kind.__doc__ or "", only_if=only_if)
+
+
+def condition_values(conditions: Conditions | None) -> dict[str, Any]:
     """Returns other key -> the values under which a key has an effect."""
     if isinstance(conditions, str):
         conditions = {conditions: True}
     return {
-        name: list(values) if isinstance(values, list | tuple) else [values]
+        name: values if isinstance(values, list | OtherThan) else [values]
         for name, values in (conditions or {}).items()
     }

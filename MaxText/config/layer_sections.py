@@ -9,9 +9,12 @@ from MaxText.config.keys import (
     CountOrAuto,
     Natural,
     NonNegative,
+    Options,
+    OtherThan,
     Positive,
     Section,
     key,
+    options,
 )
 from MaxText.config.layer_kinds import LayerKinds
 from MaxText.config.registry import Name
@@ -95,6 +98,7 @@ class Block(Section):
         True,
         "Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has"
         " them.",
+        only_if={"use_rezero": False},
     )
     use_rezero: bool = key(
         False,
@@ -212,6 +216,13 @@ class Position(Section):
     )
 
 
+class LinearAttentionOptions(Options):
+    """Layers of linear attention."""
+
+    chunk: Count = key(64, "Chunk length. Does not change the result.", unit="tokens")
+    epsilon: NonNegative = key(1e-6, "Epsilon added to the normalizer.")
+
+
 class Attention(Section):
     """The attention mixer."""
 
@@ -265,12 +276,7 @@ class Attention(Section):
         "as many after it.",
         unit="tokens",
     )
-    linear_attention_chunk: Count = key(
-        64, "Chunk length of linear attention. Does not change the result.", unit="tokens"
-    )
-    linear_attention_epsilon: NonNegative = key(
-        1e-6, "Epsilon added to the normalizer of linear attention."
-    )
+    linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
     num_mem_kv: Natural = key(
         0, "Learned keys and values that every token of a global layer also attends to."
     )
@@ -343,11 +349,25 @@ class FeedForward(Section):
 
 
 _EXPERTS = {"feed_forward_type": "mlp"}
-_TWO = {"num_experts_per_tok": 2}
+_SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
+
+
+class SecondExpert(Options):
+    """A token's second expert."""
+
+    policy: Literal["all", "none", "threshold", "random"] = key(
+        "all",
+        "Its use in training. threshold: if its gate exceeds the threshold. random: with "
+        "probability gate / threshold (GPT-Neo).",
+    )
+    policy_eval: Literal["all", "none", "threshold"] = key("all", "As policy, outside training.")
+    threshold: NonNegative = key(0.2, "Threshold of the policies.")
 
 
 class MixtureOfExperts(Section):
     """Mixture of experts in place of the MLP."""
+
+    ONLY_IF = _SEVERAL_EXPERTS
 
     num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_EXPERTS)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
@@ -380,16 +400,7 @@ class MixtureOfExperts(Section):
     router_z_loss_weight: NonNegative = key(
         0.0, "Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."
     )
-    moe_second_policy: Literal["all", "none", "threshold", "random"] = key(
-        "all",
-        "Use of a token's second expert in training. threshold: if its gate exceeds "
-        "moe_second_threshold. random: with probability gate / moe_second_threshold (GPT-Neo).",
-        only_if=_TWO,
-    )
-    moe_second_policy_eval: Literal["all", "none", "threshold"] = key(
-        "all", "As moe_second_policy, outside training.", only_if=_TWO
-    )
-    moe_second_threshold: NonNegative = key(0.2, "Threshold of moe_second_policy.", only_if=_TWO)
+    moe_second: SecondExpert = options(SecondExpert, only_if={"num_experts_per_tok": 2})
 
 
 _QKV_AND_OUTPUT = {"attention_projections": "pattention"}
@@ -397,6 +408,14 @@ _FEED_FORWARD = {"feed_forward_type": "pattention"}
 _ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
 _L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
+
+
+class ScaleFactors(Options):
+    """Factors of Theta."""
+
+    qkv: float = key(1.0, "Factor in query, key and value.", only_if=_QKV_AND_OUTPUT)
+    proj: float = key(1.0, "Factor in the output projection.", only_if=_QKV_AND_OUTPUT)
+    ffn: float = key(1.0, "Factor in the feed-forward.", only_if=_FEED_FORWARD)
 
 
 class Pattention(Section):
@@ -468,15 +487,7 @@ class Pattention(Section):
         only_if=_FEED_FORWARD | _L2,
         ge=-1,
     )
-    qkv_scale_factor: float = key(
-        1.0, "Factor of Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
-    )
-    proj_scale_factor: float = key(
-        1.0, "Factor of Theta in the output projection.", only_if=_QKV_AND_OUTPUT
-    )
-    ffn_scale_factor: float = key(
-        1.0, "Factor of Theta in the feed-forward.", only_if=_FEED_FORWARD
-    )
+    scale_factors: ScaleFactors = options(ScaleFactors)
 
     def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
         """Slots of one Pattention at a place, every -1 replaced."""

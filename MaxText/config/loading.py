@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
-from MaxText.config.catalog import Key, all_keys, is_of_layer, unflatten
+from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
+from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
 from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
 from MaxText.config.rules import RULES
@@ -143,6 +144,8 @@ def _merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
             continue
         if setting.name == "logical_axis_rules":
             value = axis_rules.merge(typed["logical_axis_rules"], value)
+        if key.entries:
+            value = typed[setting.name].updated(value)
         typed[setting.name] = value
         origins[setting.name] = setting.origin
         kept.append(setting)
@@ -161,24 +164,45 @@ def _typed(setting: Setting, key: Key) -> Any:
     from_shell = setting.origin.source in (Source.COMMAND_LINE, Source.ENVIRONMENT)
     if key.annotation is str and from_shell and not isinstance(value, str):
         value = values.UntypedScalar(setting.origin.raw)
-    converted = converted_value(value, key)
-    if key.violates_bounds(converted):
-        raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
-    return converted
+    return converted_value(value, key)
 
 
 def converted_value(value: Any, key: Key) -> Any:
     """Converts a value to a key's type.
 
     Raises:
-      values.InvalidValueError: It has another type.
+      values.InvalidValueError: It has another type, or is out of bounds.
     """
+    if key.parser is not None and isinstance(value, str):
+        return key.parser.read(value)
+    if key.entries:
+        return _options(value, key)
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
         names = {name: one.annotation for name, one in all_keys().items() if is_of_layer(one)}
         return layer_kinds.parse(value, names)
-    return values.convert(value, key.annotation)
+    converted = values.convert(value, key.annotation)
+    if key.violates_bounds(converted):
+        raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
+    return converted
+
+
+def _options(value: Any, key: Key) -> Options:
+    if isinstance(value, Options):
+        return value
+    if not isinstance(value, dict):
+        raise values.InvalidValueError(f"{values.format_value(value)} is not {{entry: value}}")
+    given = {}
+    for name, one in value.items():
+        if name not in key.entries:
+            close = close_matches(name, key.entries) or key.entries
+            raise values.InvalidValueError(f"no entry {name}; nearest: {', '.join(close)}")
+        try:
+            given[name] = converted_value(one, key.entries[name])
+        except values.InvalidValueError as error:
+            raise values.InvalidValueError(f"{name}: {error}") from None
+    return key.annotation(**given)
 
 
 def _unknown(setting: Setting) -> Problem:
@@ -187,10 +211,10 @@ def _unknown(setting: Setting) -> Problem:
         return sources.sweep_not_supported(name, setting.place)
     if name in sources.FILE_KEYS:
         return Problem(f"{name}: only a YAML file can set it", (setting.place,))
-    close = close_matches(name, all_keys())
+    close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
-    facts = (*close_matches_fact(name, all_keys()), ("all keys", "configs/base.yml, or --help"))
+    facts = (*close_matches_fact(name, all_names()), ("all keys", "configs/base.yml, or --help"))
     return Problem(f"{name}: unknown key", (setting.place,), facts)
 
 
@@ -200,23 +224,28 @@ def format_accepted(key: Key) -> str:
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
+    if key.parser is not None:
+        return key.parser.accepts
+    if key.entries:
+        return f"{{entry: value}}, of {', '.join(key.entries)}"
     bounds = f", {key.bounds_text}" if key.bounds_text else ""
     return values.type_name(key.annotation) + bounds
 
 
 def _type_error(setting: Setting, key: Key, message: str) -> Problem:
+    name, value, entry = key.name, setting.value, message.partition(":")[0]
+    if entry in key.entries:
+        key, value = key.entries[entry], value[entry]
     facts = [("accepted", format_accepted(key))]
-    if key.choices and isinstance(setting.value, str):
-        facts += close_matches_fact(
-            setting.value, [str(choice) for choice in key.choices if choice]
-        )
-        if note := VALUE_NOTES.get((key.name, setting.value)):
+    if key.choices and isinstance(value, str):
+        facts += close_matches_fact(value, [str(choice) for choice in key.choices if choice])
+        if note := VALUE_NOTES.get((key.name, value)):
             facts.append(("note", note))
     if dict(key.bounds).get("ne") is not None:
         facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
-    return Problem(f"{key.name}: {message}", (setting.place,), tuple(facts))
+    return Problem(f"{name}: {message}", (setting.place,), tuple(facts))
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
@@ -295,23 +324,23 @@ def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
         layer = origins[name].source
         if name in wrong or not winners.is_set_by_user(name):
             continue
-        for group in key.conditions:
+        set_entries = [
+            one for entry, one in key.entries.items() if getattr(typed[name], entry) != one.default
+        ]
+        judged = [(one, group) for one in (key, *set_entries) for group in one.conditions]
+        for one, group in judged:
             if any(other in wrong or typed[other] in group[other] for other in group):
                 continue
             chosen_by = [origins[other].source for other in group]
             if any(by is not Source.DERIVED and by.rank > layer.rank for by in chosen_by):
                 continue
             as_it_is = " and ".join(f"{other}={values.to_yaml(typed[other])}" for other in group)
-            needed = (
-                f"{other}={' or '.join(values.to_yaml(value) for value in effective)}"
-                for other, effective in group.items()
-            )
-            what = f"{name}: has no effect with {as_it_is}"
+            what = f"{one.name}: has no effect with {as_it_is}"
             places = [last[name].place]
             for other in group:
                 places.append(last[other].place if other in last else f"{other} is the default")
             facts = (
-                ("needs", ", or ".join(needed)), ("default", values.to_yaml(key.default)),
+                ("needs", key.condition_text(group)), ("default", values.to_yaml(one.default)),
             )  # fmt: skip
             problems[name] = Problem(what, tuple(places), facts)
     return problems

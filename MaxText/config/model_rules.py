@@ -115,15 +115,6 @@ def _heads_of_slots(head_dim, attention_projections, dimensions):
         )
 
 
-@rule(finds_unused=True)
-def _drop_path(drop_path_schedule, drop_path):
-    if drop_path_schedule == "linear" and drop_path == 0:
-        return (
-            "drop_path_schedule=linear: there is nothing to ramp up to with drop_path=0\n"
-            "drop_path_schedule=constant"
-        )
-
-
 @rule("base_mlp_dim", "base_num_decoder_layers")
 def _mlp_dims(dynamic_mlp_dim, mlp_dim_multiple, model, dimensions):
     own = model.feed_forward
@@ -232,8 +223,7 @@ def _attention_types(attention_types, model, dimensions):
 # Key -> the mixers that read it, one of which has to be there.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "sliding_window_size": ("local_attention",),
-    "linear_attention_chunk": ("linear_attention",),
-    "linear_attention_epsilon": ("linear_attention",),
+    "linear_attention": ("linear_attention",),
     "num_mem_kv": ("attention",),
     "none_doubles_residual": ("none",),
     "attention_scale": SOFTMAX_MIXERS,
@@ -279,15 +269,11 @@ def _axial(axial_pos_shape, position_embedding, max_target_length):
 
 
 @rule(finds_unused=True)
-def _no_block_norms(use_rezero, normalization_type, block_norm_parametric):
+def _no_block_norms(use_rezero, normalization_type):
     if use_rezero and normalization_type.startswith("scale_norm"):
         return (
             f"use_rezero=true has no norms before branches, so normalization_type="
             f"{normalization_type} has no effect on them"
-        )
-    if use_rezero and not block_norm_parametric:
-        return (
-            "use_rezero=true has no norms before branches, so block_norm_parametric has no effect"
         )
 
 
@@ -368,13 +354,6 @@ def _quantization_patterns(quantization_rules):
             return f"quantization_rules: {pattern!r} is not a regular expression: {error}"
 
 
-@rule(*MixtureOfExperts.model_fields, finds_unused=True)
-def _no_experts(**keys):
-    for name, field in MixtureOfExperts.model_fields.items():
-        if keys["num_experts"] == 1 and keys[name] != field.default:
-            return f"{name} is for layers with experts, and num_experts=1 has none"
-
-
 @rule(*MixtureOfExperts.model_fields)
 def _experts(feed_forward_type, mlp_activations, config, dimensions):
     section, num_layers = config.model.mixture_of_experts, dimensions.num_layers
@@ -446,7 +425,7 @@ def _dense_ways(dense_ways, mudd_postnorm, model):
 
 
 @rule("dense_sources", "base_num_decoder_layers")
-def _dense_places(dense_after_layers, dense_source_list, dense_period, model, dimensions):
+def _dense_places(dense_after_layers, dense_selection, dense_period, model, dimensions):
     dense, num_layers = model.dense_connections, dimensions.num_layers
     if not dense.dense_conn:
         return None
@@ -456,7 +435,7 @@ def _dense_places(dense_after_layers, dense_source_list, dense_period, model, di
     if beyond or dense_after_layers == ():
         what = f"{beyond[0]} is none of them" if beyond else "the list is empty"
         return f"dense_after_layers: layers are counted from 1 to {num_layers}; {what}"
-    beyond = [source for source in dense_source_list if not 0 <= source <= num_layers]
-    if dense.dense_sources == "list" and (beyond or not dense_source_list):
+    beyond = [source for source in dense_selection.outputs if not 0 <= source <= num_layers]
+    if dense.dense_sources == "list" and (beyond or not dense_selection.outputs):
         what = f"{beyond[0]} is neither" if beyond else "the list is empty"
-        return f"dense_source_list: 0 is the embedding, 1 to {num_layers} are outputs; {what}"
+        return f"dense_selection.outputs: 0 is the embedding, 1 to {num_layers} are outputs; {what}"

@@ -11,9 +11,12 @@ from MaxText.config.keys import (
     Fraction,
     Natural,
     NonNegative,
+    Options,
+    OtherThan,
     Positive,
     Section,
     key,
+    options,
 )
 from MaxText.config.layer_plan import LayerPlan, PipelineSchedule, plan_layers
 from MaxText.config.layer_sections import (
@@ -164,7 +167,7 @@ class Objective(Section):
     loss_type: Annotated[str, Name("objective")] = key(
         "cross_entropy",
         "entmax: alpha-entmax loss, which gives most ids probability 0 (Peters et al. 2019; "
-        "GPT-Neo: entmax_loss). It has no perplexity; decode with decode_entmax_alpha.",
+        "GPT-Neo: entmax_loss). It has no perplexity; decode with decode_filters.entmax_alpha.",
     )
     entmax_alpha: float = key(
         1.3, "Alpha, from 1 (softmax) to 2 (sparsemax).", ge=1, le=2,
@@ -187,28 +190,36 @@ class Objective(Section):
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 
 
-class Dropout(Section):
-    """Dropout rates."""
+class DropoutRates(Options):
+    """Dropout rates of single places."""
 
-    enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
-    dropout_rate: Fraction = key(0.0, "Default dropout rate.")
-    embedding_dropout_rate: float | None = key(
+    embedding: float | None = key(
         None, "Dropout rate of the embedding output; null is dropout_rate.", ge=0, lt=1
     )
-    attention_dropout_rate: float | None = key(
+    attention: float | None = key(
         None, "Dropout rate of attention probabilities; null is dropout_rate.", ge=0, lt=1
     )
-    residual_dropout_rate: float | None = key(
+    residual: float | None = key(
         None,
         "Dropout rate of branch outputs before the residual addition; null is dropout_rate.",
         ge=0,
         lt=1,
     )
+
+
+class Dropout(Section):
+    """Dropout rates."""
+
+    enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
+    dropout_rate: Fraction = key(0.0, "Default dropout rate.")
+    dropout_rates: DropoutRates = options(DropoutRates)
     drop_path: Fraction = key(
         0.0, "Probability that a sequence skips a branch of a layer (stochastic depth)."
     )
     drop_path_schedule: Literal["constant", "linear"] = key(
-        "constant", "linear: increase from 0 in the first layer to drop_path in the last."
+        "constant",
+        "linear: increase from 0 in the first layer to drop_path in the last.",
+        only_if={"drop_path": OtherThan((0,))},
     )
 
     def rate(self, place: str) -> float:
@@ -217,8 +228,21 @@ class Dropout(Section):
             return 0.0
         if place == "path":
             return self.drop_path
-        own: float | None = getattr(self, f"{place}_dropout_rate")
+        own: float | None = getattr(self.dropout_rates, place)
         return self.dropout_rate if own is None else own
+
+
+class InitScale(Options):
+    """Divisors of the standard deviation."""
+
+    depth: bool = key(
+        False,
+        "Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward"
+        " only).",
+    )
+    fan_in: bool = key(
+        False, "Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only)."
+    )
 
 
 class Initialization(Section):
@@ -237,17 +261,7 @@ class Initialization(Section):
         "Standard deviation of the initial weights.",
         only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]},
     )
-    init_scale_by_depth: bool = key(
-        False,
-        "Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward"
-        " only).",
-        only_if={"weight_init": ["normal", "gpt_neo"]},
-    )
-    init_scale_by_in: bool = key(
-        False,
-        "Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only).",
-        only_if={"weight_init": ["normal", "gpt_neo"]},
-    )
+    init_scale_by: InitScale = options(InitScale, only_if={"weight_init": ["normal", "gpt_neo"]})
     embedding_init_std: float | None = key(
         None,
         "Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and "
@@ -308,6 +322,9 @@ class Memory(Section):
     )
 
 
+_STAGES = {f"{network}_pipeline_parallelism": OtherThan((1,)) for network in ("ici", "dcn")}
+
+
 class Pipeline(Section):
     """Pipeline schedule on a mesh with several stages. It does not change the result."""
 
@@ -315,16 +332,19 @@ class Pipeline(Section):
         -1,
         "Microbatches that flow through the stages, split from a microbatch of gradient "
         "accumulation; -1: number of stages. More of them shrink the pipeline bubble.",
+        only_if_any=_STAGES,
     )
     num_pipeline_repeats: CountOrAuto = key(
         -1,
         "Passes of a sequence through all stages (circular schedule); -1: derived from "
         "num_layers_per_pipeline_stage. More of them shrink the pipeline bubble.",
+        only_if_any=_STAGES,
     )
     num_layers_per_pipeline_stage: CountOrAuto = key(
         -1,
         "Layers that a stage computes before the next stage; -1: derived from "
         "num_pipeline_repeats, or one cycle of layer kinds if that is -1 too.",
+        only_if_any=_STAGES,
     )
 
     def microbatches(self, num_stages: int) -> int:
@@ -443,7 +463,7 @@ class Model(Section):
         return any(self.dropout.rate(place) for place in DROPOUT_PLACES) or (
             routing.num_experts > 1
             and routing.num_experts_per_tok == 2
-            and routing.moe_second_policy == "random"
+            and routing.moe_second.policy == "random"
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:

@@ -8,7 +8,6 @@ from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
 from MaxText.config.model_sections import NO_STAGES, Pipeline
 from MaxText.config.rule import RULES, rule
-from MaxText.config.training_sections import Checkpoint
 
 __all__ = ["RULES"]
 
@@ -94,14 +93,14 @@ def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
             return f"{_CONTEXT[0]}: {whose} is not a multiple of {parts} ({shown})"
 
 
-@rule(*_CONTEXT, "attention_dropout_rate", "dropout_rate")
+@rule(*_CONTEXT, "dropout_rates", "dropout_rate")
 def _ring(context_parallel_strategy, model, **keys):
     splits = any(keys[name] not in (0, 1) for name in _CONTEXT)
     if splits and context_parallel_strategy == "ring" and model.dropout.rate("attention"):
         return (
             "context_parallel_strategy=ring recomputes probabilities in the backward pass and does "
             "not support attention dropout\n"
-            "context_parallel_strategy=all_gather\nattention_dropout_rate=0"
+            "context_parallel_strategy=all_gather\ndropout_rates.attention=0"
         )
 
 
@@ -168,17 +167,20 @@ def _evaluates_on_something(eval_interval, grain_eval_files, grain_train_files, 
 
 
 @rule()
-def _strided(prepare_record, prepare_output_format, prep_min_length, prep_stride, prep_max_length):
-    if prepare_record != "strided":
+def _strided(records, prepare_output_format):
+    if records.content != "strided":
         return None
     if prepare_output_format != "parquet":
         return (
-            f"prepare_record=strided has labels, which prepare_output_format="
+            f"records.content=strided has labels, which prepare_output_format="
             f"{prepare_output_format} cannot store\nprepare_output_format=parquet"
         )
-    for name, number in (("prep_min_length", prep_min_length), ("prep_stride", prep_stride)):
-        if number > prep_max_length:
-            return f"{name}={number} above prep_max_length={prep_max_length} would leave tokens out"
+    for name in ("min_length", "stride"):
+        if (number := getattr(records, name)) > records.max_length:
+            return (
+                f"records.{name}={number} above records.max_length={records.max_length} would "
+                "leave tokens out"
+            )
 
 
 @rule()
@@ -193,21 +195,20 @@ def _causal(causal, mlm_training):
 
 
 @rule()
-def _masked_shares(mlm_same_token_prob, mlm_random_token_prob, config):
-    total = mlm_same_token_prob + mlm_random_token_prob
-    if config.masking.mlm_training and total > 1 + 1e-9:
+def _masked_shares(mlm, mlm_training):
+    if mlm_training and mlm.same_token_prob + mlm.random_token_prob > 1 + 1e-9:
         return (
-            f"mlm_same_token_prob={mlm_same_token_prob:g} and "
-            f"mlm_random_token_prob={mlm_random_token_prob:g} are more than 1 together"
+            f"mlm.same_token_prob={mlm.same_token_prob:g} and "
+            f"mlm.random_token_prob={mlm.random_token_prob:g} are more than 1 together"
         )
 
 
 # ---- Scores
 
 
-@rule("eval_steps", "eval_tasks", "harness_tasks", programs="eval")
+@rule("eval_steps", "eval_tasks", "harness", programs="eval")
 def _something_to_score(dataset_path, grain_eval_files, dataset_mix, dataset_type, config):
-    if config.scoring.eval_tasks or config.scoring.harness_tasks:
+    if config.scoring.eval_tasks or config.scoring.harness.tasks:
         return None
     if dataset_type == "synthetic":
         if config.evaluation.eval_steps == -1:
@@ -218,12 +219,12 @@ def _something_to_score(dataset_path, grain_eval_files, dataset_mix, dataset_typ
             "load_parameters_path=RUN without config file: what the run was trained on\n"
             "dataset_path=FOLDER, whose eval_split is read\n"
             "grain_eval_files=PATTERN, records of text or tokens\n"
-            "eval_tasks=[lambada] lambada_path=FILE, or harness_tasks=[...]"
+            "eval_tasks=[lambada] task_files.lambada=FILE, or harness.tasks=[...]"
         )
 
 
 @rule(programs="eval")
-def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatron_order):
+def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatron):
     if eval_stride > max_target_length:
         return (
             f"eval_stride={eval_stride} is above max_target_length={max_target_length}: the tokens "
@@ -235,41 +236,34 @@ def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatr
         what, remedy = "slides a window over the text of a causal model", "mlm_training=false"
     elif use_truncation:
         what, remedy = "scores every token", "use_truncation=false"
-    elif megatron_order != "stored":
-        what, remedy = "reads documents in stored order", "megatron_order=stored"
+    elif megatron.order != "stored":
+        what, remedy = "reads documents in stored order", "megatron.order=stored"
     else:
         return None
     return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
 
 
 @rule()
-def _task_files(eval_tasks, lambada_path, wikitext_path):
-    for task, path in (("lambada", lambada_path), ("wikitext", wikitext_path)):
-        if task in eval_tasks and not path:
-            return f"eval_tasks names {task}, and {task}_path names no file of it"
+def _task_files(eval_tasks, task_files):
+    for task in eval_tasks:
+        if not getattr(task_files, task):
+            return f"eval_tasks names {task}, and task_files.{task} names no file of it"
 
 
 @rule(finds_unused=True)
-def _idle_task_files(eval_tasks, lambada_path, wikitext_path):
-    for task, path in (("lambada", lambada_path), ("wikitext", wikitext_path)):
+def _idle_task_files(eval_tasks, task_files):
+    for task, path in task_files.as_dict().items():
         if path and task not in eval_tasks:
             return (
-                f"{task}_path: has no effect, because eval_tasks does not name {task}\n"
+                f"task_files.{task} has no effect, because eval_tasks does not name {task}\n"
                 f"eval_tasks=[{task}]"
             )
 
 
 @rule(finds_unused=True)
-def _harness(harness_tasks, harness_task_path, harness_num_fewshot):
-    if not harness_tasks and (harness_task_path or harness_num_fewshot != -1):
-        name = "harness_task_path" if harness_task_path else "harness_num_fewshot"
-        return f"{name}: has no effect without harness_tasks\nharness_tasks=[NAME,...]"
-
-
-@rule(finds_unused=True)
-def _target_loss(target_eval_loss, eval_interval):
-    if target_eval_loss and eval_interval == -1:
-        return "target_eval_loss has no effect: eval_interval=-1 never evaluates"
+def _harness(harness):
+    if not harness.tasks and harness != type(harness)():
+        return "harness has no effect without harness.tasks\nharness.tasks=[NAME,...]"
 
 
 # ---- Checkpoints and growth (docs/how-to/train_and_grow_tokenformer.md)
@@ -281,38 +275,12 @@ def _one_start(load_parameters_path, load_full_state_path):
         return "load_parameters_path and load_full_state_path exclude each other; set one of them"
 
 
-# Of the moment of growth. growth_old_slots_learning_rate lasts: whether it has slots to act on is
-# known from the run's checkpoints (growth/resolve.py).
-@rule(
-    "growth_mode",
-    "growth_moments",
-    "growth_data",
-    "growth_allow_shrinking",
-    "load_parameters_path_slot_number",
-    "load_parameters_zero_init",
-    finds_unused=True,
-)
-def _grows_from(load_parameters_path, **keys):
-    for name, value in keys.items():
-        if not load_parameters_path and value != Checkpoint.model_fields[name].default:
-            return (
-                f"{name}: has no effect without load_parameters_path, the smaller model; a run "
-                "that has grown resumes without either\nload_parameters_path=RUN"
-            )
-
-
 @rule()
-def _one_mode(growth_mode, load_parameters_zero_init):
-    if load_parameters_zero_init and growth_mode == "random":
-        return "load_parameters_zero_init=true is growth_mode=zero, but growth_mode=random is set"
-
-
-@rule()
-def _moments(growth_moments, opt_type):
-    if growth_moments == "warmed" and opt_type not in ("adamw", "muon"):
+def _moments(growth, opt_type):
+    if growth.moments == "warmed" and opt_type not in ("adamw", "muon"):
         return (
-            "growth_moments=warmed needs Adam's second moments, which opt_type="
-            f"{opt_type} does not have\ngrowth_moments=reused\ngrowth_moments=zeroed"
+            "growth.moments=warmed needs Adam's second moments, which opt_type="
+            f"{opt_type} does not have\ngrowth.moments=reused\ngrowth.moments=zeroed"
         )
 
 
@@ -337,13 +305,6 @@ def _stages(config):
             config.model.pipeline_schedule(config.mesh.num_stages)
     except ValueError as error:
         return str(error)
-
-
-@rule(*Pipeline.model_fields, *_STAGES, programs="train train_compile", finds_unused=True)
-def _nothing_to_pipeline(config, **keys):
-    asked = [name for name in Pipeline.model_fields if keys[name] != -1]
-    if config.mesh.num_stages == 1 and asked:
-        return f"{asked[0]}: has no effect without stages\nici_pipeline_parallelism=2, or more"
 
 
 @rule(*_STAGES, programs="decode eval")
@@ -385,20 +346,6 @@ def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_n
             "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
             "probability to keep"
         )
-
-
-_FILTERS = {
-    "decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1, "decode_sampling_min_p": 0,
-    "decode_sampling_typical_p": 1, "decode_sampling_eta": 0, "decode_entmax_alpha": 1,
-}  # fmt: skip
-
-
-@rule(*_FILTERS, finds_unused=True)
-def _nothing_to_filter(decode_sampling_temperature, config, **filters):
-    on = [name for name, off in _FILTERS.items() if filters[name] != off]
-    draws = config.decoding.decode_sampling_strategy != "greedy"
-    if on and draws and not decode_sampling_temperature:
-        return f"{on[0]} has no effect with decode_sampling_temperature=0, the likeliest token"
 
 
 @rule()

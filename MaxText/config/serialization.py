@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section
+from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section, split_entry
+from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.schema import SCHEMA_VERSION, Config
 from MaxText.config.values import to_yaml
@@ -43,9 +44,7 @@ def section_lines(
 
 def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns a recorded configuration under current key names, without keys known to be gone."""
-    known = all_keys()
-    values = {ALIASES.get(name, name): value for name, value in recorded.items()}
-    values = {name: value for name, value in values.items() if not find_unsupported(name, (name,))}
+    values, known = _renamed(recorded), all_keys()
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(
             f"{place} was made by another version of this program: its configuration has "
@@ -54,12 +53,28 @@ def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any
     return values
 
 
+def _renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values under current key names, without keys known to be gone."""
+    values: dict[str, Any] = {}
+    for name, value in recorded.items():
+        key, entry = split_entry(ALIASES.get(name, name))
+        if entry:
+            earlier = values.get(key) or all_keys()[key].default.as_dict()
+            values[key] = {**earlier, entry: value}
+        elif not find_unsupported(key, (key,)):
+            values[key] = value
+    return values
+
+
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
-    """Returns the YAML lines of one key; a list of pairs too long for one line takes one each."""
+    """Returns the YAML lines of one key; items too many for one line take one each."""
     line = f"{name}: {to_yaml(value)}"
     end = f"  # {comment}" if comment else ""
-    if len(line) <= _LINE or not isinstance(value, tuple | list):
+    value = value.as_dict() if isinstance(value, Options) else value
+    if len(line) <= _LINE or not isinstance(value, tuple | list | dict):
         return [line + end]
+    if isinstance(value, dict):
+        return [f"{name}:{end}", *(f"  {to_yaml(k)}: {to_yaml(v)}" for k, v in value.items())]
     return [f"{name}:{end}", *(f"  - {to_yaml(item)}" for item in value)]
 
 
@@ -68,6 +83,7 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
     A list equals a tuple of the same items, because storage turns one into the other.
     """
+    old, new = _renamed(old), _renamed(new)
     changed = {}
     for name in dict.fromkeys([*new, *old]):
         before, after = (

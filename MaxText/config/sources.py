@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, values
-from MaxText.config.catalog import all_keys
+from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.config_files import ConfigFileError, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
 from MaxText.config.problems import Problem, close_matches, close_matches_fact
@@ -173,7 +173,7 @@ def _read_arguments(
     arguments: Sequence[str], result: CollectedSettings
 ) -> tuple[list[str], list[Setting]]:
     paths, settings = [], []
-    for argument in _without_dashes(arguments):
+    for argument in without_dashes(arguments):
         if match := ARGUMENT.fullmatch(argument):
             name, text = match.groups()
             origin = Origin(Source.COMMAND_LINE, raw=text)
@@ -192,10 +192,12 @@ def _read_arguments(
     return paths, _distinct(settings, result, last_wins=True)
 
 
-def _without_dashes(arguments: Sequence[str]) -> list[str]:
-    """Rewrites `--key=value` and `--key value` as key=value."""
+def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
+    """Rewrites `--key=value` and `--key value` as key=value, and `--switch` as switch=true."""
     joined: list[str] = []
     for argument in arguments:
+        if argument.startswith("--") and argument[2:].replace("-", "_") in switches:
+            argument += "=true"
         if argument == "--import" or argument.startswith("--import="):
             argument = argument.replace("--import", "--import_modules", 1)
         before = joined[-1] if joined else ""
@@ -351,17 +353,20 @@ def _distinct(
     """
     kept: dict[str, Setting] = {}
     for setting in settings:
-        name = ALIASES.get(setting.name, setting.name)
+        name, value = ALIASES.get(setting.name, setting.name), setting.value
+        notices = []
         if name != setting.name:
-            result.notices.append(f"note: {setting.name} is called {name} here")
-        setting = dataclasses.replace(setting, name=name)
-        if found := find_mapping(name, setting.value):
+            notices.append(f"note: {setting.name} is called {name} here")
+        if found := find_mapping(name, value):
             written = f"{setting.written}={setting.origin.raw}"
-            result.notices.append(f"note: {written} {found.sentence}")
-            if not found.name:
-                continue
-            name = found.name
-            setting = dataclasses.replace(setting, name=name, value=found.value)
+            notices.append(f"note: {written} {found.sentence}")
+            name, value = found.name, found.value
+        if setting.origin.source is not Source.SAVED_CONFIG:  # by an older version of this program
+            result.notices += notices
+        if not name:
+            continue
+        key, entry = split_entry(name)
+        setting = dataclasses.replace(setting, name=key, value={entry: value} if entry else value)
         earlier = kept.get(name)
         if earlier is not None and earlier.value != setting.value and last_wins:
             line = f"note: {name} is given twice: {setting.place} wins over {earlier.place}"

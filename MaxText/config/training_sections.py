@@ -8,10 +8,13 @@ from MaxText.config.keys import (
     Fraction,
     Natural,
     NonNegative,
+    Options,
+    OtherThan,
     Positive,
     Section,
     Share,
     key,
+    options,
 )
 from MaxText.config.registry import Name, OptimizerParts
 
@@ -92,8 +95,24 @@ class Batch(Section):
     )
 
 
-_ADAFACTOR = {"opt_type": "adafactor"}
 _DECAYING = {"lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]}
+
+
+class Adafactor(Options):
+    """Settings of Adafactor (Shazeer and Stern 2018)."""
+
+    decay_exponent: Positive = key(0.8, "Step t keeps 1 - t^-exponent of the second moment.")
+    epsilon_gradient: NonNegative = key(
+        1e-30, "Added to squared gradients (GPT-Neo: ada_epsilon1)."
+    )
+    epsilon_parameter: NonNegative = key(
+        1e-3, "Minimum parameter scale for the relative learning rate (GPT-Neo: ada_epsilon2)."
+    )
+    clipping_threshold: Positive = key(1.0, "Maximum root mean square of a parameter's update.")
+    min_dim_size_to_factor: Count = key(
+        128, "Arrays whose second largest dimension is smaller keep the full second moment."
+    )
+    momentum: Fraction = key(0.0, "Decay rate of momentum; 0 keeps none (GPT-Neo: beta1).")
 
 
 class Optimizer(Section):
@@ -142,33 +161,31 @@ class Optimizer(Section):
     muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": "muon"})
     momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": "sgd"})
     nesterov: bool = key(True, "Use Nesterov momentum.", only_if={"opt_type": ["sgd", "muon"]})
-    adafactor_decay_exponent: Positive = key(
-        0.8, "Step t keeps 1 - t^-exponent of the second moment.", only_if=_ADAFACTOR
-    )
-    adafactor_epsilon_gradient: NonNegative = key(
-        1e-30, "Epsilon added to squared gradients (GPT-Neo: ada_epsilon1).", only_if=_ADAFACTOR
-    )
-    adafactor_epsilon_parameter: NonNegative = key(
-        1e-3,
-        "Minimum parameter scale for the relative learning rate (GPT-Neo: ada_epsilon2).",
-        only_if=_ADAFACTOR,
-    )
-    adafactor_clipping_threshold: Positive = key(
-        1.0, "Maximum root mean square of a parameter's update.", only_if=_ADAFACTOR
-    )
-    adafactor_min_dim_size_to_factor: Count = key(
-        128,
-        "Arrays whose second largest dimension is smaller keep the full second moment.",
-        only_if=_ADAFACTOR,
-    )
-    adafactor_momentum: Fraction = key(
-        0.0, "Decay rate of momentum; 0 keeps none (GPT-Neo: beta1).", only_if=_ADAFACTOR
-    )
+    adafactor: Adafactor = options(Adafactor, only_if={"opt_type": "adafactor"})
     gradient_clipping_threshold: NonNegative = key(1.0, "Gradient clipping threshold; 0 disables.")
     gradient_clipping_type: Literal["global_norm", "value"] = key(
         "global_norm", "Clip by the global norm or each element by value."
     )
     parts: OptimizerParts = OptimizerParts()
+
+
+class LearningRateDecay(Options):
+    """Form of the decay."""
+
+    power: Positive = key(
+        1.0, "Exponent of the polynomial decay, (1 - fraction done)^power.",
+        only_if={"lr_schedule_type": "polynomial"},
+    )  # fmt: skip
+    multiplies_warmup: bool = key(
+        False,
+        "Start the decay at step 0 and multiply it by the warm-up (GPT-Neo). Otherwise the decay "
+        "starts after warm-up.",
+    )
+    after: Literal["zero", "final"] = key(
+        "zero",
+        "Learning rate after learning_rate_schedule_steps: 0 as in MaxText, or the final one "
+        "(GPT-Neo after lr_decay_end, fattorib/transformer).",
+    )
 
 
 class Schedule(Section):
@@ -178,10 +195,6 @@ class Schedule(Section):
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key(
         "cosine", "Learning rate schedule after warm-up; wsd is warm-up, stable, decay."
     )
-    lr_polynomial_power: Positive = key(
-        1.0, "Exponent of the polynomial decay, (1 - fraction done)^power.",
-        only_if={"lr_schedule_type": "polynomial"},
-    )  # fmt: skip
     learning_rate_schedule_steps: CountOrAuto = key(
         -1, "Length of the schedule; -1 is `steps`.", unit="steps"
     )
@@ -191,21 +204,10 @@ class Schedule(Section):
     warmup_steps: int = key(
         -1, "Warm-up steps; -1 uses warmup_steps_fraction.", unit="steps", ge=-1
     )
-    warmup_multiplies_schedule: bool = key(
-        False,
-        "Start the decay at step 0 and multiply it by the warm-up (GPT-Neo). Otherwise the decay "
-        "starts after warm-up.",
-        only_if=_DECAYING,
-    )
     learning_rate_final_fraction: Share = key(
         0.1, "Final learning rate as a fraction of the peak.", only_if=_DECAYING
     )
-    learning_rate_after_schedule: Literal["zero", "final"] = key(
-        "zero",
-        "Learning rate after learning_rate_schedule_steps: 0 as in MaxText, or the final one "
-        "(GPT-Neo after lr_decay_end, fattorib/transformer).",
-        only_if=_DECAYING,
-    )
+    learning_rate_decay: LearningRateDecay = options(LearningRateDecay, only_if=_DECAYING)
     wsd_decay_steps_fraction: Share = key(
         0.1, "Fraction of the schedule spent on decay.", only_if={"lr_schedule_type": "wsd"}
     )
@@ -330,6 +332,49 @@ class Mesh(Section):
         return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 
+_GROWS = {"load_parameters_path": OtherThan(("",))}
+
+
+class Growth(Options):
+    """Growth of load_parameters_path, the smaller model; a grown run resumes without it."""
+
+    mode: Literal["function_preserving", "random", "zero"] = key(
+        "function_preserving",
+        "Initial values of new slots. function_preserving: zero keys, fresh values, and the scale"
+        " of the stored slots. random: as in a fresh model. zero: all zero.",
+        only_if=_GROWS,
+    )
+    moments: Literal["zeroed", "reused", "warmed"] = key(
+        "zeroed",
+        "Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero"
+        " for new slots. warmed: as reused, with second moments of new slots at the mean of the "
+        "stored slots.",
+        only_if=_GROWS,
+    )
+    old_slots_learning_rate: float | None = key(
+        None,
+        "Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the"
+        " run, or that of load_full_state_path, was trained with.",
+        ge=0,
+    )
+    data: Literal["restart", "continue"] = key(
+        "restart",
+        "Restart the data, or continue at the position of the smaller model.",
+        only_if=_GROWS,
+    )
+    stored_slot_num: CountOrAuto = key(
+        -1,
+        "Expected number of slots of the stored model, which is read from the checkpoint; -1: no "
+        "check.",
+        only_if=_GROWS,
+    )
+    allow_shrinking: bool = key(
+        False,
+        "Allow a model with fewer slots or layers, and drop the rest.",
+        only_if=_GROWS,
+    )
+
+
 class Checkpoint(Section):
     """Checkpoints: saving, restoring, growing."""
 
@@ -364,40 +409,7 @@ class Checkpoint(Section):
     load_full_state_path: str = key(
         "", "Start from the parameters, optimizer state and step of another run."
     )
-    growth_mode: Literal["function_preserving", "random", "zero"] = key(
-        "function_preserving",
-        "Initial values of new slots. function_preserving: zero keys, fresh values, and the scale"
-        " of the stored slots. random: as in a fresh model. zero: all zero.",
-    )
-    growth_moments: Literal["zeroed", "reused", "warmed"] = key(
-        "zeroed",
-        "Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero"
-        " for new slots. warmed: as reused, with second moments of new slots at the mean of the "
-        "stored slots.",
-    )
-    growth_old_slots_learning_rate: float | None = key(
-        None,
-        "Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the"
-        " run, or that of load_full_state_path, was trained with.",
-        ge=0,
-    )
-    growth_data: Literal["restart", "continue"] = key(
-        "restart", "Restart the data, or continue at the position of the smaller model."
-    )
-    growth_allow_shrinking: bool = key(
-        False, "Allow a model with fewer slots or layers, and drop the rest."
-    )
-    load_parameters_path_slot_number: CountOrAuto = key(
-        -1,
-        "Expected number of slots of the stored model, which is read from the checkpoint; -1: no "
-        "check.",
-    )
-    load_parameters_zero_init: bool = key(False, "TokenFormer's name for growth_mode=zero.")
-
-    @property
-    def mode_of_growth(self) -> Literal["function_preserving", "random", "zero"]:
-        """growth_mode, or the value of TokenFormer's own key."""
-        return "zero" if self.load_parameters_zero_init else self.growth_mode
+    growth: Growth = options(Growth)
 
 
 class Evaluation(Section):
@@ -411,7 +423,21 @@ class Evaluation(Section):
         0.0, "Sequences per device; 0 is per_device_batch_size.", unit="sequences"
     )
     target_eval_loss: NonNegative = key(
-        0.0, "Stop when the evaluation loss is below this; 0 disables."
+        0.0,
+        "Stop when the evaluation loss is below this; 0 disables.",
+        only_if={"eval_interval": OtherThan((-1,))},
+    )
+
+
+class WeightsAndBiases(Options):
+    """The run in Weights & Biases."""
+
+    project: str = key("maxtext", "W&B project of the run.")
+    entity: str = key("", "W&B user or team. Empty: $WANDB_ENTITY, else the account's default.")
+    mode: Literal["online", "offline", "disabled"] = key(
+        "online",
+        "offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing."
+        " $WANDB_MODE is not read.",
     )
 
 
@@ -432,17 +458,7 @@ class Monitoring(Section):
     log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
-    wandb_project_name: str = key("maxtext", "W&B project of the run.", only_if="enable_wandb")
-    wandb_entity: str = key(
-        "", "W&B user or team. Empty: $WANDB_ENTITY, else the account's default.",
-        only_if="enable_wandb",
-    )  # fmt: skip
-    wandb_mode: Literal["online", "offline", "disabled"] = key(
-        "online",
-        "offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing."
-        " $WANDB_MODE is not read, $M_WANDB_MODE is.",
-        only_if="enable_wandb",
-    )
+    wandb: WeightsAndBiases = options(WeightsAndBiases, only_if="enable_wandb")
     metrics_file: str = key(
         "",
         "File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a "
@@ -457,6 +473,31 @@ class Monitoring(Section):
 
 
 _SKIPPING = {"skip_step_on_spikes": True}
+
+
+class Rollback(Options):
+    """When the run rolls back to the last healthy state."""
+
+    after_skips: Natural = key(
+        16,
+        "Skipped steps within the last skip_step_interval that trigger a rollback, excluding the "
+        "data since the first of them; 0 disables.",
+    )
+    on_rise: NonNegative = key(
+        0.25,
+        "Roll back when the median loss of the last skip_step_interval accepted steps is this "
+        "fraction of its minimum (or of 1 nat, if that is more) above it; 0 disables.",
+    )
+    margin: Natural = key(
+        8, "Steps before the first suspicious one whose data are excluded as well.", unit="updates"
+    )
+    snapshot_period: Natural = key(
+        0,
+        "Steps between snapshots of the state in host memory, used by rollbacks; 0 rolls back to "
+        "the last healthy checkpoint.",
+        unit="updates",
+    )
+    maximum: Natural = key(3, "Maximum rollbacks; the next one stops the run with exit code 1.")
 
 
 class Guard(Section):
@@ -479,32 +520,7 @@ class Guard(Section):
         "(or of 1 nat, if that is more) or half the median norm.",
         only_if=_SKIPPING,
     )
-    rewind_after_skips: Natural = key(
-        16,
-        "Skipped steps within the last skip_step_interval that trigger a rollback to the last "
-        "healthy state, excluding the data since the first of them; 0 disables.",
-        only_if=_SKIPPING,
-    )
-    rewind_on_rise: NonNegative = key(
-        0.25,
-        "Roll back when the median loss of the last skip_step_interval accepted steps is this "
-        "fraction of its minimum (or of 1 nat, if that is more) above it; 0 disables.",
-        only_if=_SKIPPING,
-    )
-    rewind_margin: Natural = key(
-        8, "Steps before the first suspicious one whose data are excluded as well.",
-        unit="updates", only_if=_SKIPPING,
-    )  # fmt: skip
-    rewind_snapshot_period: Natural = key(
-        0,
-        "Steps between snapshots of the state in host memory, used by rollbacks; 0 rolls back to "
-        "the last healthy checkpoint.",
-        unit="updates",
-        only_if=_SKIPPING,
-    )
-    max_rewinds: Natural = key(
-        3, "Maximum rollbacks; the next one stops the run with exit code 1.", only_if=_SKIPPING
-    )
+    rollback: Rollback = options(Rollback, only_if=_SKIPPING)
     guard_healthy_steps: Natural = key(
         10,
         "Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last"
@@ -512,10 +528,7 @@ class Guard(Section):
         unit="updates",
     )
     abort_on_nan_loss: bool = key(
-        True, "Exit with code 1 when a logged loss is NaN and its step was not skipped."
-    )
-    abort_on_inf_loss: bool = key(
-        True, "Exit with code 1 when a logged loss is infinite and its step was not skipped."
+        True, "Exit with code 1 when a logged loss is not finite and its step was not skipped."
     )
     heartbeat_timeout: NonNegative = key(
         600.0,

@@ -222,7 +222,7 @@ def _to_program(request: Request, weights: WeightSource, show: Show) -> None:
     from MaxText.conversion import stablehlo
 
     longest = weights.config.model.shape.max_target_length
-    length = request.length or longest
+    length = longest if request.length == -1 else request.length
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
     stablehlo.require_absent(request.target)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
 from MaxText.config import values as typed_values
-from MaxText.config.catalog import Key, all_keys, flatten
+from MaxText.config.catalog import Key, all_keys, flatten, split_entry, with_entries
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import Problem
@@ -182,7 +182,7 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
     return {
         name: value
         for name, value in names.items()
-        if name not in schema or _has_effect(schema[name], values)
+        if (key := split_entry(name)[0]) not in schema or _has_effect(schema[key], values)
     }
 
 
@@ -316,7 +316,7 @@ def _shown(value: Any) -> str:
 
 def model_config_values(config: Config) -> dict[str, Any]:
     """Returns the model keys in normalized form, with sizes after scaling."""
-    values, dimensions = flatten(config), config.model.shape.dimensions
+    values, dimensions = with_entries(flatten(config)), config.model.shape.dimensions
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
     # A position table determines the length; a rotary model has no table.
     if values["trainable_position_size"] == -1:

@@ -245,7 +245,7 @@ def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSour
             f"zoom. This model has another scale: {slots_by_place(places)}. With normalize_type="
             f"{section.normalize_type} no weights make up for it, so the folder would compute "
             "something else.\n  What can be exported: the model before it grew, one that grew with "
-            "growth_mode=random, and any of normalize_type=gelu_l2_norm."
+            "growth.mode=random, and any of normalize_type=gelu_l2_norm."
         )
     factors = {name: math.sqrt(ratio) for name, ratio in ratios.items()}
     words = slots_by_place({name: f"{factor:.4g}" for name, factor in factors.items()})

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from MaxText.config.catalog import flatten, with_entries
 from MaxText.config.loading import configure
+from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.serialization import flatten
 from MaxText.conversion.families.registry import FAMILIES
 from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, read_json, resolve_hf_path
 from MaxText.conversion.hf_config import config_from_hf, resolve_family, with_hf_names
@@ -40,8 +41,8 @@ class HFWeights(WeightSource):
             raise UserError(
                 f"{folder}: {CONFIG} ({self.family.model_type}) cannot be imported:\n{problems}"
             ) from error
-        resolved = flatten(self.config)
-        self.keys = {name: resolved[name] for name in keys}
+        resolved = with_entries(flatten(self.config))
+        self.keys = {name: resolved[name] for name in (ALIASES.get(one, one) for one in keys)}
         self.model = abstract_model(self.config)
         self.map = TensorMap(self.family, self.model)
         self.files = TensorFiles(folder)
@@ -128,5 +129,5 @@ def open_weights(
         # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
         given["max_target_length"] = config_flat["max_target_length"]
     weights = HFWeights(resolve_hf_path(path, key), given)
-    stored_flat = flatten(weights.config)
+    stored_flat = with_entries(flatten(weights.config))
     return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}

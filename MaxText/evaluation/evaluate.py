@@ -37,7 +37,7 @@ def parse_request(loaded: LoadedConfig) -> EvaluationRequest:
     """Separates user-set keys from those that the weights supplied."""
     config, origins = loaded.config, loaded.origins
     typed = any(map(loaded.typed, _DATA_KEYS))
-    scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness_tasks)
+    scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness.tasks)
     if origins["eval_steps"].source is Source.SAVED_CONFIG and config.data.dataset_type == "grain":
         # Training limits eval_steps to save time; eval.py reads the whole split.
         evaluation = config.evaluation.model_copy(update={"eval_steps": -1})
@@ -55,9 +55,9 @@ def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
     config, scoring = asked.config, asked.config.scoring
     weights = _find_weights(config)
     results.output_path(scoring.eval_output, weights)  # raises if not writable
-    for key in ("lambada_path", "wikitext_path"):
-        check_not_input("eval_output", scoring.eval_output, key, getattr(scoring, key))
-    if scoring.harness_tasks:
+    for name, path in scoring.task_files.as_dict().items():
+        check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
+    if scoring.harness.tasks:
         check_harness(config)
     tasks = read_tasks(config)
     if tasks and config.masking.mlm_training:
@@ -69,7 +69,7 @@ def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
     if data_set is not None:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
         found["data"] = _score_data(trained, data_set, show)
-    if scoring.eval_tasks or scoring.harness_tasks:
+    if scoring.eval_tasks or scoring.harness.tasks:
         tokenizer = open_tokenizer(
             config, trained.folder, trained.metadata, typed=asked.is_tokenizer_typed
         )
@@ -171,7 +171,7 @@ def _score_tasks(
     if config.scoring.eval_tasks:
         scores = run_tasks(tasks, trained, tokenizer, config, show)
         found["tasks"] = [score._asdict() for score in scores]
-    if config.scoring.harness_tasks:
+    if config.scoring.harness.tasks:
         found["harness"] = run_harness(trained, tokenizer, config, show)
     return found
 

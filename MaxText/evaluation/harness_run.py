@@ -27,23 +27,23 @@ def check_harness(config: Config) -> None:
     """
     if not config.model.attention.causal:
         raise UserError(
-            f"harness_tasks={','.join(config.scoring.harness_tasks)} needs a causal model, and "
-            "this one has mlm_training=true. Remove harness_tasks; masked models are scored on "
+            f"harness.tasks={','.join(config.scoring.harness.tasks)} needs a causal model, and "
+            "this one has mlm_training=true. Remove harness.tasks; masked models are scored on "
             "eval_tasks=[lambada,wikitext] and data sets."
         )
-    _find_tasks(config.scoring.harness_tasks, config.scoring.harness_task_path)
+    _find_tasks(config.scoring.harness.tasks, config.scoring.harness.task_path)
 
 
 def run_harness(
     trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show = print
 ) -> dict[str, Any]:
-    """Runs harness_tasks and prints their table.
+    """Runs harness.tasks and prints their table.
 
     Returns results, configurations, versions and sample counts by task, as JSON values. Raises
     UserError as check_harness does, or if a task cannot be read.
     """
     section = config.scoring
-    names, manager = _find_tasks(section.harness_tasks, section.harness_task_path)
+    names, manager = _find_tasks(section.harness.tasks, section.harness.task_path)
     # Bootstrapping would fork, which is unsafe with jax's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -55,7 +55,7 @@ def run_harness(
     from MaxText.evaluation.harness import MaxTextLM
 
     lm = MaxTextLM(trained, tokenizer, show)
-    fewshot = section.harness_num_fewshot
+    fewshot = section.harness.num_fewshot
     try:
         found = lm_eval.simple_evaluate(
             model=lm,
@@ -73,7 +73,7 @@ def run_harness(
             raise
         reason = str(error).strip().splitlines() or [""]
         raise UserError(
-            f"harness_tasks={','.join(names)} cannot be read: {type(error).__name__}: "
+            f"harness.tasks={','.join(names)} cannot be read: {type(error).__name__}: "
             f"{reason[0][:300]}\n  What to do: fix the task file, or download its data first if "
             "this machine has no network (datasets keeps it in HF_DATASETS_CACHE)."
         ) from error
@@ -92,13 +92,13 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
     """Resolves task names and patterns; also returns the harness's TaskManager."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            "harness_tasks needs lm-evaluation-harness, which is not installed: "
+            "harness.tasks needs lm-evaluation-harness, which is not installed: "
             "pip install '.[lm-eval]'."
         )
     folder = str(Path(path).expanduser()) if path else ""
     if folder and not Path(folder).is_dir():
         raise UserError(
-            f"harness_task_path={path} is not a folder (seen from {Path.cwd()}). Set it to the "
+            f"harness.task_path={path} is not a folder (seen from {Path.cwd()}). Set it to the "
             "folder of the task's YAML file."
         )
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
@@ -111,7 +111,7 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
             near = f" Nearest: {', '.join(close)}." if close else ""
             raise UserError(
-                f"harness_tasks={name}: no such task, group or tag among the harness's own"
+                f"harness.tasks={name}: no such task, group or tag among the harness's own"
                 f"{f' and in {folder}' if folder else ''}.{near}{_about_files(folder)}"
             )
         found += [task for task in matching if task not in found]
@@ -120,7 +120,7 @@ def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
 
 def _about_files(folder: str) -> str:
     if not folder:
-        return " Set harness_task_path=FOLDER to use your own task files."
+        return " Set harness.task_path=FOLDER to use your own task files."
     files = sorted(Path(folder).rglob("*.yaml"))
     if not files:
         return f" {folder} has no .yaml files."

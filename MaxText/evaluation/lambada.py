@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from MaxText.evaluation.position_scorer import Progress
     from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
 
-KEY = "lambada_path"
+KEY = "task_files.lambada"
 
 
 class Passage(NamedTuple):

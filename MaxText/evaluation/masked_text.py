@@ -33,23 +33,23 @@ class Masked(NamedTuple):
 
 
 def mask_ids(config: Config, tokenizer: ModelTokenizer) -> MaskIds:
-    """Returns mlm_mask_id, or else the tokenizer's mask, and mlm_cls_token_id.
+    """Returns mlm.mask_id, or else the tokenizer's mask, and mlm.cls_token_id.
 
     Raises UserError if there is no mask, or an id exceeds the model's vocabulary.
     """
     masking, vocab_size = config.masking, config.model.shape.vocab_size
-    mask = masking.mlm_mask_id
+    mask = masking.mlm.mask_id
     if mask < 0:
         of_tokenizer = tokenizer.tokenizer.entry.mask_id
         if of_tokenizer is None:
             raise UserError(
-                "mlm_mask_id=-1 uses the mask token of the tokenizer, and that of "
-                f"{tokenizer.folder} has none ([MASK] or <mask>). Set mlm_mask_id to the mask id "
+                "mlm.mask_id=-1 uses the mask token of the tokenizer, and that of "
+                f"{tokenizer.folder} has none ([MASK] or <mask>). Set mlm.mask_id to the mask id "
                 "that the model was trained with."
             )
         mask = of_tokenizer
-    cls = masking.mlm_cls_token_id
-    for key, name, i in (("mlm_mask_id", "mask", mask), ("mlm_cls_token_id", "CLS", cls)):
+    cls = masking.mlm.cls_token_id
+    for key, name, i in (("mlm.mask_id", "mask", mask), ("mlm.cls_token_id", "CLS", cls)):
         if i >= vocab_size:
             raise UserError(
                 f"the {name} id is {i}, but the model has vocab_size={vocab_size}. Set {key} to "

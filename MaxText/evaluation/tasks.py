@@ -18,17 +18,16 @@ _SECONDS_PER_LINE = 30.0  # between progress lines
 
 
 class Task(NamedTuple):
-    """A task: its path key, reader and scorers of causal and masked models."""
+    """A task: its reader, and scorers of causal and masked models."""
 
-    key: str
     read: Callable[[str], Sequence[Any]]  # path -> items
     score: Callable[..., TaskResult]  # (items, path, scorer, tokenizer, progress) -> result
     score_masked: Callable[..., TaskResult]  # the same with a MaskedScorer
 
 
 TASKS = {
-    "lambada": Task(lambada.KEY, lambada.read_passages, lambada.score, lambada.score_masked),
-    "wikitext": Task(wikitext.KEY, wikitext.read_pages, wikitext.score, wikitext.score_masked),
+    "lambada": Task(lambada.read_passages, lambada.score, lambada.score_masked),
+    "wikitext": Task(wikitext.read_pages, wikitext.score, wikitext.score_masked),
 }
 
 
@@ -36,7 +35,7 @@ def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
     """Returns the items of each task; UserError for missing or bad files."""
     section = config.scoring
     return {
-        name: TASKS[name].read(getattr(section, TASKS[name].key)) for name in section.eval_tasks
+        name: TASKS[name].read(getattr(section.task_files, name)) for name in section.eval_tasks
     }
 
 
@@ -61,7 +60,7 @@ def run_tasks(
     scores = []
     for name, task_items in items.items():
         task = TASKS[name]
-        path = getattr(config.scoring, task.key)
+        path = getattr(config.scoring.task_files, name)
         score = task.score_masked if masked else task.score
         began = time.perf_counter()
         result = score(task_items, path, scorer, tokenizer, log_progress(name, show))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from MaxText.evaluation.position_scorer import Progress
     from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
 
-KEY = "wikitext_path"
+KEY = "task_files.wikitext"
 
 # A line such as " = Robert Boulter = "; sections below have two or more marks: " = = Career = = ".
 _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")

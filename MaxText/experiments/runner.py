@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.errors import UserError
@@ -39,7 +40,9 @@ def compare(
     # Imported once the configurations were accepted, because it imports jax.
     from MaxText.experiments.execution import run_comparison
 
-    question = ComparisonSpec(request.match, request.budget, free, request.tolerance, num_devices)
+    question = ComparisonSpec(
+        request.match, cast(float | None, request.budget), free, request.tolerance, num_devices
+    )
     run_comparison(request, variants, question, folder, command, show)
 
 

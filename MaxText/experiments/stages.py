@@ -2,7 +2,7 @@
 
     stages:
       - {steps: 150, slot_num: 64}
-      - {steps: 100, slot_num: 128, growth_data: continue}
+      - {steps: 100, slot_num: 128, growth.data: continue}
 
 Each stage overrides keys of the file. From the second on, it starts from the previous parameters
 (load_parameters_path), which grow if the model is larger.

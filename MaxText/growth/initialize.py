@@ -42,7 +42,7 @@ def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) 
 def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
     """Returns a fresh optimizer state with the smaller model's moments and counts.
 
-    First moments of new slots are zero. Their second moments are zero with growth_moments=reused;
+    First moments of new slots are zero. Their second moments are zero with growth.moments=reused;
     with warmed each is the mean over the old slots of its array, so that a new slot's first updates
     are as large as an old one's. Counts are kept, or Adam would correct a bias that is not there.
     The schedule restarts. `fresh_opt_state` is deleted array by array. Raises UserError if the
@@ -79,9 +79,9 @@ def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dic
     problems = mismatches({path: others[path] for path in expected if path in others}, expected)
     if problems:
         raise UserError(
-            f"growth_moments={growth.moments}: {growth.source.folder} does not hold the state of "
+            f"growth.moments={growth.moments}: {growth.source.folder} does not hold the state of "
             "this optimizer:\n" + "\n".join(f"  {problem}" for problem in problems) + "\n"
-            "  Name a checkpoint of a run with the same opt_type, or set growth_moments=zeroed."
+            "  Name a checkpoint of a run with the same opt_type, or set growth.moments=zeroed."
         )
     return plans
 

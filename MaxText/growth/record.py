@@ -1,10 +1,10 @@
 """Record of a run's growth, as JSON in its checkpoints.
 
-mode                     value of growth_mode
+mode                     value of growth.mode
 slots                    {parameter name: [stored, now]} where the two differ
 layers                   [stored, now] or null
 zoom                     keys of the configuration that the growth fixed
-moments, data            values of growth_moments and growth_data
+moments, data            values of growth.moments and growth.data
 old_slots_learning_rate  factor of the updates of pre-existing slots
 """
 
@@ -20,14 +20,14 @@ Record = Mapping[str, Any]
 
 def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, float]) -> Record:
     """Returns the record of a growth that fixed the keys `zoom`."""
-    rate = section.growth_old_slots_learning_rate
+    rate = section.growth.old_slots_learning_rate
     return {
-        "mode": section.mode_of_growth,
+        "mode": section.growth.mode,
         "slots": {name: list(pair) for name, pair in growth.slots.items()},
         "layers": list(growth.layers) if growth.layers else None,
         "zoom": dict(zoom),
-        "moments": section.growth_moments,
-        "data": section.growth_data,
+        "moments": section.growth.moments,
+        "data": section.growth.data,
         "old_slots_learning_rate": 1.0 if rate is None else rate,
     }
 

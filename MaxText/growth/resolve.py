@@ -14,7 +14,7 @@ from MaxText.growth.record import Record, existing_slots, from_metadata, make_re
 from MaxText.growth.source import SourceCheckpoint, open_source
 from MaxText.layers.pattention import slot_place, slots_by_place
 
-_RATE = "growth_old_slots_learning_rate"
+_RATE = "growth.old_slots_learning_rate"
 
 
 class PendingGrowth(NamedTuple):
@@ -96,7 +96,7 @@ def _recorded_rate(
     stored: checkpoint_files.StoredCheckpoint,
     is_resumed: bool,
 ) -> tuple[Record | None, dict[str, float]]:
-    asked = config.checkpoint.growth_old_slots_learning_rate
+    asked = config.checkpoint.growth.old_slots_learning_rate
     if record is None or not existing_slots(record):
         if _asked_rate(config):
             raise UserError(
@@ -117,7 +117,7 @@ def _recorded_rate(
 
 
 def _asked_rate(config: Config) -> dict[str, float]:
-    asked = config.checkpoint.growth_old_slots_learning_rate
+    asked = config.checkpoint.growth.old_slots_learning_rate
     return {} if asked is None or asked == 1 else {_RATE: asked}
 
 
@@ -127,8 +127,8 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
 
     section = config.checkpoint
     growth = source.plan(abstract_model(config).parameters, flatten(config))
-    _check_slot_number(section.load_parameters_path_slot_number, growth, source)
-    mode = section.mode_of_growth
+    _check_slot_number(section.growth.stored_slot_num, growth, source)
+    mode = section.growth.mode
     if growth.changes:
         _check_possible(config, growth, mode, source)
     keys = _zoom_keys(config, growth, mode, source)
@@ -140,11 +140,11 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
         return _settled_without_change(config, source, keys, lines)
     record = make_record(growth, section, keys)
     position = None
-    if section.growth_data == "continue":
+    if section.growth.data == "continue":
         position = {**source.position(), "step": 0}
-    asked = PendingGrowth(source, growth, mode, section.growth_moments, position)
+    asked = PendingGrowth(source, growth, mode, section.growth.moments, position)
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
-    told = [f"Growth from {source.folder}: {changed}; growth_mode={mode}"]
+    told = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
     if growth.drops:
         told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
     return ResolvedGrowth(_with(config, keys), asked, record, [*told, *lines])
@@ -155,8 +155,8 @@ def _settled_without_change(
 ) -> ResolvedGrowth:
     section = config.checkpoint
     for name, value, unasked in (
-        ("growth_moments", section.growth_moments, "zeroed"),
-        ("growth_data", section.growth_data, "restart"),
+        ("growth.moments", section.growth.moments, "zeroed"),
+        ("growth.data", section.growth.data, "restart"),
     ):
         if value != unasked:
             raise UserError(
@@ -193,15 +193,14 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint
         return
     if not stored:
         raise UserError(
-            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Remove "
-            "the key."
+            f"growth.stored_slot_num={number}: {source.folder} has no slots. Remove the key."
         )
     right = _slot_numbers(stored, zoom.stored_config(source.metadata))
     if number in right:
         return
     found = slots_by_place({name: str(slots) for name, slots in stored.items()})
     raise UserError(
-        f"load_parameters_path_slot_number={number}: {source.folder} has slots {found}, which is "
+        f"growth.stored_slot_num={number}: {source.folder} has slots {found}, which is "
         f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; "
         "remove the key."
     )
@@ -227,10 +226,10 @@ def _check_possible(
     config: Config, growth: GrowthPlan, mode: Mode, source: SourceCheckpoint
 ) -> None:
     section = config.checkpoint
-    if growth.drops and not section.growth_allow_shrinking:
+    if growth.drops and not section.growth.allow_shrinking:
         raise UserError(
             f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
-            "last slots, or layers evenly, set growth_allow_shrinking=true."
+            "last slots, or layers evenly, set growth.allow_shrinking=true."
         )
     if (asked := _asked_rate(config)) and not growth.adds_slots:
         raise UserError(f"{_words(asked)}: no slots are added, so none counts as pre-existing.")
@@ -239,22 +238,22 @@ def _check_possible(
     if growth.layers:
         old, new = growth.layers
         raise UserError(
-            f"growth_mode=function_preserving: a model of {new} layers made of one of {old} "
+            f"growth.mode=function_preserving: a model of {new} layers made of one of {old} "
             f"({source.folder}) computes something else, as layer j becomes a copy of layer "
-            "floor(j * old / new).\n  Set growth_mode=random to do so, or base_num_decoder_layers "
+            "floor(j * old / new).\n  Set growth.mode=random to do so, or base_num_decoder_layers "
             f"back to {old}."
         )
     normalize_type = config.model.pattention.normalize_type
     if growth.adds_slots and normalize_type not in zoom.PRESERVING:
         raise UserError(
-            f"growth_mode=function_preserving is impossible with normalize_type={normalize_type}: "
-            "new slots change the normalization of existing ones.\n  Set growth_mode=random. The "
+            f"growth.mode=function_preserving is impossible with normalize_type={normalize_type}: "
+            "new slots change the normalization of existing ones.\n  Set growth.mode=random. The "
             f"function can be preserved with {', '.join(zoom.PRESERVING)}."
         )
     if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
         raise UserError(
-            f"growth_mode=function_preserving: {source.folder} was trained with other scores: "
-            f"{'; '.join(changed)}.\n  Set them back, or set growth_mode=random."
+            f"growth.mode=function_preserving: {source.folder} was trained with other scores: "
+            f"{'; '.join(changed)}.\n  Set them back, or set growth.mode=random."
         )
 
 
@@ -272,7 +271,7 @@ def _zoom_keys(
     zooms = zoom.source_zoom_dims(stored, growth, config)
     if wrong := zoom.conflicts(zooms, config):
         raise UserError(
-            "growth_mode=function_preserving keeps the zoom that the stored slots were trained "
-            f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth_mode=random."
+            "growth.mode=function_preserving keeps the zoom that the stored slots were trained "
+            f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth.mode=random."
         )
     return zoom.zoom_dim_overrides(zooms, config)

@@ -48,8 +48,8 @@ class SourceCheckpoint(NamedTuple):
             position = self.stored.position()
         if not position:
             raise UserError(
-                f"growth_data=continue: {self.folder} has no data position. Name a checkpoint of a "
-                "run, or restart the data with growth_data=restart."
+                f"growth.data=continue: {self.folder} has no data position. Name a checkpoint of a "
+                "run, or restart the data with growth.data=restart."
             )
         return position
 

@@ -112,10 +112,15 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
     if stored is None or not places(config):
         return []
     old, new = stored.model.pattention, config.model.pattention
+    was, now = (
+        dict(section) | {f"scale_factors.{name}": one for name, one in section.scale_factors}
+        for section in (old, new)
+    )
     return [
-        f"{name} {getattr(old, name)} -> {getattr(new, name)}"
-        for name in type(new).model_fields
-        if not name.endswith(("slot_num", "zoom_dim")) and getattr(old, name) != getattr(new, name)
+        f"{name} {was[name]} -> {now[name]}"
+        for name in now
+        if name != "scale_factors" and not name.endswith(("slot_num", "zoom_dim"))
+        if was[name] != now[name]
     ]
 
 

@@ -113,10 +113,10 @@ def sampling_params(section: Decoding) -> SamplingParams:
         settings["nucleus_p"] = section.decode_sampling_nucleus_p
     if strategy == "composite":
         settings |= {
-            "min_p": section.decode_sampling_min_p,
-            "typical_p": section.decode_sampling_typical_p,
-            "eta": section.decode_sampling_eta,
-            "entmax_alpha": section.decode_entmax_alpha,
+            "min_p": section.decode_filters.min_p,
+            "typical_p": section.decode_filters.typical_p,
+            "eta": section.decode_filters.eta,
+            "entmax_alpha": section.decode_filters.entmax_alpha,
         }
     if strategy in ("composite", "topk"):
         settings["top_k"] = section.decode_sampling_top_k

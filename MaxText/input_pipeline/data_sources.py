@@ -158,7 +158,7 @@ def prepare_sources(config: Config) -> None:
             config.preparation,
             data.dataset_path,
             cache_dir=data.data_cache_dir,
-            max_bad_records=data.max_bad_records,
+            max_bad_records=data.bad_records.maximum,
         )
     check_sources(config)
 
@@ -214,7 +214,7 @@ def open_sources(
         if tokens.pad_id >= vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, pad_id=0)
-        if data.megatron_order == "gpt_neox":
+        if data.megatron.order == "gpt_neox":
             return tokens, _gpt_neox_samples(
                 data, entry, tokens, options, for_training, num_samples
             )
@@ -293,7 +293,7 @@ def _check_no_labels(entry: DataSource, tokens: TokenData) -> None:
     if tokens.labels is not None:
         raise UserError(
             f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
-            "megatron_order=stored and the sampling chunks."
+            "megatron.order=stored and the sampling chunks."
         )
 
 
@@ -308,8 +308,8 @@ def _gpt_neox_samples(
     _check_no_labels(entry, tokens)
     offsets = tokens.store.document_offsets
     documents = 0, len(offsets) - 1
-    if data.megatron_split:
-        documents = document_range(data.megatron_split, 0 if for_training else 1, documents[1])
+    if data.megatron.split:
+        documents = document_range(data.megatron.split, 0 if for_training else 1, documents[1])
     samples = num_samples if for_training else None
     if for_training and data.num_epoch > 0:
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])

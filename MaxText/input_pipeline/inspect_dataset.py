@@ -296,7 +296,7 @@ class Inspection:
         if masking.mlm_training:
             of_tokenizers = [source.data.mask_id for source in batches.opened]
             named = [token for token in of_tokenizers if token is not None]
-            mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else named[0]
+            mask_id = masking.mlm.mask_id if masking.mlm.mask_id >= 0 else named[0]
         pad_id = batches.opened[0].data.pad_id
 
         def show_tokens(tokens_T: np.ndarray) -> list[str]:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from MaxText.config.data_sections import Data, Masking, Preparation
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
@@ -131,7 +133,7 @@ def make_train_iterator(
         if len(opened) > 1:
             identity["mixture"] = " ".join(map(repr, data_sources.weights(data, opened)))
         if masking.mlm_training:
-            identity["masking"] = masking.model_dump_json()
+            identity["masking"] = _stored_masking(masking)
     source = GlobalBatch(
         rows, schedule, process_index, process_count,
         seed=data.data_shuffle_seed, exclusions=exclusions, **options,
@@ -286,7 +288,7 @@ def _open(
     request: SourcesRequest, masking: Masking, window: int, num_samples: int | None, log: RetryLog
 ) -> list[OpenDataSource]:
     # CLS takes one position of each sequence.
-    with_cls = masking.mlm_training and masking.mlm_cls_token_id >= 0
+    with_cls = masking.mlm_training and masking.mlm.cls_token_id >= 0
     opened = data_sources.open_sources(request, window - with_cls, num_samples, log)
     if masking.mlm_training:
         # Bidirectional attention would see padding, so segments are needed to mask it. Of
@@ -296,6 +298,13 @@ def _open(
             whole = request.data.attend_across_documents and isinstance(windows, ConcatThenSplit)
             windows.has_documents = not whole
     return opened
+
+
+def _stored_masking(masking: Masking) -> str:
+    """Returns the identity of masking, as stored beside data positions."""
+    entries = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
+    flat = {"mlm_training": masking.mlm_training, **entries}
+    return TypeAdapter(dict).dump_json(flat).decode()
 
 
 def _processing(opened: list[OpenDataSource], masking: Masking, vocab_size: int) -> dict[str, Any]:

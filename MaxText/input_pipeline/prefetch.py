@@ -276,7 +276,7 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, data: Data) -> "RetryPolicy":
-        return cls(data.data_read_retries, data.data_retry_seconds, data.data_read_timeout)
+        return cls(data.data_retry.attempts, data.data_retry.delay, data.data_retry.timeout)
 
     def call(
         self,
@@ -417,7 +417,7 @@ class RetryingReader:
     def _hint(self, problem: BaseException) -> str:
         where = ", ".join(source.entry.location for source in self._opened)
         if isinstance(problem, ReadTimeout):
-            hint = f"Check the storage of {where}, or raise data_read_timeout."
+            hint = f"Check the storage of {where}, or raise data_retry.timeout."
         elif isinstance(problem, WorkerDiedError):
             hint = "See above for the cause (often memory: lower grain_worker_count)."
         elif isinstance(problem, OSError):

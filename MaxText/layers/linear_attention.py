@@ -224,12 +224,12 @@ class LinearAttention(Attention):
         adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
         if not keys.attention.causal:
             return {"attention scores": Flops(adds), "attention values": Flops(reads)}
-        chunk = min(keys.attention.linear_attention_chunk, length)
+        chunk = min(keys.attention.linear_attention.chunk, length)
         filled = -(-length // chunk) * chunk / length
         square, counts = 2.0 * N * H * chunk, 2.0 * N * H
         scores, values = filled * (square + counts + adds), filled * (square + reads)
         # The scan saves the state after each chunk, so its update is not recomputed.
-        again = length > keys.attention.linear_attention_chunk
+        again = length > keys.attention.linear_attention.chunk
         return {
             "attention scores": Flops(adds, scores, (scores - filled * adds) if again else 0.0),
             "attention values": Flops(reads, values, values if again else 0.0),
@@ -260,8 +260,8 @@ class LinearAttention(Attention):
             q_BTNH,
             k_BTKH,
             v_BTKH,
-            chunk=section.linear_attention_chunk,
-            epsilon=section.linear_attention_epsilon,
+            chunk=section.linear_attention.chunk,
+            epsilon=section.linear_attention.epsilon,
             state=state,
             segments_BT=context.segments_BT,
             lengths_B=context.lengths_B,

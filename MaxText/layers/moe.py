@@ -146,8 +146,8 @@ class RoutedMoE(nnx.Module):
         followed = jnp.ones(gates.shape, bool)
         if section.num_experts_per_tok != 2:
             return followed
-        second, threshold = gates[..., 1], section.moe_second_threshold
-        policy = section.moe_second_policy if context.training else section.moe_second_policy_eval
+        second, threshold = gates[..., 1], section.moe_second.threshold
+        policy = section.moe_second.policy if context.training else section.moe_second.policy_eval
         if policy == "none":
             wanted = jnp.zeros(second.shape, bool)
         elif policy == "threshold":

@@ -82,7 +82,7 @@ class Theta:
             y = self._l2_normalize(y)
         elif kind == "gelu_layer_norm":
             y = rms_normalize(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
-        factor = getattr(self.section, f"{self.place}_scale_factor")
+        factor = getattr(self.section.scale_factors, self.place)
         return (y * factor).astype(scores.dtype)
 
     def _l2_normalize(self, a: jax.Array) -> jax.Array:

@@ -156,9 +156,9 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
         table = 1.0
     if section.embedding_init_std is not None:
         table = section.embedding_init_std
-    if section.init_scale_by_in:
+    if section.init_scale_by.fan_in:
         kernel, output = (_times(lambda fan_in: fan_in**-0.5, x) for x in (kernel, output))
-    if section.init_scale_by_depth:
+    if section.init_scale_by.depth:
         output = _times(lambda _: depth**-0.5, output)
     query = key_value = kernel
     attention_output, position = output, _normal(table)

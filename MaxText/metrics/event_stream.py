@@ -123,7 +123,7 @@ def open_stream(
         return EventStream([terminal], callbacks=callbacks)
     folder = epath.Path(run_folder)
     sinks: list[Sink] = [terminal]
-    if monitoring.enable_wandb and monitoring.wandb_mode != "disabled":
+    if monitoring.enable_wandb and monitoring.wandb.mode != "disabled":
         # First, as it is the only one that may refuse.
         wandb = WandbSink(monitoring, folder, run_name, config_flat, first_step)
         sinks.append(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy))

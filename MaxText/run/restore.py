@@ -233,7 +233,7 @@ def restore_data_position(
         except UserError as error:
             if start.how != "growth":
                 raise
-            raise UserError(f"growth_data=continue: {error} Or set growth_data=restart.") from None
+            raise UserError(f"growth.data=continue: {error} Or set growth.data=restart.") from None
     for rollback in active_rollbacks(start, batches):
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.

@@ -130,10 +130,10 @@ class RollbackController:
             return None
         recent, rise = int(metrics["recent_skips"]), metrics["loss_rise"]
         window = section.skip_step_interval
-        if section.rewind_after_skips and recent >= section.rewind_after_skips:
+        if section.rollback.after_skips and recent >= section.rollback.after_skips:
             reason = f"{recent} of the last {window} steps were skipped"
             return RollbackTrigger(step, int(metrics["skips_began"]), reason)
-        if section.rewind_on_rise and rise > section.rewind_on_rise:
+        if section.rollback.on_rise and rise > section.rollback.on_rise:
             reason = f"the loss rose to {rise:.0%} above its lowest median"
             return RollbackTrigger(step, int(metrics["rise_began"]), reason)
         if recent == window:
@@ -148,19 +148,19 @@ class RollbackController:
 
         The host must have seen the metrics of `step`; `position` is that of the next step.
         """
-        period = self._section.rewind_snapshot_period
+        period = self._section.rollback.snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
             self._snapshots.append(_Snapshot(step, copy_to_host(state), position))
 
     def roll_back(self) -> Any:
         """Rolls back to the last healthy state and excludes the suspicious data.
 
-        Returns the restored state. Raises Diverged without a healthy one, or at max_rewinds.
+        Returns the restored state. Raises Diverged without a healthy one, or at rollback.maximum.
         """
         trigger, batches = self.trigger, self._batches
         assert trigger is not None
         signs = self._warning_signs(trigger.began)
-        if self.num_rollbacks >= self._section.max_rewinds:
+        if self.num_rollbacks >= self._section.rollback.maximum:
             healthy = self._checkpoints.last_healthy(before=trigger.began)
             if healthy is not None:
                 # A restart takes the newest checkpoint, which must predate the trouble.
@@ -168,12 +168,12 @@ class RollbackController:
                 signs = f"{signs} A restart resumes from step {healthy}."
             raise Diverged(
                 f"step {trigger.noticed}: {trigger.reason}, and the run has rolled back "
-                f"{self.num_rollbacks} times (max_rewinds): stopped. {signs} Lower the learning "
-                "rate, inspect the data, or start again from an earlier checkpoint."
+                f"{self.num_rollbacks} times (rollback.maximum): stopped. {signs} Lower the "
+                "learning rate, inspect the data, or start again from an earlier checkpoint."
             )
         target, source, state, position = self._last_healthy(trigger, signs)
         excluded = batches.position.get("excluded", ())
-        began = max(target + 1, trigger.began - self._section.rewind_margin)
+        began = max(target + 1, trigger.began - self._section.rollback.margin)
         first, end = batches.sample_range(began)[0], batches.sample_range(trigger.noticed)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
@@ -217,7 +217,7 @@ class RollbackController:
                     f"step {trigger.noticed}: {trigger.reason}, and there is no healthy state "
                     f"before step {trigger.began} to roll back to: stopped. {signs} Lower the "
                     "learning rate, inspect the data, or save more often (checkpoint_period, "
-                    "rewind_snapshot_period)."
+                    "rollback.snapshot_period)."
                 )
             restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
             if restored is not None:

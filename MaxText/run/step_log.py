@@ -153,11 +153,10 @@ class MetricLogger:
             self._since += time.perf_counter() - began
 
     def _check(self, step: int, loss: float) -> None:
-        kind = "nan" if math.isnan(loss) else "inf" if math.isinf(loss) else ""
-        if kind and getattr(self._guard, f"abort_on_{kind}_loss"):
+        if not math.isfinite(loss) and self._guard.abort_on_nan_loss:
             raise Diverged(
                 f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
-                f"resume from the last checkpoint, or set abort_on_{kind}_loss=false to continue "
+                f"resume from the last checkpoint, or set abort_on_nan_loss=false to continue "
                 "training."
             )
 

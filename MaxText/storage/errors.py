@@ -58,7 +58,7 @@ class UnreadableFile(UserError):
 
 
 class BadRecord(UserError):
-    """A damaged record, skipped with on_bad_record=skip and otherwise fatal.
+    """A damaged record, skipped with bad_records.action=skip and otherwise fatal.
 
     `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are
     lost.

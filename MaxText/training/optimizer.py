@@ -211,15 +211,15 @@ def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransforma
     """
     rule = (
         optax.scale_by_factored_rms(
-            decay_rate=section.adafactor_decay_exponent,
-            min_dim_size_to_factor=section.adafactor_min_dim_size_to_factor,
-            epsilon=section.adafactor_epsilon_gradient,
+            decay_rate=section.adafactor.decay_exponent,
+            min_dim_size_to_factor=section.adafactor.min_dim_size_to_factor,
+            epsilon=section.adafactor.epsilon_gradient,
         ),
-        optax.clip_by_block_rms(section.adafactor_clipping_threshold),
-        optax.scale_by_param_block_rms(section.adafactor_epsilon_parameter),
+        optax.clip_by_block_rms(section.adafactor.clipping_threshold),
+        optax.scale_by_param_block_rms(section.adafactor.epsilon_parameter),
     )
-    if section.adafactor_momentum:
-        return optax.chain(*rule, optax.ema(section.adafactor_momentum, debias=False))
+    if section.adafactor.momentum:
+        return optax.chain(*rule, optax.ema(section.adafactor.momentum, debias=False))
     return optax.chain(*rule)
 
 

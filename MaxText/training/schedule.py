@@ -12,14 +12,14 @@ def learning_rate_schedule(section: Schedule) -> optax.Schedule:
     """Returns warm-up from 0, the body, then 0 or the last value; a constant body never ends.
 
     With a warm-up the first update has learning rate 0, as in MaxText. The body follows it, or with
-    `warmup_multiplies_schedule` starts at step 0 and is multiplied by it, as in GPT-Neo.
+    `learning_rate_decay.multiplies_warmup` starts at step 0 and is multiplied by it, as in GPT-Neo.
     """
     peak = section.learning_rate
     total, warmup = section.learning_rate_schedule_steps, section.num_warmup_steps
     warm_up = optax.linear_schedule(0.0, peak, max(warmup, 1))
     if section.lr_schedule_type == "constant":
         return optax.join_schedules([warm_up, optax.constant_schedule(peak)], [warmup])
-    if section.warmup_multiplies_schedule:
+    if section.learning_rate_decay.multiplies_warmup:
         body = _ending(section, _body(section, total), total)
         if warmup == 0:
             return body
@@ -40,7 +40,7 @@ def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
         ]
     if section.lr_schedule_type == "cosine":
         return [(optax.cosine_decay_schedule(peak, max(length, 1), alpha=fraction), length)]
-    power = section.lr_polynomial_power if section.lr_schedule_type == "polynomial" else 1.0
+    power = section.learning_rate_decay.power if section.lr_schedule_type == "polynomial" else 1.0
     return [(optax.polynomial_schedule(peak, final, power, max(length, 1)), length)]
 
 
@@ -49,7 +49,7 @@ def _ending(
 ) -> optax.Schedule:
     schedules, lengths = zip(*pieces, strict=True)
     boundaries = list(itertools.accumulate(lengths))
-    if section.learning_rate_after_schedule == "final":
+    if section.learning_rate_decay.after == "final":
         return optax.join_schedules(schedules, boundaries[:-1])  # bodies stay at their last value
     boundaries[-1] = total + 1  # step `total` still has the body's last value
     return optax.join_schedules([*schedules, optax.constant_schedule(0.0)], boundaries)

@@ -113,7 +113,7 @@ def decide(
     lowest_loss = jnp.where(is_lowest, loss_median, state.lowest_loss)
     above = (loss_median - lowest_loss) / jnp.maximum(jnp.abs(lowest_loss), _SMALL_LOSS)
     rise = jnp.where(jnp.isfinite(lowest_loss), above, 0.0)
-    calm_step = jnp.where(rise <= section.rewind_on_rise / 4, step, state.calm_step)
+    calm_step = jnp.where(rise <= section.rollback.on_rise / 4, step, state.calm_step)
 
     new = GuardState(
         values_QW=values_QW,
@@ -129,7 +129,7 @@ def decide(
         "num_skipped": new.num_skipped,
         "last_skipped": new.last_skipped,
         "recent_skips": jnp.sum(skipped_W),
-        "skips_began": _skip_streak_start(skipped_W, step, section.rewind_after_skips),
+        "skips_began": _skip_streak_start(skipped_W, step, section.rollback.after_skips),
         "loss_rise": rise,
         # The first step of the window at the last calm step.
         "rise_began": jnp.maximum(calm_step - window, 0),

@@ -102,7 +102,7 @@ def test_where_data_begins_and_ends():
     finite = SimpleNamespace(num_steps=7, seek=lambda step: None)
     assert [restore_data_position(start, finite, steps) for steps in (10, 5)] == [6, 4]
     start = start._replace(position={"step": 0, "samples": 12, **batches(seed=1).identity})
-    with pytest.raises(UserError, match=r"^growth_data=continue: .*growth_data=restart"):
+    with pytest.raises(UserError, match=r"^growth.data=continue: .*growth.data=restart"):
         restore_data_position(start, batches(), 10)
     with pytest.raises(UserError, match=r"^(?!growth)"):
         restore_data_position(start._replace(how="resume"), batches(), 10)

@@ -130,7 +130,7 @@ def test_a_part_of_another_class(tmp_path):
 
 def test_its_keys_are_keys(mine, answer, monkeypatch):
     help = answer("--help", "my_width", mine)
-    assert "section:  model.parts.mine" in help
+    assert "read by:  model.parts.mine" in help
     assert "How wide it is." in help
     assert "set by: command line" in answer("--why", "my_width", mine, "my_width=7")
     assert "\nmy_width: 7  # command line\n" in answer("--show-config", mine, "my_width=7")

@@ -43,7 +43,8 @@ NEEDED_BY = {
 
 def keys_of(line: str) -> set[str]:
     words = (word.lstrip("-").partition("=") for word in shlex.split(line))
-    return {name for name, equals, _ in words if equals}
+    typed = {name for name, equals, _ in words if equals}
+    return typed | {name.partition(".")[0] for name in typed}
 
 
 @pytest.mark.parametrize("program", MISTAKES)
@@ -72,7 +73,17 @@ def test_all_problems_are_listed_at_once(write, monkeypatch, told):
     path = write("steps: ten\n\nlearning_rat: 1\n")
     monkeypatch.setenv("M_VOCAB_SIZE", "many")
     with pytest.raises(UserError) as caught:
-        load([path, "dtype=bf16", "quantization=int8", "base_num_kv_heads=5", "--x=1", "y", "--z"])
+        load(
+            [
+                path,
+                "dtype=bf16",
+                "quantize_kvcache=true",
+                "base_num_kv_heads=5",
+                "--x=1",
+                "y",
+                "--z",
+            ]
+        )
     assert len(caught.value.problems) == 9
     places = str([problem.where for problem in caught.value.problems])
     for place in ("config.yml:1, steps: ten", "config.yml:3", "M_VOCAB_SIZE=many", "dtype=bf16"):
@@ -143,14 +154,13 @@ def test_a_stronger_choice_makes_the_file_inert(write):
     [
         ("train_compile.py", "compile_topology=v5e-16"),
         ("train.py", "ici_pipeline_parallelism=2 dataset_type=synthetic"),
-        ("decode.py", "num_pipeline_microbatches=4"),  # a run's, which comes with its weights
         ("plan.py", ""), ("train.py", "dataset_path=folder"),
         ("train.py", "grain_train_files=a* eval_interval=-1"),
         ("train.py", "grain_train_files=a* grain_eval_files=b* eval_interval=5"),
         ("eval.py", "dataset_path=folder max_target_length=64 eval_stride=64"),
         ("eval.py", "grain_eval_files=b*"), ("eval.py", "dataset_type=synthetic eval_steps=2"),
-        ("eval.py", "eval_tasks=[lambada] lambada_path=a.jsonl"),
-        ("eval.py", "harness_tasks=[hellaswag]"),
+        ("eval.py", "eval_tasks=[lambada] task_files.lambada=a.jsonl"),
+        ("eval.py", "harness.tasks=[hellaswag]"),
         (None, "attention_projections=pattention slot_num=8"),  # one condition of several is met
         (None, "feed_forward_type=pattention normalize_type=gelu gelu_approximate=false"),
         (None, "rotary_pct=1 position_embedding=none"),  # the default value

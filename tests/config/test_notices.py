@@ -18,11 +18,11 @@ checkpoint_period=5 enable_checkpointing=false
 lr_schedule_type=constant learning_rate_final_fraction=0
 steps=100 warmup_steps=2000
 sa_block_kv=512
-quantization=
+quantize_kvcache=false
 profiler=xplane steps=1
 target_eval_loss=3 eval_interval=-1
-growth_mode=zero
-wikitext_path=wiki.raw
+growth.mode=zero
+task_files.wikitext=wiki.raw
 steps=10 steps=20
 max_num_checkpoints_to_keep=3
 dense_conn=true mudd_postnorm=true
@@ -55,7 +55,7 @@ def test_one_line_and_the_run_goes_on(capsys, snapshot):
     "typed",
     [
         "gpt2.yml dataset_type=synthetic", "tokenformer.yml dataset_type=synthetic",
-        "skip_step_on_spikes=false max_rewinds=3", "drop_path_schedule=constant drop_path=0",
+        "skip_step_on_spikes=false rollback.maximum=3", "drop_path_schedule=constant drop_path=0",
         "dense_conn=true mudd_postnorm=all",
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_the_place_is_that_of_the_key_at_fault(write):
 
 
 def test_what_a_checkpoint_recorded_is_read_under_todays_names():
-    recorded = {"steps": 3, "max_num_checkpoints_to_keep": 2, "quantization": ""}
+    recorded = {"steps": 3, "max_num_checkpoints_to_keep": 2, "quantize_kvcache": False}
     assert with_current_names(recorded, "run") == {"steps": 3, "max_to_keep": 2}
     with pytest.raises(UserError, match="rope_maximum"):
         with_current_names({"rope_maximum": 5e5}, "run/checkpoints/7")

@@ -224,7 +224,7 @@ def test_slots_of_the_usual_ratio_follow_one_key(here):
         with pytest.raises(UserError, match=r"(?s)zoom 12 for 16 .*zoom 48 for 64 "):
             run("from=large", "to=hf:out", *arguments)
     assert not (here / "out").exists()
-    run("grow", "from=run", "to=random", "slot_num=16", "growth_mode=random")
+    run("grow", "from=run", "to=random", "slot_num=16", "growth.mode=random")
     assert "Wrote out as" in run("from=random", "to=hf:out")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.config.catalog import all_keys
+from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.layer_sections import MIXERS
 from MaxText.config.loading import configure
 from MaxText.conversion.families.registry import FAMILIES
@@ -108,17 +108,18 @@ def test_every_key_of_the_model_is_decided(model_type):
     # A new key that a family neither fixes nor writes would be lost on export.
     only_how = {"attention", "attention_block_size", "context_parallel_load_balance",
                 "context_parallel_strategy", "dense_kept_sums", "dense_mixing",
-                "logits_dot_in_fp32", "linear_attention_chunk"}  # fmt: skip
-    only_training = {"capacity_factor", "moe_group_size", "moe_second_policy",
-                     "moe_second_threshold", "router_z_loss_weight"}  # fmt: skip
+                "logits_dot_in_fp32", "linear_attention.chunk"}  # fmt: skip
+    only_training = {"capacity_factor", "moe_group_size", "moe_second.policy",
+                     "moe_second.threshold", "router_z_loss_weight"}  # fmt: skip
     family = FAMILIES[model_type]
     settled = {*family.parts, *(name for setting in family.settings for name in setting.keys)}
     parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention",
              "dense_connections", "head", "mixture_of_experts"}  # fmt: skip
     keys = {
-        key.name: key
+        one.name: one
         for key in all_keys().values()
         if key.section[0] == "model" and key.section[-1] in parts
+        for one in (key.entries.values() or [key])
     }
     # What the family's parts leave without effect.
     possible = {name: [value] for name, value in family.parts.items()}
@@ -129,21 +130,26 @@ def test_every_key_of_the_model_is_decided(model_type):
     switched_off = {
         name
         for name, key in keys.items()
-        for group in key.conditions
+        for group in (*key.conditions, *all_keys()[split_entry(name)[0]].conditions)
         if all(
             other in possible and not any(value in wanted for value in possible[other])
             for other, wanted in group.items()
         )
     }
     # No layer is linear or none, so what such layers read has no effect either.
-    switched_off |= {"none_doubles_residual", "linear_attention_epsilon"}
+    switched_off |= {"none_doubles_residual", "linear_attention.epsilon"}
     if "attention_types" in family.parts:
         switched_off |= {"sliding_window_size"}
     if "num_experts" in family.parts:
         switched_off |= {name for name, key in keys.items() if "experts" in key.section[-1]}
     if family.parts["dense_conn"]:
         # What other values of dense_sources and rope_type would ask for.
-        switched_off |= {"dense_dilation", "dense_window", "dense_source_list", *OTHER_ANGLES}
+        switched_off |= {
+            "dense_selection.dilation",
+            "dense_selection.window",
+            "dense_selection.outputs",
+            *OTHER_ANGLES,
+        }
     if family.parts["attention_projections"] != "dense":
         # Numbers of slots follow slot_num, and rope_type=default has no other keys.
         switched_off |= {"mlp_activations", "qkv_slot_num", *OTHER_ANGLES}

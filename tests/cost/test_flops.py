@@ -51,7 +51,7 @@ TRACED = {
     "pre- and post-norm": DENSE | {"decoder_block": "muddformer_prepost"},
     "two ways of the last two outputs": DENSE
     | {"dense_ways": ["q", "v"], "dense_static": False}
-    | {"dense_sources": "window", "dense_window": 2},
+    | {"dense_sources": "window", "dense_selection.window": 2},
     "depth sums after every second layer, slots": DENSE
     | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2},
 }

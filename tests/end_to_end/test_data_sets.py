@@ -62,8 +62,8 @@ def test_a_pass_ends_with_its_last_window_also_after_another_batch(runs, folder)
 @pytest.mark.slow
 def test_masked_tokens_are_learned(runs, folder):
     output = runs.complete(
-        "masked", *KEYS.split(), f"dataset_path={folder}/a", "mlm_training=true", "mlm_mask_id=127",
-        "learning_rate=0.01", "mlm_cls_token_id=126", "eval_interval=8", "eval_steps=1",
+        "masked", *KEYS.split(), f"dataset_path={folder}/a", "mlm_training=true", "mlm.mask_id=127",
+        "learning_rate=0.01", "mlm.cls_token_id=126", "eval_interval=8", "eval_steps=1",
     )  # fmt: skip
     first = next(line for line in output.splitlines() if "completed step: 0" in line)
     predicted = int(first.split("total_weights: ")[1].split(",")[0])

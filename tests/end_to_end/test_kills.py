@@ -80,7 +80,7 @@ def test_sigterm_saves_and_the_same_command_makes_up_for_the_evaluation(runs):
 @pytest.mark.slow
 def test_sigterm_ends_a_wait_for_data(runs, tmp_path):
     always = [
-        f"dataset_path={tmp_path / 'data'}", "prepare_output_format=bin", "data_retry_seconds=1000",
+        f"dataset_path={tmp_path / 'data'}", "prepare_output_format=bin", "data_retry.delay=1000",
         "learning_rate_schedule_steps=60", "checkpoint_period=1000000",
     ]  # fmt: skip
     command = runs.command("waited", *always, "steps=1000000")

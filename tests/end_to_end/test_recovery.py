@@ -12,8 +12,8 @@ from benchmarks import kills
 BATCH = 4 * 64
 KEYS = (
     "data_shuffle_seed=0 enable_data_shuffling=false packing=true tokenizer_vocab_size=260 "
-    "dropout_rate=0.0 learning_rate=0.01 skip_step_interval=16 rewind_after_skips=4 "
-    "rewind_margin=2 checkpoint_period=8 guard_healthy_steps=3 max_to_keep=null eval_interval=-1"
+    "dropout_rate=0.0 learning_rate=0.01 skip_step_interval=16 rollback.after_skips=4 "
+    "rollback.margin=2 checkpoint_period=8 guard_healthy_steps=3 max_to_keep=null eval_interval=-1"
 )
 
 
@@ -65,7 +65,7 @@ def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged,
 
 @pytest.mark.slow
 def test_rollback_to_a_copy_in_memory(runs, damaged, rolled_back):
-    runs.complete("from_memory", *damaged, "rewind_snapshot_period=5")
+    runs.complete("from_memory", *damaged, "rollback.snapshot_period=5")
     (rewind,) = runs.events("from_memory", "rewind")
     assert (rewind["source"], rewind["to"]) == ("copy of step 24 in memory", 25)
     (other,) = of_kind(rolled_back[0], "rewind")
@@ -77,7 +77,7 @@ def test_rollback_to_a_copy_in_memory(runs, damaged, rolled_back):
 @pytest.mark.slow
 def test_killed_before_the_next_checkpoint_it_excludes_the_same_data(runs, damaged):
     # Between the first step and the last one nothing is saved.
-    keys = [*damaged, "checkpoint_period=100", "rewind_snapshot_period=5"]
+    keys = [*damaged, "checkpoint_period=100", "rollback.snapshot_period=5"]
     runs.complete("not_killed", *keys)
     run = runs.start("killed_after_rollback", *keys)
     assert run.wait_for(lambda: runs.has_happened("killed_after_rollback", "rewind"), poll=0.001)

@@ -211,8 +211,8 @@ def test_random_tokens(trained):
 
 def test_masked_accuracy_against_a_count(folder):
     # Half of the chosen tokens stay visible, and a tied head finds them again.
-    keys = {"mlm_training": True, "mlm_mask_id": VOCAB - 1, "mlm_mask_prob": 0.5,
-            "mlm_same_token_prob": 0.5, "mlm_random_token_prob": 0.0}  # fmt: skip
+    keys = {"mlm_training": True, "mlm.mask_id": VOCAB - 1, "mlm.mask_prob": 0.5,
+            "mlm.same_token_prob": 0.5, "mlm.random_token_prob": 0.0}  # fmt: skip
     model_keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "logits_via_embedding": True}
     masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
     (found,) = score(masked, folder, **keys)

@@ -120,7 +120,7 @@ def test_the_file_that_is_asked_for(root, tmp_path):
 def test_tasks_alone_and_with_data(root, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "one two three"}\n')
-    task = ["eval_tasks=[lambada]", f"lambada_path={path}"]
+    task = ["eval_tasks=[lambada]", f"task_files.lambada={path}"]
     alone, both = run(root, *task), run(root, *task, *data_of(root))
     for found in (alone, both):
         assert [score["task"] for score in found["tasks"]] == ["lambada"]
@@ -144,9 +144,9 @@ def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
         (["tokenizer_path=nowhere.json"], "tokenizer_path=nowhere.json: no such file"),
         (["eval_output=."], "eval_output=. cannot be written: it is a folder"),
         (["eval_output=pyproject.toml/a.json"], "is a file"),
-        (["eval_tasks=[lambada]", "lambada_path=README.md", "eval_output=./README.md"],
-         "is the file of lambada_path"),
-        (["harness_tasks=[a]", "harness_task_path=nowhere"], "harness"),
+        (["eval_tasks=[lambada]", "task_files.lambada=README.md", "eval_output=./README.md"],
+         "is the file of task_files.lambada"),
+        (["harness.tasks=[a]", "harness.task_path=nowhere"], "harness"),
     ],
 )  # fmt: skip
 def test_mistakes(root, monkeypatch, arguments, message):
@@ -159,8 +159,8 @@ def test_scores_never_replace_a_file_that_is_scored(root, tmp_path):
     passages = tmp_path / "lambada.txt"
     passages.write_text("one two three\n")
     (tmp_path / "link.json").symlink_to(passages)
-    task = ["eval_tasks=[lambada]", f"lambada_path={passages}"]
-    with pytest.raises(UserError, match="is the file of lambada_path"):
+    task = ["eval_tasks=[lambada]", f"task_files.lambada={passages}"]
+    with pytest.raises(UserError, match=r"is the file of task_files\.lambada"):
         run(root, *task, f"eval_output={tmp_path / 'link.json'}")
     assert passages.read_text() == "one two three\n"
 
@@ -198,14 +198,14 @@ def test_the_programs_on_a_masked_run(tmp_path, users_environment, monkeypatch):
         "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=16",
         "steps=100", "learning_rate=0.01", "eval_interval=-1", "sample_tokens=0",
         "loss_curve=false", "enable_tensorboard=false", "jax_cache_dir=",
-        "mlm_training=true", "mlm_mask_id=259", "mlm_cls_token_id=260",
+        "mlm_training=true", "mlm.mask_id=259", "mlm.cls_token_id=260",
     ]  # fmt: skip
     done = start("train.py", keys, tmp_path, users_environment)
     assert done.returncode == 0, done.stderr
     score = [
         "load_parameters_path=maxtext_output/masked", "eval_tasks=[lambada,wikitext]",
-        "lambada_path=lambada.txt", "wikitext_path=wiki.test.raw", "eval_output=scores.json",
-        "jax_cache_dir=",
+        "task_files.lambada=lambada.txt", "task_files.wikitext=wiki.test.raw",
+        "eval_output=scores.json", "jax_cache_dir=",
     ]  # fmt: skip
     done = start("eval.py", score, tmp_path, users_environment)
     assert done.returncode == 0, done.stderr
@@ -216,10 +216,10 @@ def test_the_programs_on_a_masked_run(tmp_path, users_environment, monkeypatch):
     assert 1 < of_lambada["metrics"]["pseudo_perplexity"] < 261**2
     monkeypatch.chdir(tmp_path)
     for mask, is_that_of_the_run in ((259, True), (258, False)):
-        found = evaluate(load([*score, f"mlm_mask_id={mask}"], "eval.py"), quiet)
+        found = evaluate(load([*score, f"mlm.mask_id={mask}"], "eval.py"), quiet)
         same = found["tasks"][0]["metrics"] == pytest.approx(of_lambada["metrics"], rel=1e-3)
         assert same == is_that_of_the_run
-    done = start("eval.py", [*score, "mlm_mask_id=261"], tmp_path, users_environment)
+    done = start("eval.py", [*score, "mlm.mask_id=261"], tmp_path, users_environment)
     assert done.returncode == 2
     assert "mask id is 261" in done.stderr
 
@@ -243,6 +243,6 @@ def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
     assert (files, steps) == ("evaluated_on", -1)
     assert read("dataset_path=other", "eval_steps=2")[1] == ("other", "", 2)
     assert read("dataset_type=synthetic", "dataset_path=", "grain_eval_files=")[1][2] == 2
-    assert not read("harness_tasks=[a]")[0].scores_data
-    assert read("harness_tasks=[a]", "eval_split=train")[0].scores_data
+    assert not read("harness.tasks=[a]")[0].scores_data
+    assert read("harness.tasks=[a]", "eval_split=train")[0].scores_data
     assert read("tokenizer_path=bytes")[0].is_tokenizer_typed

@@ -211,7 +211,7 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
 
 
 def request(folder, *names):
-    keys = {"harness_tasks": list(names), "harness_task_path": str(folder)}
+    keys = {"harness.tasks": list(names), "harness.task_path": str(folder)}
     return configure(dataset_type="synthetic", **keys)
 
 
@@ -321,5 +321,5 @@ def test_without_the_harness(monkeypatch):
 
 def test_a_folder_of_tasks_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(UserError, match=r"harness_task_path=.*none is not a folder"):
+    with pytest.raises(UserError, match=r"harness.task_path=.*none is not a folder"):
         harness_run.check_harness(request(tmp_path / "none", "arc_easy"))

@@ -24,7 +24,7 @@ from tests.small_models import some_quick
 VOCAB, WINDOW = 64, 16
 MASK, CLS, BOS = VOCAB - 1, VOCAB - 2, VOCAB - 3
 NUM_LETTERS = VOCAB - 3
-KEYS = {"mlm_training": True, "mlm_mask_id": MASK, "mlm_cls_token_id": CLS}
+KEYS = {"mlm_training": True, "mlm.mask_id": MASK, "mlm.cls_token_id": CLS}
 _FIRST_LETTER = 0x100
 
 
@@ -131,17 +131,17 @@ def masking(**keys):
 
 
 def test_mask_and_cls_are_those_of_the_training():
-    for keys, expected in (({}, (40, None)), ({"mlm_mask_id": 3, "mlm_cls_token_id": 0}, (3, 0))):
+    for keys, expected in (({}, (40, None)), ({"mlm.mask_id": 3, "mlm.cls_token_id": 0}, (3, 0))):
         assert masked_text.mask_ids(masking(**keys), tokenizer_of(mask_id=40)) == expected
 
 
 @pytest.mark.parametrize(
     ("keys", "mask_id", "message"),
     [
-        ({}, None, r"that of letters has none .*Set mlm_mask_id to the mask id"),
-        ({}, VOCAB, rf"mask id is {VOCAB}, but the model has vocab_size={VOCAB}.*mlm_mask_id"),
-        ({"mlm_mask_id": 100}, 1, r"mask id is 100.*Set mlm_mask_id"),
-        ({"mlm_mask_id": 3, "mlm_cls_token_id": 64}, 1, r"CLS id is 64.*Set mlm_cls_token_id"),
+        ({}, None, r"that of letters has none .*Set mlm.mask_id to the mask id"),
+        ({}, VOCAB, rf"mask id is {VOCAB}, but the model has vocab_size={VOCAB}.*mlm.mask_id"),
+        ({"mlm.mask_id": 100}, 1, r"mask id is 100.*Set mlm.mask_id"),
+        ({"mlm.mask_id": 3, "mlm.cls_token_id": 64}, 1, r"CLS id is 64.*Set mlm.cls_token_id"),
     ],
 )
 def test_masks_that_cannot_be(keys, mask_id, message):
@@ -162,7 +162,10 @@ def scorer_of(trained):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (" " + letters(range(16)), "lambada_path=file: the last word of passage 2, .* has 16 tok"),
+        (
+            " " + letters(range(16)),
+            "task_files.lambada=file: the last word of passage 2, .* has 16 tok",
+        ),
         (" \n", "of passage 2, .* has 0 tokens; it must have between 1 and 15"),
     ],
 )

@@ -167,8 +167,8 @@ def test_the_rules_of_the_harness(harness_rules, page):
 def test_files_that_cannot_be_used(task, name, content, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    keys = {"eval_tasks": [task], f"{task}_path": str(tmp_path / name)}
-    with pytest.raises(UserError, match=f"{task}_path=.*{message}"):
+    keys = {"eval_tasks": [task], f"task_files.{task}": str(tmp_path / name)}
+    with pytest.raises(UserError, match=rf"task_files\.{task}=.*{message}"):
         tasks.read_tasks(configure(dataset_type="synthetic", **keys))
 
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from MaxText.config.loading import load
-from MaxText.cost import plan_args as planning
+from MaxText.config.program_options import read_options
+from MaxText.cost.plan_args import PlanOptions
 from MaxText.experiments import compare_args as comparison
 from MaxText.experiments.conformance import CHECKS
 from tests.house.sources import REPOSITORY
@@ -46,7 +47,7 @@ def test_commands(program, words):
     arguments = shlex.split(words)
     if program in ("train.py", "plan.py"):
         if program == "plan.py":
-            arguments = planning.parse_args(arguments).arguments
+            arguments = read_options(PlanOptions, arguments)[1].configuration
         load(arguments, program)
     elif program == "compare.py":
         asked, problems = comparison.parse_args(arguments)

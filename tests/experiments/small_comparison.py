@@ -1,7 +1,6 @@
 """Small configurations, and whole comparisons of them in process."""
 
 import csv
-import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,7 +64,7 @@ def compare(*arguments: str) -> list[str]:
     """What compare.py shows; its folder is out/ unless it is named."""
     lines: list[str] = []
     request, problems = parse_args(arguments)
-    request = request if request.output else dataclasses.replace(request, output=Path("out"))
+    request = request if request.output else request.model_copy(update={"output": Path("out")})
     runner.compare(request, problems, ["compare.py", *arguments], lines.append)
     return lines
 

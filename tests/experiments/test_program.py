@@ -60,7 +60,7 @@ def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
     large = "decoder_block: tokenformer\nhead_dim: -1\nslot_num: 48\neval_interval: 1\n"
     (configs / "large.yml").write_text(f"base_config: a.yml\n{large}")
     # So small a rate that the second stage is what the growth made of the first.
-    second = "{slot_num: 48, steps: 3, growth_data: continue, learning_rate: 1.0e-9}"
+    second = "{slot_num: 48, steps: 3, growth.data: continue, learning_rate: 1.0e-9}"
     stages = f"stages: [{{slot_num: 16, steps: 6}}, {second}]\n"
     (configs / "grown.yml").write_text(f"base_config: large.yml\n{stages}")
     done = run("grown.yml", "large.yml", "match=flops", "tolerance=0.1", "output=out")
@@ -94,7 +94,7 @@ def test_mistakes_are_found_without_jax_and_leave_nothing(configs, users_environ
 def test_help_and_the_shared_options(run):
     done = run("--help")
     assert done.returncode == 0
-    assert "match=WHAT" in done.stdout
+    assert "match=" in done.stdout
     assert "\n  steps=" in done.stdout
     done = run("b.yml", "a.yml", "match=flops", "--why", "steps")
     assert done.returncode == 0, done.stderr

@@ -36,11 +36,11 @@ def test_each_stage_lays_its_keys_over_the_file(configs):
 
 
 def test_keys_about_growth_belong_to_the_stages_that_grow(configs):
-    stages = "stages: [{slot_num: 16}, {slot_num: 32, growth_data: continue}]\n"
+    stages = "stages: [{slot_num: 16}, {slot_num: 32, growth.data: continue}]\n"
     keys = "base_config: a.yml\ndecoder_block: tokenformer\nhead_dim: -1\n"
     (configs / "d.yml").write_text(keys + stages)
     _, grown = variants("a.yml", "d.yml")
-    assert [stage.checkpoint.growth_data for stage in grown.stages] == ["restart", "continue"]
+    assert [stage.checkpoint.growth.data for stage in grown.stages] == ["restart", "continue"]
 
 
 MISTAKES = [

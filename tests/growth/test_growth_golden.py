@@ -35,8 +35,8 @@ def check_logits(result, batch, wanted):
     ("case", "key", "folder"),
     [
         ("jax_a", "load_parameters_zero_init=true", "grown_zero"),
-        pytest.param("jax_b", "growth_mode=random", "grown_random", marks=pytest.mark.slow),
-        ("torch_a", "growth_mode=random", "grown"),
+        pytest.param("jax_b", "growth.mode=random", "grown_random", marks=pytest.mark.slow),
+        ("torch_a", "growth.mode=random", "grown"),
     ],
 )
 def test_grown_parameters(tmp_path, case, key, folder):

@@ -55,7 +55,7 @@ def test_without_a_smaller_model():
     result = resolve_growth(config, [])
     assert (result.config, result.growth, result.record, result.lines) == (config, None, None, ())
     assert result.existing_slots == {}
-    with pytest.raises(UserError, match=r"^growth_old_slots_learning_rate=0: .*_path"):
+    with pytest.raises(UserError, match=r"^growth.old_slots_learning_rate=0: .*_path"):
         resolve_growth(config_of(growth_old_slots_learning_rate=0), [])
 
 
@@ -94,16 +94,16 @@ def test_the_record_and_its_event(small):
         assert growth_events(each, how, before) == []
 
 
-RANDOM = {"slot_num": 8, "base_num_decoder_layers": 3, "growth_mode": "random"}
+RANDOM = {"slot_num": 8, "base_num_decoder_layers": 3, "growth.mode": "random"}
 DENSE = {"dense_conn": True, "dense_mixing": "sum", "scan_layers": False}
 REFUSED = {
     # of both models, of the larger one
-    "moments of the same sizes": ({}, {"growth_moments": "reused"}),
-    "data of the same sizes": ({}, {"growth_data": "continue"}),
-    "a rate of no slots": ({}, {"growth_old_slots_learning_rate": 0.5}),
+    "moments of the same sizes": ({}, {"growth.moments": "reused"}),
+    "data of the same sizes": ({}, {"growth.data": "continue"}),
+    "a rate of no slots": ({}, {"growth.old_slots_learning_rate": 0.5}),
     "another zoom": ({}, {"slot_num": 8, "zoom_dim": 8}),
     "a normalization over all slots": ({"normalize_type": "softmax"}, {"slot_num": 8}),
-    "other scores": ({}, {"slot_num": 8, "ffn_scale_factor": 2.0}),
+    "other scores": ({}, {"slot_num": 8, "scale_factors.ffn": 2.0}),
     "fewer slots": ({"slot_num": 10}, {"slot_num": 6}),
     "depth": ({}, {"base_num_decoder_layers": 3}),
     "depth of dense connections": (DENSE, {"base_num_decoder_layers": 4}),
@@ -120,7 +120,7 @@ def test_refused(name, told):
     with pytest.raises(UserError) as caught:
         resolved(source, **keys | larger)
     told(caught.value)
-    if "growth_mode=random" in str(caught.value):
+    if "growth.mode=random" in str(caught.value):
         assert resolved(source, **keys | larger, growth_mode="random").growth
 
 
@@ -146,7 +146,7 @@ def test_the_number_of_stored_slots_is_compared(keys, places, right):
     source = source_of(tiny_config(**shape))
     for number in right:
         assert settle_with(number).growth is None
-    with pytest.raises(UserError, match="slot_number=9: ") as caught:
+    with pytest.raises(UserError, match="stored_slot_num=9: ") as caught:
         settle_with(9)
     numbers = " or ".join(str(number) for number in right if number > 0)
     assert f"{places}, which is slot_num={numbers}" in str(caught.value)
@@ -159,10 +159,10 @@ OWN = {"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 9}
     ("keys", "larger", "expected"),
     [
         ({}, {"slot_num": 8, "zoom_dim": 6}, [6, 6, 24]),
-        ({}, {"slot_num": 8, "zoom_dim": 8, "growth_mode": "random"}, [8, 8, 32]),
+        ({}, {"slot_num": 8, "zoom_dim": 8, "growth.mode": "random"}, [8, 8, 32]),
         (OWN, OWN | {"qkv_slot_num": 8, "ffn_slot_num": 13}, [5, 7, 9]),
         # Untrained slots are dropped again.
-        ({"slot_num": 10, "zoom_dim": 6}, {"growth_allow_shrinking": True}, [6, 6, 24]),
+        ({"slot_num": 10, "zoom_dim": 6}, {"growth.allow_shrinking": True}, [6, 6, 24]),
         # A zoom that was fixed goes with the parameters, unless the user sets another one.
         ({"zoom_dim": 3}, {}, [3, 3, 12]),
         ({"zoom_dim": 5}, RANDOM, [5, 5, 20]),
@@ -220,7 +220,7 @@ def test_a_resumed_run_keeps_its_zoom_and_rate(large, path):
     assert zooms(again) == [6, 6, 24]
     assert again.growth is None
     assert (again.record, again.existing_slots) == (first.record, first.existing_slots)
-    assert again.config.checkpoint.growth_old_slots_learning_rate == 0
+    assert again.config.checkpoint.growth.old_slots_learning_rate == 0
     (line,) = again.lines
     assert all(text in line for text in ("zoom_dim=6", "rate=0", str(stored_in(run))))
 
@@ -231,11 +231,11 @@ def test_a_run_has_one_rate_of_old_slots(large):
     same = resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=0), own)
     assert (same.old_slots_learning_rate, same.record) == (0, first.record)
     for rate in (1, 0.5):
-        with pytest.raises(UserError, match=f"^growth_old_slots_learning_rate={rate}") as caught:
+        with pytest.raises(UserError, match=f"^growth.old_slots_learning_rate={rate}") as caught:
             resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=rate), own)
         assert f"load_full_state_path={run}" in str(caught.value)
         # Which is a run with a record of its own.
-        keys = {"load_full_state_path": str(run), "growth_old_slots_learning_rate": rate}
+        keys = {"load_full_state_path": str(run), "growth.old_slots_learning_rate": rate}
         forked = resolve_growth(config_of(slot_num=8, **keys), [])
         assert forked.old_slots_learning_rate == forked.record["old_slots_learning_rate"] == rate
         assert forked.existing_slots == first.existing_slots
@@ -256,7 +256,7 @@ def test_a_resumed_run_without_growth(tmp_path):
     assert again.lines == [f"zoom_dim=9, with which {own[0]} was trained"]
     assert zooms(resolve_growth(config_of(load_full_state_path=str(run)), [])) == [9, 9, 36]
     assert zooms(resolve_growth(config_of(zoom_dim=5), own)) == [5, 5, 20]
-    with pytest.raises(UserError, match=r"^growth_old_slots_learning_rate=0: "):
+    with pytest.raises(UserError, match=r"^growth.old_slots_learning_rate=0: "):
         resolve_growth(config_of(growth_old_slots_learning_rate=0), own)
     # What config.yml of a run without growth may say.
     for rate in (1, None):

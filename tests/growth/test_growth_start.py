@@ -87,7 +87,7 @@ def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, da
 
     run, config, state = small
     assert config.model.pattention.zoom_dim == 0
-    keys = {"growth_mode": mode, "growth_moments": moments, "growth_data": data}
+    keys = {"growth.mode": mode, "growth.moments": moments, "growth.data": data}
     grown = grow_from_random(
         tmp_path, run, slot_num=10, base_num_decoder_layers=len(layers), **keys
     )
@@ -127,9 +127,9 @@ def test_moments_and_data_that_are_not_there(small, tmp_path):
     bare = save(tmp_path / "bare", config, dataclasses.replace(state, opt_state=()))
     (bare / "checkpoints" / "1" / "iter").rename(tmp_path / "iter")
     for source, key, keys, match in (
-        (run, "growth_moments=reused", {"opt_type": "sgd"}, "opt_state/1/trace.*=zeroed"),
-        (bare, "growth_moments=reused", {}, "opt_state/1/count.*=zeroed"),
-        (bare, "growth_data=continue", {}, "growth_data=restart"),
+        (run, "growth.moments=reused", {"opt_type": "sgd"}, "opt_state/1/trace.*=zeroed"),
+        (bare, "growth.moments=reused", {}, "opt_state/1/count.*=zeroed"),
+        (bare, "growth.data=continue", {}, "growth.data=restart"),
     ):
         name, value = key.split("=")
         with pytest.raises(UserError, match=rf"(?s){key}.*{match}"):

@@ -149,8 +149,9 @@ _WEIGHTS = _edits(
 _TASKS = st.sampled_from(["[lambada]", "[wikitext]", "[lambada,nothing]"])
 _DECODING = ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
              "decode_stop", "decode_num_samples", "per_device_batch_size"]  # fmt: skip
-_EVALUATION = ["eval_tasks", "lambada_path", "wikitext_path", "eval_output", "eval_stride",
-               "harness_tasks", "tokenizer_path", "dataset_path", "grain_eval_files"]  # fmt: skip
+_EVALUATION = ["eval_tasks", "task_files.lambada", "task_files.wikitext", "eval_output",
+               "eval_stride", "harness.tasks", "tokenizer_path", "dataset_path",
+               "grain_eval_files"]  # fmt: skip
 _INSPECTION = ["step", "num_devices", "sample", "max_target_length"]
 _DATA = [st.sampled_from(["data", "dataset_path=data"]) | _EDGES]
 _DATA += [st.just("vocab_size=512"), st.just("max_target_length=16")]

@@ -54,7 +54,7 @@ def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None
     bad = "skip" if skip else "fail"
     found: list[np.ndarray | None] = []
     try:
-        tokens = token_files.open_data(folder, cache, on_bad_record=bad)
+        tokens = token_files.open_data(folder, cache, **{"bad_records.action": bad})
         offsets = tokens.store.document_offsets
     except UserError as error:
         return [], str(error)

@@ -38,8 +38,8 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
     "prompt_file": lambda path: [
         prompt.text for prompt in read_prompts(Decoding(prompt_file=str(path)))
     ],
-    "lambada_path": lambda path: [a + b for a, b in lambada.read_passages(str(path))],
-    "wikitext_path": lambda path: wikitext.read_pages(str(path)),
+    "task_files.lambada": lambda path: [a + b for a, b in lambada.read_passages(str(path))],
+    "task_files.wikitext": lambda path: wikitext.read_pages(str(path)),
 }
 
 

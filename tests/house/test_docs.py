@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.loading import load
+from MaxText.config.program_options import read_options
 from MaxText.conversion import request
-from MaxText.cost import plan_args
+from MaxText.cost.plan_args import PlanOptions
 from MaxText.experiments import compare_args
 from tests import programs
 from tests.house.sources import REPOSITORY, main_of
@@ -42,7 +43,7 @@ def accept(program: str, arguments: list[str]) -> None:
     """Raises unless the program would take the arguments."""
     match program:
         case "plan.py":
-            load(plan_args.parse_args(arguments).arguments, program)
+            load(read_options(PlanOptions, arguments)[1].configuration, program)
         case "compare.py":
             asked, problems = compare_args.parse_args(arguments)
             assert not problems
@@ -53,12 +54,15 @@ def accept(program: str, arguments: list[str]) -> None:
         case "report.py":
             of_program("report.py", "parse")([word for word in arguments if "[" not in word])
         case "launch.py":
-            of_program("launch.py", "_parser")().parse_known_args(arguments)
+            own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+            of_program("launch.py", "read_launch")(own)
         case "decode.py" | "eval.py":
             rest = [word for word in arguments if not word.startswith("load_parameters_path=")]
             load([*rest, "dataset_type=synthetic"] if program == "eval.py" else rest)
         case "inspect_data.py":
-            load(of_program("inspect_data.py", "own_options")(arguments)[1], program)
+            options = of_program(program, "InspectOptions")
+            arguments = of_program(program, "with_dataset")(arguments)
+            load(read_options(options, arguments)[1].configuration, program)
         case "train.py" if arguments[0] == "--from-maxtext":
             pass  # it reads a file of the user's
         case _:

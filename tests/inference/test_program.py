@@ -130,8 +130,9 @@ EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typic
     ],
 )  # fmt: skip
 def test_settings_of_other_strategies_have_no_effect(strategy, used):
+    of_maxtext = ("temperature", "top_k", "nucleus_p")
     keys = {
-        "decode_" + ("" if name == "entmax_alpha" else "sampling_") + name: value
+        ("decode_sampling_" if name in of_maxtext else "decode_filters.") + name: value
         for name, value in EVERY.items()
     }
     section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)

@@ -25,7 +25,7 @@ def write(kind: str, folder: Path) -> list[Path]:
 def kept_files(tmp_path, request):
     """A data set of the kind that the test names, its files, and the keys that read it."""
     files = write(request.param, tmp_path / "set")
-    keys = {"data_cache_dir": str(tmp_path / "cache"), "data_retry_seconds": 0.0}
+    keys = {"data_cache_dir": str(tmp_path / "cache"), "data_retry.delay": 0.0}
     return tmp_path / "set", files, keys
 
 

@@ -29,7 +29,7 @@ from tests.input_pipeline.small_data import (
 from tests.input_pipeline.token_store import token_files
 
 HASHES = Path(__file__).with_name("batch_hashes.json")
-MASKED = {"masking": Masking(mlm_training=True, mlm_mask_id=3)}
+MASKED = {"masking": Masking(mlm_training=True, **{"mlm.mask_id": 3})}
 RAMPED = BatchSchedule(
     (Stage(0, 4, LENGTH // 2), Stage(2, 8, LENGTH // 2), Stage(3, 8, LENGTH)), LENGTH
 )
@@ -53,8 +53,8 @@ CASES = {
     "mixture": (MIX, {}, {}),
     "mixture_by_size": (MIX, {"mixture_temperature": 2.0}, {"schedule": RAMPED}),
     "megatron": ("m", {}, {}),
-    "gpt_neox_order": ("m", {"megatron_order": "gpt_neox"}, {"num_steps": 6}),
-    "tfrecord": ("t", {"records_eos_id": 0}, {}),
+    "gpt_neox_order": ("m", {"megatron.order": "gpt_neox"}, {"num_steps": 6}),
+    "tfrecord": ("t", {"token_records.eos_id": 0}, {}),
     "groups_of_files": ("t", {"iter_file_nums": 2}, {}),
 }  # fmt: skip
 STEPS = 5

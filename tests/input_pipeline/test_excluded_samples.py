@@ -41,7 +41,7 @@ def opened(folder, host=0, hosts=1, schedule=PLAN, show=quiet, **keys):
 def test_excluding_during_the_run_equals_excluding_from_the_start(folder, keys):
     excluded = ((40, 56), (70, 83), (80, 91))
     expected = take(opened(folder, excluded_samples=excluded, **keys), 16)
-    options = keys | {"data_retry_seconds": 0.0}
+    options = keys | {"data_retry.delay": 0.0}
     read = []
     for host, hosts in ((0, 1), (0, 2), (1, 2)):
         run = opened(folder, host, hosts, **options)

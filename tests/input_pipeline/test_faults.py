@@ -60,7 +60,7 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
             file.rename(pipe)
         restore()
 
-    keys = keys | {"data_read_timeout": 0.3, "data_read_retries": 60}
+    keys = keys | {"data_retry.timeout": 0.3, "data_retry.attempts": 60}
     iterator = opened(folder, keys, Mend(mend))
     restore = moved(files)
     for file in files:
@@ -88,7 +88,7 @@ def test_evaluation_retries_too(kept):
 def test_a_missing_file_ends_the_run_after_all_tries(kept):
     folder, files, keys = kept
     show = Mend(lambda: None)
-    iterator = opened(folder, keys | {"data_read_retries": 3}, show)
+    iterator = opened(folder, keys | {"data_retry.attempts": 3}, show)
     restore = moved(files)
     refused(r"after 4 tries .*ids\.bin", next, iterator)
     assert sum(" Try " in line for line in show.lines) == 3
@@ -108,7 +108,7 @@ def test_other_data_of_the_same_name_are_refused(kept, longer):
             file.unlink()  # so that one who keeps it open goes on reading the old one
             file.write_bytes(content[::-1] + b"more" * longer)
 
-    iterator = opened(folder, keys | {"data_read_retries": 2})
+    iterator = opened(folder, keys | {"data_retry.attempts": 2})
     with (
         failing_reads(1, from_step=4, then=replace, path=str(files[0])),
         pytest.raises(UserError, match=r"other data|another batch"),
@@ -147,7 +147,7 @@ def test_any_failed_look_while_opening_is_retried(kept, monkeypatch):
     folder, _, keys = kept
     expected = undisturbed(folder, keys, 6)
     storage = Storage(folder, monkeypatch)
-    keys = keys | {"on_bad_record": "skip"}  # which must not take it for damage
+    keys = keys | {"bad_records.action": "skip"}  # which must not take it for damage
     position, retried = None, 0
     # At first none fails, so that what is expected is known.
     for failing in itertools.count(-1):
@@ -176,7 +176,7 @@ def test_a_lasting_failure_while_opening_ends_the_run(kept, monkeypatch):
     folder, _, keys = kept
     Storage(folder, monkeypatch).fail(range(1000), errno.ESTALE)
     lines = []
-    refused(f"{folder} .* 3 tries", opened, folder, keys | {"data_read_retries": 2}, lines.append)
+    refused(f"{folder} .* 3 tries", opened, folder, keys | {"data_retry.attempts": 2}, lines.append)
     assert len(lines) == 2
 
 

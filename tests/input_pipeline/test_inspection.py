@@ -165,8 +165,8 @@ def test_the_batch_is_that_of_training(tmp_path):
 
 def test_tokens_are_shown_as_masks_or_ids(tmp_path):
     text_set(tmp_path / "set")
-    masks = {"mlm_mask_prob": 1.0, "mlm_same_token_prob": 0.0, "mlm_random_token_prob": 0.0}
-    keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm_mask_id": 299, **masks}
+    masks = {"mlm.mask_prob": 1.0, "mlm.same_token_prob": 0.0, "mlm.random_token_prob": 0.0}
+    keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm.mask_id": 299, **masks}
     assert (
         f"Sequence 0: 8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'[MASK]' * 8}\n"
         in (shown_batch(mlm_training=True, **keys))

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import Masking, Megatron
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -112,7 +112,7 @@ def test_num_steps_after_a_change_of_the_batch_size(tmp_path, folder):
     assert take(smallest, 100) == []
 
 
-CLS = Masking(mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=4)
+CLS = Masking(mlm_training=True, **{"mlm.mask_id": 3, "mlm.cls_token_id": 4})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_gpt_neox_order_depends_on_the_number_of_epochs(tmp_path):
     token_files.write_megatron(tmp_path / "d" / "c", token_files.documents(0, [30, 50, 41]))
 
     def opened(steps, **keys):
-        keys |= {"megatron_order": "gpt_neox", "data_retry_seconds": 0.0}
+        keys |= {"megatron.order": "gpt_neox", "data_retry.delay": 0.0}
         data = data_keys(tmp_path / "d", **keys)
         return open_train(data, schedule=BatchSchedule.constant(1, 12), num_steps=steps)
 
@@ -199,9 +199,9 @@ def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
     data = data_keys(tmp_path / "x.parquet", data_cache_dir=str(tmp_path / "cache"))
     assert len(take(open_train(data, batch=2, vocab_size=71), 1)) == 1
     refused(r"vocab_size=70 .*id 70", take, open_train(data, batch=2, vocab_size=70), 1)
-    masking = Masking(mlm_training=True, mlm_mask_id=3)
+    masking = Masking(mlm_training=True, **{"mlm.mask_id": 3})
     refused("labels", open_train, data, masking=masking)
-    refused("labels", open_train, data.model_copy(update={"megatron_order": "gpt_neox"}))
+    refused("labels", open_train, data.model_copy(update={"megatron": Megatron(order="gpt_neox")}))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,12 @@ def test_records_that_are_left_out_are_told(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(bytes(range(40, 50)))] ^= 1
     path.write_bytes(content)
-    keys = {"eval_split": "train", "on_bad_record": "skip", "data_cache_dir": str(tmp_path / "c")}
-    batches = open_eval(data_keys(path, max_bad_records=2, **keys), batch=2)
+    keys = {
+        "eval_split": "train",
+        "bad_records.action": "skip",
+        "data_cache_dir": str(tmp_path / "c"),
+    }
+    batches = open_eval(data_keys(path, **{"bad_records.maximum": 2}, **keys), batch=2)
     assert len(batches.skipped) == 1
     assert "train.tfrecord at byte" in batches.skipped[0]
     # Records of 29 and 9 ids are left.

@@ -128,7 +128,7 @@ def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
     monkeypatch.setattr(prefetch, "_SECONDS_TO_CLOSE", 0.05)
     source = Hangs()
     reader = reader_of(source, retries=0, timeout=0.02)
-    refused(r"1 try .*0\.02 s.* data_read_timeout", reader.read, 4)
+    refused(r"1 try .*0\.02 s.* data_retry.timeout", reader.read, 4)
     source.release.set()
 
 
@@ -153,7 +153,7 @@ def test_waits_double_up_to_a_minute(monkeypatch):
 def test_stopping_ends_the_wait_before_another_try(kept):
     folder, files, keys = kept
     stop = threading.Event()
-    keys = keys | {"data_retry_seconds": 1000.0}
+    keys = keys | {"data_retry.delay": 1000.0}
     iterator = opened(folder, keys, lambda line: stop.set() if " Try " in line else None)
     iterator.stop_waiting(stop.is_set)
     read = list(itertools.islice(iterator, 3))

@@ -48,7 +48,7 @@ def runs(draw):
     keys["enable_data_shuffling"] = draw(st.booleans())
     keys["data_shuffle_seed"] = draw(st.integers(0, 5))
     keys["zero_loss"] = draw(st.booleans())
-    masked = {"mlm_training": True, "mlm_mask_id": 3, "mlm_cls_token_id": draw(st.integers(0, 4))}
+    masked = {"mlm_training": True, "mlm.mask_id": 3, "mlm.cls_token_id": draw(st.integers(0, 4))}
     masking = Masking(**masked) if draw(st.booleans()) else Masking()
     kind = draw(st.sampled_from(("one", "one", "mixture", "synthetic")))
     if kind == "synthetic":
@@ -86,7 +86,7 @@ def cache(tmp_path_factory):
 def test_position_gives_the_same_batches_on_any_hosts(
     sets, cache, run, excluded, share, stop, hosts
 ):
-    data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), data_retry_seconds=0.0)
+    data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), **{"data_retry.delay": 0.0})
     plan = BatchSchedule((Stage(0, 4, 16), Stage(4, 4 * share, 8), Stage(9, 4, 16)), window=LENGTH)
     options = {"schedule": plan, "masking": run[1]}
     whole = take(open_train(data, **options), stop + 3)

@@ -34,7 +34,7 @@ def kinds(*names: str, repeats: int = 1) -> dict[str, Any]:
 
 
 # Several chunks: of one alone the state has no gradient, which the formula does not leave out.
-LINEAR = kinds("linear", "global") | {"linear_attention_chunk": 5}
+LINEAR = kinds("linear", "global") | {"linear_attention.chunk": 5}
 
 # name -> (decoder_block, keys)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,7 +64,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": (
         "llama2",
         TWO_EXPERTS
-        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second_policy": "random"},
+        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"},
     ),
     "muddformer": ("muddformer", MUDD),
     "a pattern of layers": (
@@ -72,7 +72,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "base_num_decoder_layers": 5,
             "layer_pattern": "D(LA)",
-            "linear_attention_chunk": 5,
+            "linear_attention.chunk": 5,
             "layer_kinds": {
                 "D": {"base_mlp_dim": 8, "position_embedding": "none"},
                 "L": {"mixer": "linear_attention", "base_num_kv_heads": 2},
@@ -162,7 +162,7 @@ OPTIONS: list[list[dict[str, Any]]] = [
     [
         {},
         {"num_experts": 4},
-        TWO_EXPERTS | {"capacity_factor": 1.0, "moe_second_policy": "random"},
+        TWO_EXPERTS | {"capacity_factor": 1.0, "moe_second.policy": "random"},
         TWO_EXPERTS | {"moe_layers": [1], "mlp_activations": ["gelu"]},
     ],
     [{}, {"num_mem_kv": 2}, SGU],

@@ -32,7 +32,7 @@ WIDTHS = {"dynamic_mlp_dim": True, "mlp_dim_multiple": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms before, and after on all ways": (
         "gpt_neox", {"mudd_prenorm": True, "mudd_postnorm": "all", "dense_sources": "window"}
-        | {"dense_window": 1},
+        | {"dense_selection.window": 1},
     ),
     "one norm first, widths": ("llama2", WIDTHS | {"dense_first_norms": "one"}),
     "keys and values alone, weights of the token alone": (
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "some sources after some layers": (
         "llama2",
-        {"dense_sources": "list", "dense_source_list": (0, 2), "dense_after_layers": (2,)}
+        {"dense_sources": "list", "dense_selection.outputs": (0, 2), "dense_after_layers": (2,)}
         | {"base_num_decoder_layers": 3},
     ),
 }  # fmt: skip
@@ -118,12 +118,15 @@ def sources_by_definition(depth, keys):
         if kind == "all" or source == depth:
             wanted.append(source)
         elif kind == "dilated":  # Pagliardini et al. 2024, section 3.2: j = i modulo k
-            if source % keys["dense_dilation"] == depth % keys["dense_dilation"]:
+            if (
+                source % keys["dense_selection.dilation"]
+                == depth % keys["dense_selection.dilation"]
+            ):
                 wanted.append(source)
         elif kind == "window":
-            if source == 0 or depth - source < keys["dense_window"]:
+            if source == 0 or depth - source < keys["dense_selection.window"]:
                 wanted.append(source)
-        elif source in keys["dense_source_list"]:
+        elif source in keys["dense_selection.outputs"]:
             wanted.append(source)
     return tuple(wanted)
 
@@ -132,9 +135,9 @@ def sources_by_definition(depth, keys):
     "keys",
     [
         {"dense_sources": "all"},
-        *({"dense_sources": "dilated", "dense_dilation": k} for k in (1, 3)),
-        *({"dense_sources": "window", "dense_window": n} for n in (1, 5, 40)),
-        {"dense_sources": "list", "dense_source_list": (6, 1)},
+        *({"dense_sources": "dilated", "dense_selection.dilation": k} for k in (1, 3)),
+        *({"dense_sources": "window", "dense_selection.window": n} for n in (1, 5, 40)),
+        {"dense_sources": "list", "dense_selection.outputs": (6, 1)},
     ],
     ids=str,
 )

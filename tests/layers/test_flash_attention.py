@@ -105,7 +105,7 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
         ({"max_target_length": 200}, "tpu", "blocked", "max_target_length 200"),
         ({"position_embedding": "alibi"}, "tpu", "blocked", "position_embedding=alibi"),
         ({"num_mem_kv": 2}, "tpu", "blocked", "num_mem_kv"),
-        ({"attention_dropout_rate": 0.1}, "tpu", "blocked", "dropout"),
+        ({"dropout_rates.attention": 0.1}, "tpu", "blocked", "dropout"),
         ({"matmul_precision": "high"}, "tpu", "blocked", "matmul_precision=high"),
         ({"attention_types": [[["linear"], 3]]}, "tpu", "blocked", "softmax"),
         ({"attn_logits_soft_cap": 30.0}, "gpu", "blocked", "attn_logits_soft_cap"),

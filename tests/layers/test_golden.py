@@ -213,7 +213,7 @@ def test_score_normalizations(name):
         plain = {"normalize_type": kind, **keys}
         sections[kind] = Pattention(**plain)
         for factor, zoom in ((1.0, 0.0), (0.7, 9.0)):
-            section = Pattention(zoom_dim=zoom, qkv_scale_factor=factor, **plain)
+            section = Pattention(zoom_dim=zoom, **{"scale_factors.qkv": factor}, **plain)
             sections[f"{kind}/scale{factor}_zoom{zoom}"] = section
     recorded = {what: section for what, section in sections.items() if f"norm_fn/{what}" in arrays}
     assert len(recorded) == len(below(arrays, "norm_fn/")) - 1

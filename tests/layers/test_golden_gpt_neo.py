@@ -69,7 +69,7 @@ def keys_of(theirs: dict) -> dict:
     if "local" in kinds:
         keys["sliding_window_size"] = theirs["local_attention_radius"]
     if "linear" in kinds:
-        keys["linear_attention_chunk"] = 7
+        keys["linear_attention.chunk"] = 7
     if theirs.get("axial_pos_emb"):
         keys |= {"position_embedding": "axial", "axial_pos_shape": theirs["axial_pos_emb"]}
     if theirs.get("rotary_emb"):

@@ -171,8 +171,8 @@ SLOTS = {"decoder_block": "tokenformer", "slot_num": 256}
         ({"weight_init": "xavier_uniform"}, XAVIER, XAVIER, {}),
         ({"weight_init": "normal"}, 0.02, 0.02, {}),
         (NEO_KEYS, 0.02, 0.02 / 2**0.5, NEO),  # the bundle scales by depth
-        (NEO_KEYS | {"init_scale_by_depth": False}, 0.02, 0.02, {}),
-        (NEO_KEYS | {"init_scale_by_in": True}, 0.02 / 128**0.5, 0.02 / 512**0.5, {}),
+        (NEO_KEYS | {"init_scale_by.depth": False}, 0.02, 0.02, {}),
+        (NEO_KEYS | {"init_scale_by.fan_in": True}, 0.02 / 128**0.5, 0.02 / 512**0.5, {}),
         (SLOTS, 128**-0.5, 1024**-0.5, {"query/keys": 128**-0.5, "query/values": 256**-0.5}),
         (SLOTS | {"weight_init": "wang"}, 0.02, 128**-0.5, {"query/values": 128**-0.5}),
     ],

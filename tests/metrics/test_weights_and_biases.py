@@ -41,7 +41,7 @@ def attempt(folder, first, end, blocks):
         return sum(file.stat().st_size for file in offline_files(folder))
 
     before = size()
-    monitoring = Monitoring(enable_wandb=True, wandb_mode="offline")
+    monitoring = Monitoring(enable_wandb=True, **{"wandb.mode": "offline"})
     config = {"steps": end, "mlp_activations": ("silu", "linear")}
     wandb = WandbSink(monitoring, folder, "tiny", config, first)
     sinks = [BackgroundSink(wandb, "Weights & Biases"), EventFile(folder, first)]
@@ -205,7 +205,7 @@ def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"event": "step", "st')
     server.steps = [0, 1, 2]
-    send(tmp_path, 6, *map(step, range(6, 9)), wandb_entity="us")
+    send(tmp_path, 6, *map(step, range(6, 9)), **{"wandb.entity": "us"})
     assert server.steps == list(range(9))
     assert (server.arguments["resume"], server.arguments["entity"]) == ("allow", "us")
     assert server.exit_code == 1  # nobody said that the run was completed
@@ -278,7 +278,9 @@ def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
 
 
 def test_disabled_does_nothing(tmp_path, server):
-    monitoring = Monitoring(enable_wandb=True, wandb_mode="disabled", enable_tensorboard=False)
+    monitoring = Monitoring(
+        enable_wandb=True, **{"wandb.mode": "disabled"}, enable_tensorboard=False
+    )
     stream = open_stream(tmp_path, monitoring, "tiny", {}, first_step=0, terminal=Terminal(1))
     stream.emit("stop", reason="completed")
     stream.close()

@@ -80,7 +80,7 @@ CASES = {
     "experts of an odd width without places": (EXPERTS | {"base_mlp_dim": 65}, MIXED),
     "windows, linear attention, loss in chunks": (
         {"attention_types": [[["local", "linear"], 1]], "sliding_window_size": 5,
-         "linear_attention_chunk": 6, "num_vocab_tiling": 2},
+         "linear_attention.chunk": 6, "num_vocab_tiling": 2},
         SPLIT | RING,
     ),
     "memories, static SGU, Head-QK": (
@@ -94,7 +94,7 @@ CASES = {
         SPLIT | RING,
     ),
     "both directions, learned positions": (
-        {"mlm_training": True, "mlm_mask_id": 3, "position_embedding": "learned"}, SPLIT
+        {"mlm_training": True, "mlm.mask_id": 3, "position_embedding": "learned"}, SPLIT
     ),
     "parallel blocks": ({"family": "gpt_neox", "scan_layers": False}, SPLIT | RING),
     "rezero, macaron, shared parameters": (

@@ -87,7 +87,7 @@ def test_equal_losses_and_gradients(name):
 def test_accumulation_and_dropout():
     # A pipeline draws for its microbatches what accumulation draws for its own, and both cut rows
     # alike.
-    keys = {"residual_dropout_rate": 0.2, "ici_fsdp_parallelism": 1}
+    keys = {"dropout_rates.residual": 0.2, "ici_fsdp_parallelism": 1}
     expected, _ = train(jax.devices()[:1], num_microbatches=4, **keys)
     numbers, state = train(jax.devices()[:2], **keys, **TWO, num_pipeline_microbatches=4)
     np.testing.assert_allclose(numbers, expected, rtol=1e-5)

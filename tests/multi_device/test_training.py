@@ -36,7 +36,7 @@ CASES = {
     "muon": ({"opt_type": "muon"}, MIXED, 2e-5),
     "adafactor": ({"opt_type": "adafactor"}, MIXED, 2e-5),
     "factored, split over data": (
-        {"opt_type": "adafactor", "adafactor_min_dim_size_to_factor": 8},
+        {"opt_type": "adafactor", "adafactor.min_dim_size_to_factor": 8},
         DATA | {"shard_optimizer_over_data": True}, 1e-5,
     ),
 }  # fmt: skip

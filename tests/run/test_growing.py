@@ -53,7 +53,7 @@ def test_the_run_that_is_written(small, tmp_path):
     folder, config, state = small
     target = tmp_path / "large"
     lines = made(folder, target, "slot_num=10")
-    for words in (str(stored_in(folder)), "6 -> 10", "24 -> 40", "growth_mode=function_preserving"):
+    for words in (str(stored_in(folder)), "6 -> 10", "24 -> 40", "growth.mode=function_preserving"):
         assert words in lines[0]
     assert any(f"load_parameters_path={target}" in line for line in lines)
     assert (target / "tokenizer" / "tokenizer.json").read_text() == "{}"
@@ -99,11 +99,11 @@ def test_the_same_numbers_as_a_run_that_grows(small, tmp_path):
     [
         ([], "slot_num"),
         (["slot_num=6"], "slots"),
-        (["slot_num=4"], "growth_allow_shrinking=true"),
-        (["slot_num=10", "growth_moments=reused"], "growth_moments"),
+        (["slot_num=4"], "growth.allow_shrinking=true"),
+        (["slot_num=10", "growth.moments=reused"], "growth.moments"),
         (["slot_num=10", "--verify"], "--verify"),
         (["slot_num=10", "dtype=float32", "max_shard_size=1GB"], "dtype=float32"),
-        (["slot_num=10", "growth_mod=zero"], "growth_mode"),
+        (["slot_num=10", "growth_mod=zero"], "growth.mode"),
     ],
 )
 def test_what_is_refused(small, tmp_path, arguments, problem):
@@ -125,14 +125,14 @@ def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
     weights = HFWeights(folder)
     depth = weights.config.model.shape.base_num_decoder_layers
     layers = f"base_num_decoder_layers={2 * depth}"
-    made(f"hf:{folder}", tmp_path / "deep", layers, "growth_mode=random")
+    made(f"hf:{folder}", tmp_path / "deep", layers, "growth.mode=random")
     deep = params_of(tmp_path / "deep")
     for name in weights.model.parameters:
         array = weights.read(name)
         expected = array.repeat(2, axis=0) if name.startswith("layers/") else array
         np.testing.assert_array_equal(deep[name], expected, err_msg=name)
     # A run of the same keys grows to the same parameters.
-    keys = weights.keys | {"base_num_decoder_layers": 2 * depth, "growth_mode": "random"}
+    keys = weights.keys | {"base_num_decoder_layers": 2 * depth, "growth.mode": "random"}
     keys |= {"dataset_type": "synthetic", "steps": 10, "load_parameters_path": f"hf:{folder}"}
     config = configure(dtype="float32", scan_layers=True, remat_policy="none", **keys)
     grown = grow_by(tmp_path / "run", config)

@@ -16,7 +16,8 @@ from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
-SECTION = Guard(rewind_after_skips=3, rewind_margin=2, guard_healthy_steps=4)
+KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "guard_healthy_steps": 4}
+SECTION = Guard(**KEYS)
 
 
 def state_after(step, section=SECTION, last_skipped=-1):
@@ -156,7 +157,7 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     ],
 )
 def test_the_nearest_good_state(good, damaged, period, to, first):
-    section = SECTION.model_copy(update={"rewind_snapshot_period": period})
+    section = Guard(**{**KEYS, "rollback.snapshot_period": period})
     rollback, checkpoints, batches, _ = made(CheckpointManager(good, damaged), section)
     for step in (39, 49, 59):
         rollback.snapshot(step, state_after(step, section), {"step": step + 1})
@@ -173,9 +174,9 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
     ("good", "rewinds", "match", "given_up"),
     [
         ((58,), 0, "before step 57", []),
-        ((), 3, "max_rewinds", []),
+        ((), 3, "rollback.maximum", []),
         # A restart must not begin in the trouble.
-        ((10, 50), 3, "max_rewinds.* from step 50", [50]),
+        ((10, 50), 3, "rollback.maximum.* from step 50", [50]),
     ],
 )
 def test_where_there_is_no_way_back(good, rewinds, match, given_up):
@@ -194,7 +195,7 @@ def test_a_rise_and_skipped_steps_alone():
     assert rollback.trigger.began == 40
     assert "30%" in rollback.trigger.reason
     # Without rollbacks, a run whose steps are all skipped ends.
-    rollback, *_ = made(section=SECTION.model_copy(update={"rewind_after_skips": 0}))
+    rollback, *_ = made(section=Guard(**{**KEYS, "rollback.after_skips": 0}))
     with pytest.raises(Diverged, match="128"):
         rollback.observe(127, metrics(num_skipped=128, last=127, first=0, recent=128))
 

@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_also_between_reports(start, metrics, lo
         log.complete()
     # Why it stopped is on record.
     assert [event.step for event in events] == [1]
-    allowed, _ = start(10, 20, Guard(abort_on_nan_loss=False, abort_on_inf_loss=False))
+    allowed, _ = start(10, 20, Guard(abort_on_nan_loss=False))
     allowed.add(1, metrics(loss))
     allowed.complete()
 

@@ -22,7 +22,7 @@ def kept(request, tmp_path, bucket, emulator):
     """(kind, local folder, its copy in a bucket, keys)."""
     write(request.param, tmp_path / "set")
     upload(emulator, tmp_path / "set", f"{bucket}/set")
-    keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path / "cache")}
+    keys = {"data_retry.delay": 0.0, "data_cache_dir": str(tmp_path / "cache")}
     return request.param, tmp_path / "set", f"{bucket}/set", keys
 
 
@@ -66,7 +66,7 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
 @pytest.mark.parametrize("kept", ["megatron"], indirect=True)
 def test_a_bucket_that_fails_for_ever(kept, bucket, emulator):
     _, _, url, keys = kept
-    keys["data_read_retries"] = 2
+    keys["data_retry.attempts"] = 2
     iterator = opened(url, keys)
     with emulator.failing(Fault(503)):
         refused(r"after 3 tries .*set", take, iterator, 20)
@@ -83,7 +83,7 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
         file.write_bytes(file.read_bytes()[:-100])
     upload(emulator, folder, url)
     with pytest.raises(BadRecord, match="ids0"):
-        opened(url, keys | {"data_read_retries": 0})
+        opened(url, keys | {"data_retry.attempts": 0})
 
 
 @pytest.fixture

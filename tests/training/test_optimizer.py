@@ -169,8 +169,8 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
     name, linear = "logits_dense/kernel", {"lr_schedule_type": "linear", "learning_rate": 0.1}
     gradients = [functools.partial(jax.random.normal, jax.random.key(step)) for step in range(3)]
     keys = {"only": name, "opt_type": "adafactor", "adam_weight_decay": 0.0}
-    own = {"adafactor_decay_exponent": 0.7, "adafactor_epsilon_gradient": 1e-6}
-    own |= {"adafactor_clipping_threshold": 0.5, "adafactor_min_dim_size_to_factor": 8}
+    own = {"adafactor.decay_exponent": 0.7, "adafactor.epsilon_gradient": 1e-6}
+    own |= {"adafactor.clipping_threshold": 0.5, "adafactor.min_dim_size_to_factor": 8}
     found, state = steps_of(gradients, **keys, **own, **linear)
     schedule = learning_rate_schedule(tiny_config(**linear).schedule)
     theirs = optax.adafactor(
@@ -186,8 +186,8 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
     # Updates are as large as the parameter or as this, or a mean over them.
     for more, expected in (
         ({}, [2, -2]),
-        ({"adafactor_epsilon_parameter": 5.0}, [5, -5]),
-        ({"adafactor_momentum": 0.9}, [0.1 * 2, 0.09 * 2 - 0.1 * 2]),
+        ({"adafactor.epsilon_parameter": 5.0}, [5, -5]),
+        ({"adafactor.momentum": 0.9}, [0.1 * 2, 0.09 * 2 - 0.1 * 2]),
     ):
         found, _ = steps_of([1.0, -1.0], **keys, **more)
         for updates, value in zip(found, expected, strict=True):

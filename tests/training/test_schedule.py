@@ -27,14 +27,14 @@ NONE = {"warmup_steps_fraction": 0.0}
         ("wsd", WARMUP | {"wsd_decay_steps_fraction": 0.2},
          {5: 0.5, 10: 1.0, 50: 1.0, 80: 1.0, 90: 0.55, 100: 0.1, 101: 0.0}),
         *(("wsd", {"warmup_steps": 8, "wsd_decay_steps_fraction": 0.2,
-                   "warmup_multiplies_schedule": multiplies},
+                   "learning_rate_decay.multiplies_warmup": multiplies},
            {0: 0.0, 4: 0.5, 8: 1.0, 50: 1.0, 80: 1.0, 90: 0.55, 100: 0.1, 101: 0.0})
           for multiplies in (False, True)),
         ("constant", WARMUP, {0: 0.0, 10: 1.0, 100: 1.0, 1000: 1.0}),
-        ("polynomial", {"lr_polynomial_power": 2.0, "warmup_steps": 10},
+        ("polynomial", {"learning_rate_decay.power": 2.0, "warmup_steps": 10},
          {0: 0.0, 5: 0.5, 10: 1.0, 55: 0.1 + 0.9 * 0.25, 100: 0.1, 101: 0.0}),
         # Of fattorib: the warm-up inside, the end kept.
-        ("cosine", {"warmup_steps": 20, "learning_rate_after_schedule": "final"},
+        ("cosine", {"warmup_steps": 20, "learning_rate_decay.after": "final"},
          {10: 0.5, 20: 1.0, 60: 0.55, 100: 0.1, 500: 0.1}),
         *((kind, NONE, {0: 1.0}) for kind in ("cosine", "wsd", "constant", "polynomial")),
     ],
@@ -56,7 +56,7 @@ def test_gpt_neo(kind):
         return peak * (0.9 * shape + 0.1) * min(step / warmup, 1)
 
     keys = {"learning_rate": peak, "learning_rate_schedule_steps": end, "warmup_steps": warmup}
-    keys |= {"warmup_multiplies_schedule": True, "learning_rate_after_schedule": "final"}
+    keys |= {"learning_rate_decay.multiplies_warmup": True, "learning_rate_decay.after": "final"}
     values = rates(steps, lr_schedule_type=kind, **keys)
     assert values == pytest.approx([expected(step) for step in steps], rel=1e-5)
     assert values[0] == 0.0

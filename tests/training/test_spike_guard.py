@@ -110,7 +110,7 @@ def test_constant_and_small_values_may_vary():
     values_SQ[150::40, LOSS] = 0.15
     sound_S, metrics = judged(values_SQ)
     assert sound_S.all()
-    assert metrics["loss_rise"].max() < SECTION.rewind_on_rise
+    assert metrics["loss_rise"].max() < SECTION.rollback.on_rise
 
 
 def test_numbers_that_the_host_decides_by():
@@ -138,7 +138,7 @@ def test_a_sustained_rise_and_where_it_began():
     sound_S, metrics = judged(values_SQ)
     assert sound_S.all()
     assert np.abs(metrics["loss_rise"][:500]).max() < 0.03
-    noticed = int(np.argmax(metrics["loss_rise"] > SECTION.rewind_on_rise))
+    noticed = int(np.argmax(metrics["loss_rise"] > SECTION.rollback.on_rise))
     assert 600 < noticed < 800
     assert abs(metrics["rise_began"][noticed] - 500) <= SECTION.skip_step_interval
 

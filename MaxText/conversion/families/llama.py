@@ -248,7 +248,7 @@ MIXTRAL = _descendant(
         "moe_mlp_dim": -1,
         "moe_activations": None,
         "eval_capacity_factor": -1.0,
-        "moe_second_policy_eval": "all",
+        "moe_second.policy_eval": "all",
     },
     mapped("num_key_value_heads", "base_num_kv_heads", default=8),
     mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),

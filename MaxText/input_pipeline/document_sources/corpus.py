@@ -75,7 +75,8 @@ class Shard:
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yields the documents, counting skipped ones.
 
-        Skips up to `max_bad_records` malformed rows and files that cannot be read from the start.
+        Skips up to `bad_records.maximum` malformed rows, and files that cannot be read from the
+        start.
         Raises UserError beyond that, for files without a valid row, and for files damaged midway.
         """
         skipped.limit = self.max_bad_records

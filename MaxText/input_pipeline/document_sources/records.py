@@ -264,7 +264,7 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
         return True
     raise UserError(
         f"{path}: its records have no integer feature {' or '.join(fields)} and no text in "
-        f"{text_field} (features: {tf_example.describe(record)}). Set tokens_field, or "
+        f"{text_field} (features: {tf_example.describe(record)}). Set token_records.field, or "
         "text_field for text, to one of them."
     )
 
@@ -281,7 +281,7 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
         if before not in (None, chosen):
             raise UserError(
                 f"{path} has tensors of {', '.join(there)}, and only of {before} at first. Set "
-                "tokens_field to the one that holds token ids."
+                "token_records.field to the one that holds token ids."
             )
         if chosen in sample:
             offset, content = sample[chosen]
@@ -292,8 +292,8 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
         found = ", ".join(sorted(field or "(no name)" for field in there)) or "none"
         raise UserError(
             f"{path} has no tensors of {asked} (fields of its {'/'.join(_TENSOR_ENDINGS)} members: "
-            f"{found}; first member: {first_name}). Set tokens_field to the one that holds token "
-            "ids."
+            f"{found}; first member: {first_name}). Set token_records.field to the one that holds "
+            "token ids."
         )
 
 

@@ -210,7 +210,7 @@ def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = 
     columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
     raise UserError(
         f"{path} has no column of lists of integers named {' or '.join(fields)}{no_text} (columns: "
-        f"{columns}). Set tokens_field, or text_field for text, to one of them."
+        f"{columns}). Set token_records.field, or text_field for text, to one of them."
     )
 
 

@@ -48,7 +48,8 @@ class Skipped(Counter[str]):
 
 def too_many_error(limit: int, first: str) -> UserError:
     return UserError(
-        f"more than max_bad_records={limit} rows or files cannot be read. The first one: {first}"
+        f"more than bad_records.maximum={limit} rows or files cannot be read. The first "
+        f"one: {first}"
     )
 
 

@@ -40,6 +40,7 @@ from MaxText.input_pipeline.preparation.record_export import (
     damaged_files,
     export_records,
     record_shape,
+    stored_options,
 )
 from MaxText.input_pipeline.preparation.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -71,7 +72,7 @@ _OPTIONS = (
 _OPTIONS_OF_IDS = ("add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id")
 _OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
 # Keys that affect neither the dataset nor its manifest.
-_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options"}
+_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options", "records"}
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.
 _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
@@ -412,15 +413,19 @@ def _different_options(request: _Request, manifest: Manifest) -> list[str]:
     if request.is_records:
         keys += OPTIONS_OF_RECORDS
     asked = _options(request.preparation)
+    typed = {name: f"records.{entry}" for name, entry in OPTIONS_OF_RECORDS.items()}
     # Keys newer than the dataset had their default.
     was = _bin_for_array_record(_options(Preparation()) | manifest.options)
     return [
-        f"{key} was {was[key]!r} and is {asked[key]!r}" for key in keys if was[key] != asked[key]
+        f"{typed.get(key, key)} was {was[key]!r} and is {asked[key]!r}"
+        for key in keys
+        if was[key] != asked[key]
     ]
 
 
 def _options(preparation: Preparation) -> dict[str, Any]:
-    return _bin_for_array_record(preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA))
+    options = preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA)
+    return _bin_for_array_record(options | stored_options(preparation))
 
 
 def _bin_for_array_record(options: dict[str, Any]) -> dict[str, Any]:

@@ -61,21 +61,22 @@ LEDGER_NAMES = {
 }
 """Values of prepare_output_format that export records, and the files that list these."""
 
-OPTIONS_OF_RECORDS = (
-    "prepare_record",
-    "prepare_field",
-    "prepare_chunk_length",
-    "prepare_num_shards",
-    "prepare_name",
-    "prep_min_length",
-    "prep_max_length",
-    "prep_stride",
-    "prep_ignore_label",
-)
+# Name in manifests -> entry of the key `records`.
+OPTIONS_OF_RECORDS = {
+    "prepare_record": "content",
+    "prepare_field": "field",
+    "prepare_chunk_length": "chunk_length",
+    "prepare_num_shards": "num_shards",
+    "prepare_name": "name",
+    "prep_min_length": "min_length",
+    "prep_max_length": "max_length",
+    "prep_stride": "stride",
+    "prep_ignore_label": "ignore_label",
+}
 
 _LEDGER_SCHEMA = 1
 
-# For prepare_num_shards=0: large enough for fast reads, small enough to distribute over hosts.
+# For records.num_shards=0: large enough for fast reads, small enough to distribute over hosts.
 _TEXT_BYTES_PER_FILE = 256_000_000
 
 # GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
@@ -93,7 +94,7 @@ class RecordShape:
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]
     field: str
-    keys: Preparation  # prepare_chunk_length, and prep_ keys of strided windows
+    keys: Preparation  # records.chunk_length, and prep_ keys of strided windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +208,17 @@ def num_chunks(num_tokens: int, chunk_length: int) -> int:
 def _ranges(job: RecordFileJob, store: TokenStore) -> RecordRanges:
     shape = job.shape
     if shape.kind == "chunks":
-        length = shape.keys.prepare_chunk_length
+        length = shape.keys.records.chunk_length
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (length - 1)
         return RecordRanges(starts, np.minimum(starts + length, len(store)))
     offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
     if shape.kind in ("documents", "text"):
         return RecordRanges(offsets[:-1], offsets[1:])
     return strided_windows(
-        offsets, shape.keys.prep_min_length, shape.keys.prep_max_length, shape.keys.prep_stride
+        offsets,
+        shape.keys.records.min_length,
+        shape.keys.records.max_length,
+        shape.keys.records.stride,
     )
 
 
@@ -260,7 +264,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
     sizes = ranges.stops_W - ranges.starts_W
     if job.shape.kind == "strided":
         # The last token of a full window is only a label.
-        sizes = np.minimum(sizes, job.shape.keys.prep_max_length)
+        sizes = np.minimum(sizes, job.shape.keys.records.max_length)
     return FinishedFile(
         split=job.split,
         shard=job.number,
@@ -296,9 +300,9 @@ def _write_parquet(
         for records in batches:
             if shape.kind == "strided":
                 rows = rows_of_windows(
-                    records, shape.keys.prep_max_length, pad_id, shape.keys.prep_ignore_label
+                    records, shape.keys.records.max_length, pad_id, shape.keys.records.ignore_label
                 )
-                ends = np.arange(len(records) + 1) * shape.keys.prep_max_length
+                ends = np.arange(len(records) + 1) * shape.keys.records.max_length
                 values = [rows[name].reshape(-1) for name in columns]
             else:
                 ends = np.cumsum([0, *(record.size for record in records)])
@@ -336,7 +340,7 @@ def export_records(
         "data_set": manifest.fingerprint,
         "tokenizer_sha256": manifest.tokenizer.sha256,
         "options": {
-            **preparation.model_dump(mode="json", include={*OPTIONS_OF_RECORDS}),
+            **stored_options(preparation),
             "prepare_output_format": preparation.prepare_output_format,
         },
     }
@@ -409,34 +413,40 @@ def _write(
     return job, file
 
 
+def stored_options(preparation: Preparation) -> dict[str, Any]:
+    """Returns the options of records under their names in manifests."""
+    return {name: getattr(preparation.records, entry) for name, entry in OPTIONS_OF_RECORDS.items()}
+
+
 def record_shape(preparation: Preparation) -> RecordShape:
     """Returns the record format. Raises UserError if keys conflict, or pyarrow is not installed."""
-    name = preparation.prepare_name
+    name = preparation.records.name
     if name and Path(name).name != name:
         raise UserError(
-            f"prepare_name={name} contains a folder, and it is a prefix of file names. Leave out "
+            f"records.name={name} contains a folder, and it is a prefix of file names. Leave out "
             "the folder."
         )
     is_text = preparation.prepare_output_format in TEXT_FORMATS
     file_format: Any = preparation.prepare_output_format.removeprefix("text_")
-    kind = "text" if is_text else preparation.prepare_record
+    kind = "text" if is_text else preparation.records.content
     if kind == "strided":
         if file_format != "parquet":
             raise UserError(
-                f"prepare_record=strided is written as parquet, and prepare_output_format is "
-                f"{file_format}. Set prepare_output_format=parquet, or prepare_record=chunks."
+                f"records.content=strided is written as parquet, and prepare_output_format is "
+                f"{file_format}. Set prepare_output_format=parquet, or records.content=chunks."
             )
-        for key in ("prep_min_length", "prep_stride"):
-            value = getattr(preparation, key)
-            if value > preparation.prep_max_length:
+        for key in ("min_length", "stride"):
+            value = getattr(preparation.records, key)
+            if value > preparation.records.max_length:
                 raise UserError(
-                    f"{key}={value} is above prep_max_length={preparation.prep_max_length}: "
-                    "windows cannot be that long, or would skip tokens between them. "
-                    f"Lower {key} or raise prep_max_length."
+                    f"records.{key}={value} is above records.max_length="
+                    f"{preparation.records.max_length}: windows "
+                    "cannot be that long, or would skip tokens between them. "
+                    f"Lower records.{key} or raise records.max_length."
                 )
     if file_format == "parquet":
         require_pyarrow()
-    field = _TEXT_FIELD if is_text else preparation.prepare_field or _DEFAULT_FIELDS[file_format]
+    field = _TEXT_FIELD if is_text else preparation.records.field or _DEFAULT_FIELDS[file_format]
     return RecordShape(file_format, kind, field, preparation)
 
 
@@ -444,15 +454,15 @@ def _plan(
     prepared: Path, manifest: Manifest, shape: RecordShape, output: Path
 ) -> list[RecordFileJob]:
     jobs = []
-    files_of = _num_files(manifest, shape.keys.prepare_num_shards, shape)
+    files_of = _num_files(manifest, shape.keys.records.num_shards, shape)
     for split, entry in sorted(manifest.splits.items()):
-        prefix = shape.keys.prepare_name
+        prefix = shape.keys.records.name
         if shape.kind != "text" and prefix and len(manifest.splits) == 1:
             name = prefix
         else:
             name = ("_" if shape.kind == "text" else ".").join(filter(None, (prefix, split)))
         if shape.kind == "chunks":
-            total = num_chunks(entry.num_tokens, shape.keys.prepare_chunk_length)
+            total = num_chunks(entry.num_tokens, shape.keys.records.chunk_length)
             num_files = max(min(files_of[split], total), 1)
             bounds = [total * number // num_files for number in range(num_files + 1)]
         else:
@@ -518,5 +528,5 @@ def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
             yield (
                 f"  {split}: skipped {counted(dropped_documents, 'document')}, and "
                 f"{counted(dropped_tokens, 'token')} in all, because windows of fewer than "
-                f"prep_min_length={shape.keys.prep_min_length} tokens are not written"
+                f"records.min_length={shape.keys.records.min_length} tokens are not written"
             )

@@ -189,7 +189,7 @@ class GlobalBatch:
         raise UserError(
             f"vocab_size={size} is too small: id {largest} occurs in {documents}. Raise "
             "vocab_size, or check that these are token ids of the tokenizer you mean "
-            "(tokens_field, grain_file_type)."
+            "(token_records.field, grain_file_type)."
         )
 
 

@@ -63,7 +63,7 @@ class GptNeoxSamples(Windows):
         tokens = int(offsets[stop] - offsets[first])
         if tokens < 2 or (num_samples is None and tokens <= self.length):
             raise UserError(
-                f"megatron_order=gpt_neox: the documents have {tokens} tokens, too few for a "
+                f"megatron.order=gpt_neox: the documents have {tokens} tokens, too few for a "
                 f"sample of {self.length + 1}. Choose a shorter max_target_length or more data."
             )
         epochs = 1

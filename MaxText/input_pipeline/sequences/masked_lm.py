@@ -28,10 +28,10 @@ def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
 class MLMMasking:
     """Converts next-token-prediction sequences to masked language modeling.
 
-    Each eligible token is selected independently with probability `mlm_mask_prob`. Of the selected
-    ones a share `mlm_same_token_prob` is kept, `mlm_random_token_prob` becomes a random id, and the
+    Each eligible token is selected independently with probability `mlm.mask_prob`. Of the selected
+    ones a share `mlm.same_token_prob` is kept, `mlm.random_token_prob` becomes a random id, and the
     rest becomes the mask. Exactly the selected positions are predicted. Padding, CLS, mask, other
-    special ids and `mlm_mask_ignore_ids` are never selected or drawn. A short sequence may by
+    special ids and `mlm.mask_ignore_ids` are never selected or drawn. A short sequence may by
     chance have nothing selected, and then has no weight.
     """
 
@@ -42,25 +42,25 @@ class MLMMasking:
         tokenizer_mask_id: int | None = None,
         special_ids: Collection[int] = (),
     ):
-        """Raises UserError for invalid settings; `tokenizer_mask_id` is used if mlm_mask_id=-1."""
-        mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else tokenizer_mask_id
+        """Raises UserError for invalid settings; `tokenizer_mask_id` is used if mlm.mask_id=-1."""
+        mask_id = masking.mlm.mask_id if masking.mlm.mask_id >= 0 else tokenizer_mask_id
         if mask_id is None:
             raise UserError(
-                "mlm_mask_id=-1 takes the mask of the tokenizer, and it has none ([MASK] or "
-                "<mask>). Set mlm_mask_id to an id below vocab_size that no text contains."
+                "mlm.mask_id=-1 takes the mask of the tokenizer, and it has none ([MASK] or "
+                "<mask>). Set mlm.mask_id to an id below vocab_size that no text contains."
             )
-        kept = masking.mlm_same_token_prob
-        drawn = masking.mlm_random_token_prob
+        kept = masking.mlm.same_token_prob
+        drawn = masking.mlm.random_token_prob
         if kept + drawn > 1 + 1e-9:
             raise UserError(
-                f"mlm_same_token_prob={kept} and mlm_random_token_prob={drawn} are shares of the "
+                f"mlm.same_token_prob={kept} and mlm.random_token_prob={drawn} are shares of the "
                 f"predicted tokens and sum to {kept + drawn:g}. Lower one so that they sum to at "
                 "most 1."
             )
-        named = [("mlm_mask_id", mask_id), ("mlm_cls_token_id", masking.mlm_cls_token_id)]
-        named += [("mlm_mask_ignore_ids", token) for token in masking.mlm_mask_ignore_ids]
+        named = [("mlm.mask_id", mask_id), ("mlm.cls_token_id", masking.mlm.cls_token_id)]
+        named += [("mlm.mask_ignore_ids", token) for token in masking.mlm.mask_ignore_ids]
         for key, token in named:
-            if token >= vocab_size or (token < 0 and key != "mlm_cls_token_id"):
+            if token >= vocab_size or (token < 0 and key != "mlm.cls_token_id"):
                 raise UserError(
                     f"{key} names id {token}, and ids are 0 to {vocab_size - 1}. Change it or "
                     "vocab_size."
@@ -72,14 +72,14 @@ class MLMMasking:
         self._drawable = np.flatnonzero(self._maskable_V).astype(np.int32)
         if drawn > 0 and self._drawable.size == 0:
             raise UserError(
-                f"mlm_random_token_prob={drawn} needs ids to draw from, and all {vocab_size} ids "
-                "are special or in mlm_mask_ignore_ids. Set it to 0 or shorten that list."
+                f"mlm.random_token_prob={drawn} needs ids to draw from, and all {vocab_size} ids "
+                "are special or in mlm.mask_ignore_ids. Set it to 0 or shorten that list."
             )
         self._mask_id = mask_id
-        self._cls_id = masking.mlm_cls_token_id
+        self._cls_id = masking.mlm.cls_token_id
         # Words up to and including this one are selected, so that probability 1 selects all.
         self._last_chosen = np.uint64(
-            min(max(int(masking.mlm_mask_prob * 2**64) - 1, 0), _LARGEST_WORD)
+            min(max(int(masking.mlm.mask_prob * 2**64) - 1, 0), _LARGEST_WORD)
         )
         self._end_of_kept = round(kept * 2**32)
         self._end_of_drawn = min(round((kept + drawn) * 2**32), 2**32)

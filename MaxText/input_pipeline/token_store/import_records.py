@@ -71,7 +71,7 @@ class RecordImport:
     identity: str  # everything besides the file that determines what `read` returns
     cache_dir: Path
     eos_id: int = -1  # appended to every record unless negative
-    skip: bool = False  # skip bad records, up to `max_bad_records`
+    skip: bool = False  # skip bad records, up to `bad_records.maximum`
     max_bad_records: int = 0
 
     @functools.cached_property
@@ -167,7 +167,7 @@ class RecordImport:
         limit = self.max_bad_records
         if self.skip and bad and len(bad) >= limit:
             raise UserError(
-                f"{len(bad)} records could not be read, and max_bad_records={limit}. The last "
+                f"{len(bad)} records could not be read, and bad_records.maximum={limit}. The last "
                 f"one: {bad[-1]}. Fix the files, or raise the limit."
             )
 

@@ -243,7 +243,7 @@ def open_token_data(request: OpenRequest) -> TokenData:
 def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenData:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
-    fields = (request.data.tokens_field,) if request.data.tokens_field else ()
+    fields = (request.data.token_records.field,) if request.data.token_records.field else ()
     paths = [file.path for file in files]
     if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
         return _open_text(request, files)
@@ -253,7 +253,7 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
     named = {
         "tfrecord": f"TFRecordIds(names={fields or USUAL_FIELDS})",
         "arrayrecord": f"ArrayRecordIds(names={fields or USUAL_FIELDS})",
-        "webdataset": f"TarTensors(field={request.data.tokens_field!r})",
+        "webdataset": f"TarTensors(field={request.data.token_records.field!r})",
     }
     read = functools.partial(read_ids, kind=kind, fields=fields)
     return _open_records(request, files, kind, read, named[kind])
@@ -280,11 +280,11 @@ def _check_unused(request: OpenRequest, tokens: TokenData) -> None:
     data, preparation = request.data, request.preparation
     # Other sources of a mixture may be records.
     is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
-    if data.records_eos_id >= 0 and is_alone:
+    if data.token_records.eos_id >= 0 and is_alone:
         raise UserError(
-            f"records_eos_id={data.records_eos_id} has no effect: {request.key}={request.location} "
-            "is a prepared data set, whose documents end as they were prepared. Leave "
-            "records_eos_id=-1."
+            f"token_records.eos_id={data.token_records.eos_id} has no effect: "
+            f"{request.key}={request.location} is a prepared data set, whose documents end as they "
+            "were prepared. Leave token_records.eos_id=-1."
         )
     asked = preparation.tokenizer_path
     if not asked or preparation.prepare_source:
@@ -387,10 +387,10 @@ def _open_tables(
         has_mask, has_labels = has_mask_and_labels(table)
         # Decided once for all files.
         shift_labels = labels_are_ids(table, column) if has_labels else None
-    if has_labels and request.data.records_eos_id >= 0:
+    if has_labels and request.data.token_records.eos_id >= 0:
         raise UserError(
-            f"records_eos_id={request.data.records_eos_id}: {path} has labels, which have "
-            "no place for another token. Leave records_eos_id=-1."
+            f"token_records.eos_id={request.data.token_records.eos_id}: {path} has labels, which "
+            "have no place for another token. Leave token_records.eos_id=-1."
         )
     read = functools.partial(read_ids, kind=kind, fields=fields, shift_labels=shift_labels)
     identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
@@ -400,8 +400,8 @@ def _open_tables(
 def _open_records(
     request: OpenRequest, files: list[FileInfo], kind: str, read: Read, identity: str
 ) -> TokenData:
-    data, eos_id = request.data, request.data.records_eos_id
-    skip, limit = data.on_bad_record == "skip", data.max_bad_records
+    data, eos_id = request.data, request.data.token_records.eos_id
+    skip, limit = data.bad_records.action == "skip", data.bad_records.maximum
     job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit)
     imported = job.run(request.show)
     documents = Arrays(imported.folder)
@@ -420,7 +420,7 @@ def _open_records(
     length = record_length(offsets)
     what = f"rows of {length:,}" if length else "documents"
     labelled = ", with labels" if labels else ""
-    # Excludes the tokens that records_eos_id adds, for compatibility with earlier versions.
+    # Excludes the tokens that token_records.eos_id adds, for compatibility with earlier versions.
     without = offsets - np.arange(offsets.size) * (eos_id >= 0)
     return TokenData(
         store=store,

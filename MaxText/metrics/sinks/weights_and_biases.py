@@ -103,7 +103,7 @@ class WandbSink(Sink):
 
     @functools.cached_property
     def _counter(self) -> StepCounter:
-        if self._monitoring.wandb_mode == "online":
+        if self._monitoring.wandb.mode == "online":
             next_row = self._connection.starting_step
         else:
             next_row = next_step(self._local_folder() / "wandb", self._stored_state["id"])
@@ -118,12 +118,12 @@ class WandbSink(Sink):
         wandb.setup(wandb.Settings(**quiet))
         kind, model = self._config.get("decoder_block"), self._config.get("model_name")
         run = wandb.init(
-            project=self._monitoring.wandb_project_name,
-            entity=self._monitoring.wandb_entity or None,
+            project=self._monitoring.wandb.project,
+            entity=self._monitoring.wandb.entity or None,
             name=self._run_name,
             id=self._stored_state["id"],
             resume="allow",
-            mode=self._monitoring.wandb_mode,
+            mode=self._monitoring.wandb.mode,
             dir=str(self._local_folder()),
             config=self._config,
             allow_val_change=True,

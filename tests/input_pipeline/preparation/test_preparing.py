@@ -142,7 +142,7 @@ def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)
     monkeypatch.setattr(job.Workers, "for_corpus", lambda self, *_: (self.num_processes, 1))
     for workers in (1, 2):
-        asked = options(corpus, prepare_num_workers=workers, prepare_num_shards=3, **keys)
+        asked = options(corpus, prepare_num_workers=workers, **{"records.num_shards": 3}, **keys)
         prepare(asked, str(tmp_path / str(workers)), lambda line: None)
     assert len(contents(tmp_path / "1")) >= 4
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
@@ -249,7 +249,7 @@ def test_bad_records_are_counted(bad_text, tmp_path, make_options):
     keys = make_options(bad_text)
     for limit in (3, 0):
         caught = refused(r"latin\.txt", made, keys, tmp_path / "d", max_bad_records=limit)
-        assert ("max_bad_records=3" in str(caught)) == (limit == 3)
+        assert ("bad_records.maximum=3" in str(caught)) == (limit == 3)
     lines = []
     manifest = made(keys, tmp_path / "d", lines.append, max_bad_records=4)
     assert manifest.source.skipped == {"malformed": 2, "unreadable": 2}

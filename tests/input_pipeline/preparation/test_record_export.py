@@ -62,14 +62,14 @@ def ids_of(path: Path, field: str) -> list[list[int]]:
 def test_no_token_is_lost_or_repeated(sizes, num_shards, chunk_length, output_format):
     documents = numbered_documents(sizes)
     stream = np.concatenate(documents).tolist()
-    keys = {"prepare_output_format": output_format, "prepare_num_shards": num_shards,
-            "prepare_chunk_length": chunk_length, "prepare_name": "text8"}  # fmt: skip
+    keys = {"prepare_output_format": output_format, "records.num_shards": num_shards,
+            "records.chunk_length": chunk_length, "records.name": "text8"}  # fmt: skip
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # most of the time
         prepared = prepared_set(Path(name, "set"), documents)
         for kind in ("documents", "chunks"):
             output = Path(name, kind)
-            export(prepared, output, prepare_record=kind, **keys)
+            export(prepared, output, **{"records.content": kind}, **keys)
             files = sorted(output.glob("text8*"))
             field = "text" if output_format == "tfrecord" else "input_ids"
             in_files = [ids_of(file, field) for file in files]
@@ -100,7 +100,7 @@ def test_splits_field_and_ledger(tmp_path):
     documents = numbered_documents([3, 4, 5])
     prepared = prepared_set(tmp_path / "set", documents, validation=documents[:1])
     output = tmp_path / "out"
-    lines = export(prepared, output, prepare_num_shards=2, prepare_field="input_ids")
+    lines = export(prepared, output, **{"records.num_shards": 2, "records.field": "input_ids"})
     assert lines[-2].startswith("  train: 3 documents of 12 tokens in 2 files")
     ledger = json.loads((output / "records.json").read_text())
     assert [(f["file"], f["num_records"], f["num_tokens"]) for f in ledger["files"]] == [
@@ -136,8 +136,8 @@ def test_more_tokens_than_are_read_at_once(tmp_path):
 
 
 STRIDED = {
-    "prepare_output_format": "parquet", "prepare_record": "strided",
-    "prep_min_length": 2, "prep_max_length": 4, "prep_stride": 3,
+    "prepare_output_format": "parquet", "records.content": "strided",
+    "records.min_length": 2, "records.max_length": 4, "records.stride": 3,
 }  # fmt: skip
 
 
@@ -157,7 +157,9 @@ def test_strided_windows_with_mask_and_labels(tmp_path):
     prepared = prepared_set(tmp_path / "random", random_documents(0, 40, 30))
     rows = []
     for num_shards in (1, 7):
-        export(prepared, tmp_path / f"{num_shards}", prepare_num_shards=num_shards, **STRIDED)
+        export(
+            prepared, tmp_path / f"{num_shards}", **{"records.num_shards": num_shards}, **STRIDED
+        )
         files = sorted((tmp_path / f"{num_shards}").glob("*.parquet"))
         assert len(files) == num_shards
         rows.append([row for file in files for row in ids_of(file, "labels")])
@@ -191,13 +193,13 @@ def test_strided_windows_follow_their_definition(sizes, first, min_length, more,
 def test_finished_files_are_kept_and_missing_ones_written(tmp_path):
     prepared = prepared_set(tmp_path / "set", [np.arange(1, 9)] * 9)
     output = tmp_path / "out"
-    export(prepared, output, prepare_num_shards=3)
+    export(prepared, output, **{"records.num_shards": 3})
     whole = contents(output)
-    assert export(prepared, output, prepare_num_shards=3)[0].startswith("Resuming: 3 of 3 ")
+    assert export(prepared, output, **{"records.num_shards": 3})[0].startswith("Resuming: 3 of 3 ")
     (output / "train_00001_3.tfrecords").unlink()
     with (output / "train_00002_3.tfrecords").open("ab") as file:
         file.write(b"more")
-    assert export(prepared, output, prepare_num_shards=3)[0].startswith("Resuming: 1 of 3 ")
+    assert export(prepared, output, **{"records.num_shards": 3})[0].startswith("Resuming: 1 of 3 ")
     assert contents(output) == whole
 
 
@@ -206,8 +208,8 @@ def test_another_request_starts_over(tmp_path, monkeypatch):
     second = prepared_set(tmp_path / "second", numbered_documents([4, 3]))
     for prepared, keys, name in (
         (first, {}, "train_00000_2.tfrecords"),
-        (first, {"prepare_record": "chunks"}, "train_00000_1.tfrecords"),
-        (second, {"prepare_field": "ids"}, "train_00000_2.tfrecords"),
+        (first, {"records.content": "chunks"}, "train_00000_1.tfrecords"),
+        (second, {"records.field": "ids"}, "train_00000_2.tfrecords"),
     ):
         lines = export(prepared, tmp_path / "out", **keys)
         assert not lines[0].startswith("Resuming")

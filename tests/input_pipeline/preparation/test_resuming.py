@@ -78,7 +78,7 @@ def start(folder, program, *arguments, **keywords):
 def test_killed_at_any_moment(tmp_path, keys, first, stride):
     write_texts(tmp_path / "text", count=6)
     (tmp_path / "made").mkdir()
-    shards = {} if keys == {"tokenizer_path": "bytes"} else {"prepare_num_shards": 4}
+    shards = {} if keys == {"tokenizer_path": "bytes"} else {"records.num_shards": 4}
     arguments = [tmp_path / "text", tmp_path / "made", json.dumps(keys | shards), first, stride]
     # It forks itself: an interpreter of its own has no threads and little memory.
     done = subprocess.run(

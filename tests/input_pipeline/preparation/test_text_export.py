@@ -54,7 +54,7 @@ def records(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("ending", "num_shards"), [("tfrecord", 8), ("array_record", 0)])
 def test_all_documents_in_order(tmp_path, ending, num_shards):
     write_shards(source := tmp_path / "source", TEXTS)
-    keys = {"prepare_output_format": f"text_{ending}", "prepare_num_shards": num_shards}
+    keys = {"prepare_output_format": f"text_{ending}", "records.num_shards": num_shards}
     lines = []
     finished = export(source, tmp_path / "out", lines, **keys)
     train, held_out = (read_texts(f"{tmp_path}/out/{split}*") for split in ("train", "validation"))
@@ -73,15 +73,15 @@ def test_all_documents_in_order(tmp_path, ending, num_shards):
     assert len(finished) == (num_shards or 2)
     assert f"  train: {len(train)} documents" in "\n".join(lines)
     # Records become records of the other format, by way of either.
-    export(source, tmp_path / "direct", prepare_num_shards=num_shards)
-    export(tmp_path / "out", tmp_path / "again", prepare_num_shards=num_shards)
+    export(source, tmp_path / "direct", **{"records.num_shards": num_shards})
+    export(tmp_path / "out", tmp_path / "again", **{"records.num_shards": num_shards})
     assert records(tmp_path / "direct") == records(tmp_path / "again")
 
 
 def test_records_are_examples_with_the_text(tmp_path):
     texts = ["x", "y" * 5000, "z"]
     (tmp_path / "a.jsonl").write_bytes(rows(texts))
-    keys = {"validation_fraction": 0, "prepare_num_shards": 4, "prepare_name": "owt"}
+    keys = {"validation_fraction": 0, "records.num_shards": 4, "records.name": "owt"}
     finished = export(tmp_path / "a.jsonl", tmp_path / "out", **keys)
     # No file is empty.
     names = [f"owt_train_data_{index:05d}.tfrecord" for index in range(3)]
@@ -100,9 +100,9 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     assert [line.split()[0] for line in lines] == ["Kept"]
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
     refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
-    refused("prepare_num_shards was 0 and is 2", export, path, out, prepare_num_shards=2)
+    refused("records.num_shards was 0 and is 2", export, path, out, **{"records.num_shards": 2})
     refused("not a data set of the requested kind", export, path, tmp_path)
-    refused(r"prepare_name=\.\./x", export, path, tmp_path / "b", prepare_name="../x")
+    refused(r"records.name=\.\./x", export, path, tmp_path / "b", **{"records.name": "../x"})
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
         path.write_bytes(rows(texts))
         refused("text ", export, path, out)

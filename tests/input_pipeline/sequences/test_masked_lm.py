@@ -13,7 +13,7 @@ ORDINARY = 4  # first id that is no special one
 
 
 def model(vocab_size=VOCAB_SIZE, special_ids=(EOS, CLS, PAD), mask_id=None, **keys):
-    masking = Masking(mlm_training=True, **{"mlm_mask_id": MASK, **keys})
+    masking = Masking(mlm_training=True, **{"mlm.mask_id": MASK, **keys})
     return MLMMasking(masking, vocab_size, mask_id, special_ids)
 
 
@@ -62,7 +62,7 @@ def test_special_and_ignored_ids_are_never_hidden(ignored):
     special = np.array([EOS, MASK, CLS, PAD, *ignored], np.int32)
     places = rng.random(rows["tokens"].shape) < 0.5
     rows["tokens"][places] = rng.choice(special, places.sum())
-    keys = {"mlm_cls_token_id": CLS, "mlm_mask_ignore_ids": ignored, "mlm_mask_prob": 1.0}
+    keys = {"mlm.cls_token_id": CLS, "mlm.mask_ignore_ids": ignored, "mlm.mask_prob": 1.0}
     masked = model(**keys).apply(rows, np.arange(100), seed=0)
     chosen = masked["weights"] > 0
     np.testing.assert_array_equal(chosen, ~np.isin(masked["targets"], special))
@@ -84,7 +84,7 @@ def test_padding_is_never_hidden(name, values):
     rows = random_rows(2, 6) | {name: np.array(values)}
     if name == "weights":
         del rows["segments"], rows["positions"]
-    masked = model(mlm_mask_prob=1.0).apply(rows, np.arange(2), seed=0)
+    masked = model(**{"mlm.mask_prob": 1.0}).apply(rows, np.arange(2), seed=0)
     np.testing.assert_array_equal(masked["weights"], [[1, 1, 1, 1, 0, 0], [0] * 6])
     assert masked.keys() == rows.keys() | {"targets"}
 
@@ -106,7 +106,10 @@ def test_a_row_depends_on_seed_and_its_number_only():
         # Independent choices agree on .15 * .15 of the places.
         assert (chosen[1:] & chosen[:-1]).mean() == pytest.approx(0.0225, abs=0.02)
     # The rows given are left as they are.
-    for array in (*whole.values(), *model(mlm_cls_token_id=CLS).apply(rows, numbers, 0).values()):
+    for array in (
+        *whole.values(),
+        *model(**{"mlm.cls_token_id": CLS}).apply(rows, numbers, 0).values(),
+    ):
         array[:] = -1
     for name, array in rows.items():
         np.testing.assert_array_equal(array, copies[name])
@@ -115,7 +118,7 @@ def test_a_row_depends_on_seed_and_its_number_only():
 @pytest.mark.parametrize(("same", "random"), [(0, 0), (1, 0), (0, 1)])
 def test_shares_of_0_and_1(same, random):
     rows = random_rows(10, 100)
-    keys = {"mlm_same_token_prob": same, "mlm_random_token_prob": random, "mlm_mask_prob": 1.0}
+    keys = {"mlm.same_token_prob": same, "mlm.random_token_prob": random, "mlm.mask_prob": 1.0}
     masked = model(**keys).apply(rows, np.arange(10), seed=0)
     assert masked["weights"].all()
     assert (masked["tokens"] == MASK).mean() == 1 - same - random
@@ -129,19 +132,23 @@ def test_cls_comes_first_and_belongs_to_the_first_segment():
         "positions": np.array([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]], np.int32),
         "segments": np.array([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], np.int32),
     }
-    masked = model(mlm_cls_token_id=CLS, mlm_mask_prob=1.0).apply(rows, np.arange(2), seed=0)
+    masked = model(**{"mlm.cls_token_id": CLS, "mlm.mask_prob": 1.0}).apply(
+        rows, np.arange(2), seed=0
+    )
     assert masked["targets"].tolist() == [[CLS, 10, 11, 12, 20], [CLS, 30, 31, EOS, EOS]]
     assert masked["weights"].tolist() == [[0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]
     assert masked["positions"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]]
     assert masked["segments"].tolist() == [[1, 1, 1, 1, 2], [1, 1, 1, 0, 0]]
     assert (masked["tokens"][:, 0] == CLS).all()
     # Windows that are shorter by one lose no token to it.
-    assert (model().num_added_tokens, model(mlm_cls_token_id=CLS).num_added_tokens) == (0, 1)
-    longer = model(mlm_cls_token_id=CLS).apply(rows, np.arange(2), seed=0, length=6)
+    assert (model().num_added_tokens, model(**{"mlm.cls_token_id": CLS}).num_added_tokens) == (0, 1)
+    longer = model(**{"mlm.cls_token_id": CLS}).apply(rows, np.arange(2), seed=0, length=6)
     np.testing.assert_array_equal(longer["targets"][:, 1:], rows["tokens"])
     # A row without text gets none.
     rows = {"tokens": np.full((1, 4), PAD, np.int32), "weights": np.zeros((1, 4), np.float32)}
-    masked = model(mlm_cls_token_id=CLS, mlm_mask_prob=1.0).apply(rows, np.arange(1), seed=0)
+    masked = model(**{"mlm.cls_token_id": CLS, "mlm.mask_prob": 1.0}).apply(
+        rows, np.arange(1), seed=0
+    )
     np.testing.assert_array_equal(masked["tokens"], rows["tokens"])
     assert not masked["weights"].any()
 
@@ -149,9 +156,9 @@ def test_cls_comes_first_and_belongs_to_the_first_segment():
 @pytest.mark.parametrize(("key", "expected"), [(-1, 77), (MASK, MASK)])
 def test_the_mask_of_the_tokenizer_is_the_default(key, expected):
     rows = random_rows(1, 50)
-    keys = {"mlm_mask_prob": 1.0, "mlm_same_token_prob": 0, "mlm_random_token_prob": 0}
+    keys = {"mlm.mask_prob": 1.0, "mlm.same_token_prob": 0, "mlm.random_token_prob": 0}
     # A special id may lie outside the table: GPT-Neo pads with 50257 beside 50257 rows.
-    masking = model(special_ids=(VOCAB_SIZE,), mask_id=77, mlm_mask_id=key, **keys)
+    masking = model(special_ids=(VOCAB_SIZE,), mask_id=77, **{"mlm.mask_id": key}, **keys)
     masked = masking.apply(rows, np.arange(1), seed=0)
     assert (masked["tokens"][rows["tokens"] != 77] == expected).all()
 
@@ -159,12 +166,12 @@ def test_the_mask_of_the_tokenizer_is_the_default(key, expected):
 @pytest.mark.parametrize(
     ("keys", "vocab_size", "named"),
     [
-        ({"mlm_mask_id": -1}, VOCAB_SIZE, "mlm_mask_id=-1"),
-        ({"mlm_mask_id": 1000}, VOCAB_SIZE, "mlm_mask_id .*1000.*0 to 999"),
-        ({"mlm_cls_token_id": 1000}, VOCAB_SIZE, "mlm_cls_token_id .*1000"),
-        ({"mlm_mask_ignore_ids": (5, -2)}, VOCAB_SIZE, "mlm_mask_ignore_ids .*-2"),
-        ({"mlm_same_token_prob": 0.6, "mlm_random_token_prob": 0.5}, VOCAB_SIZE, r"1\.1"),
-        ({}, 4, r"mlm_random_token_prob=0\.1 .*4 ids"),
+        ({"mlm.mask_id": -1}, VOCAB_SIZE, "mlm.mask_id=-1"),
+        ({"mlm.mask_id": 1000}, VOCAB_SIZE, "mlm.mask_id .*1000.*0 to 999"),
+        ({"mlm.cls_token_id": 1000}, VOCAB_SIZE, "mlm.cls_token_id .*1000"),
+        ({"mlm.mask_ignore_ids": (5, -2)}, VOCAB_SIZE, "mlm.mask_ignore_ids .*-2"),
+        ({"mlm.same_token_prob": 0.6, "mlm.random_token_prob": 0.5}, VOCAB_SIZE, r"1\.1"),
+        ({}, 4, r"mlm.random_token_prob=0\.1 .*4 ids"),
     ],
 )
 def test_mistakes(keys, vocab_size, named):

@@ -33,7 +33,9 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
         end = [] if eos_id < 0 else [eos_id]
         ended = [np.append(document, end) for document in documents]
         whole = np.concatenate(ended)
-        store = open_data(tmp_path / "d", tmp_path / "cache", records_eos_id=eos_id).store
+        store = open_data(
+            tmp_path / "d", tmp_path / "cache", **{"token_records.eos_id": eos_id}
+        ).store
         assert len(store) == whole.size
         assert store.document_offsets.tolist() == np.cumsum([0, *map(len, ended)]).tolist()
         rng = np.random.default_rng(1)
@@ -68,21 +70,28 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     path.write_bytes(content)
     with pytest.raises(BadRecord, match=path.name) as caught:
         open_data(path, tmp_path / "cache")
-    keys = {"on_bad_record": "skip"}
+    keys = {"bad_records.action": "skip"}
     for _ in range(2):  # the import remembers
         lines = []
         data = open_data(path, tmp_path / "cache", show=lines.append, **keys)
         assert data.skipped == (f"Skipped a record: {caught.value}",)
         assert data.skipped[0] in lines
         assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
-    refused("max_bad_records=1", open_data, path, tmp_path / "c", max_bad_records=1, **keys)
+    refused(
+        "bad_records.maximum=1",
+        open_data,
+        path,
+        tmp_path / "c",
+        **{"bad_records.maximum": 1},
+        **keys,
+    )
 
 
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
     _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
     os.truncate(files[0], files[0].stat().st_size // 2 + 5)
     refused(r"ids0\.tfrecord at byte \d+: .*file ends", open_data, tmp_path / "d", tmp_path / "c")
-    data = open_data(tmp_path / "d", tmp_path / "c", on_bad_record="skip")
+    data = open_data(tmp_path / "d", tmp_path / "c", **{"bad_records.action": "skip"})
     assert np.diff(data.store.document_offsets).tolist() == [40, 40] + [30] * 4
     assert "rest of the file is skipped" in data.skipped[0]
 
@@ -147,4 +156,10 @@ def test_labels_are_imported_beside_the_ids(tmp_path):
     assert data.labels is not None
     read = data.labels.read(np.array([0]), np.array([6]))
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
-    refused(r"records_eos_id=1: .*labels", open_data, path, tmp_path, records_eos_id=1)
+    refused(
+        r"token_records.eos_id=1: .*labels",
+        open_data,
+        path,
+        tmp_path,
+        **{"token_records.eos_id": 1},
+    )

@@ -92,7 +92,7 @@ def test_a_data_set_by_any_of_its_names(tmp_path, name):
     assert tokens_of(data) == np.concatenate(ids).tolist()
     assert data.store.document_offsets.tolist() == [0, 3, 17, 32]
     assert data.record_length is None
-    other = open_data(tmp_path / "d" / name, tmp_path, megatron_order="gpt_neox")
+    other = open_data(tmp_path / "d" / name, tmp_path, **{"megatron.order": "gpt_neox"})
     assert other.fingerprint == data.fingerprint
 
 

@@ -114,8 +114,8 @@ def test_the_field_of_the_ids(tmp_path, opened):
     path = tmp_path / "x.tfrecord"
     path.write_bytes(frame(tf_example.encode({"text": [1, 2], "other": [3]})))
     assert tokens_of(opened(path)) == [1, 2]
-    assert tokens_of(opened(path, tokens_field="other")) == [3]
-    refused(r"nothing .*other .*text", opened, path, tokens_field="nothing")
+    assert tokens_of(opened(path, **{"token_records.field": "other"})) == [3]
+    refused(r"nothing .*other .*text", opened, path, **{"token_records.field": "nothing"})
     content = pyarrow.table({"input_ids": [[0.5]], "number": [1]})
     parquet.write_table(content, tmp_path / "x.parquet")
     refused(r"input_ids \(list<.*double>\), number", opened, tmp_path / "x.parquet")
@@ -124,7 +124,7 @@ def test_the_field_of_the_ids(tmp_path, opened):
 def test_an_id_at_the_end_of_each_record(tmp_path, opened):
     token_files.write_tfrecord(tmp_path / "x.tfrecord", [np.array([5, 6]), np.array([7, 8])])
     plain = opened(tmp_path / "x.tfrecord")
-    data = opened(tmp_path / "x.tfrecord", records_eos_id=9)
+    data = opened(tmp_path / "x.tfrecord", **{"token_records.eos_id": 9})
     assert tokens_of(data) == [5, 6, 9, 7, 8, 9]
     assert (data.eos_id, data.pad_id) == (9, 9)
     assert (plain.eos_id, plain.pad_id) == (None, 0)

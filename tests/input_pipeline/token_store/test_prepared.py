@@ -102,10 +102,10 @@ def test_damaged_names_of_documents_are_refused(prepared, rows, files):
 def test_keys_without_effect(prepared, tmp_path):
     manifest, split = prepared
     folder = split.parent
-    message = f"records_eos_id=3 .*dataset_path={folder}"
-    refused(message, open_data, folder, tmp_path, records_eos_id=3)
+    message = f"token_records.eos_id=3 .*dataset_path={folder}"
+    refused(message, open_data, folder, tmp_path, **{"token_records.eos_id": 3})
     # In a mixture other sources may be records.
-    open_data(folder, tmp_path, key="dataset_mix", records_eos_id=3)
+    open_data(folder, tmp_path, key="dataset_mix", **{"token_records.eos_id": 3})
     for keys, shown in (
         ({"tokenizer_path": "other"}, True),
         ({"tokenizer_path": "other", "prepare_source": "x"}, False),
