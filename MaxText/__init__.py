@@ -1,4 +1,4 @@
-"""Pre-trains language models in JAX (Python API: docs/how-to/use_from_python.md).
+"""Pre-trains language models in JAX.
 
 Attributes are imported on first use: the programs import this package, and a mistyped key has to be
 refused before jax is loaded.
@@ -15,7 +15,7 @@ __all__ = ["Run", "UserError", "batches", "configure", "load", "metrics", "train
 
 
 class CallableModule(types.ModuleType):
-    """A module that is also the function of its name in api.py: `train`, `metrics`."""
+    """A module callable as its function in api.py: `train`, `metrics`."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         function = getattr(importlib.import_module("MaxText.api"), self.__name__.rpartition(".")[2])

@@ -19,7 +19,7 @@ Callback = Callable[[Mapping[str, Any]], None]
 
 
 def batches(config: Config, split: str = "train") -> Iterator[Batch]:
-    """Returns the batches of a configuration, as training reads them on this machine.
+    """Returns the batches of a configuration, as training reads them.
 
     Args:
       config: names the data. A data set that `prepare_source` describes is prepared first.
@@ -94,7 +94,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
 
 
 def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
-    """Returns the metrics of a run as columns: name -> one value per reported step.
+    """Returns the metrics of a run as columns, one value per reported step.
 
     pandas.DataFrame(metrics(run)) makes a table of it. Numbers that a step does not have, such as
     "eval/avg_loss" between evaluations, are NaN.
@@ -150,12 +150,12 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The configuration that the weights brought, and the keys given to `load`."""
+        """The configuration of the weights and the keys given to `load`."""
         return self.trained.config
 
     @property
     def params(self) -> dict[str, Any]:
-        """Nested dict of arrays; layers that are alike are stacked on axis 0."""
+        """Nested dict of arrays; identical layers are stacked on axis 0."""
         return self.trained.params
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class Run:
         return logits[0] if is_single else logits[:num_rows]
 
     def _batch_of(self, text_or_ids: Any) -> tuple[Batch, int, bool]:
-        """A batch on the devices, its rows that count, and whether one sequence was given."""
+        """A batch on the devices, its valid rows, and whether it was one sequence."""
         if isinstance(text_or_ids, str):
             text_or_ids = self.tokenizer.encode(text_or_ids)
         ids = np.asarray(text_or_ids, np.int32)
@@ -302,7 +302,7 @@ class Run:
 
     @functools.cached_property
     def _model_to_look_into(self) -> Any:
-        """The model with unrolled layers, nothing recomputed and attention in one block."""
+        """The model with unrolled layers, no remat, and attention in one block."""
         from MaxText.layers.model import Model
 
         section = self.trained.model.section

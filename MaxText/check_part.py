@@ -1,4 +1,4 @@
-"""Checks a part of your own: python MaxText/check_part.py my_parts.py:MyMixer [key=value ...]"""
+"""Checks a part: python MaxText/check_part.py PARTS.py:NAME [key=value]."""
 
 import contextlib
 import io
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
-    """Imports a module and returns the parts that it registers."""
+    """Imports a module and returns its registered parts."""
     found = _SPEC.fullmatch(spec)
     assert found is not None
     before = set(registry.registrations())
@@ -107,10 +107,10 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     for check in checks:
         problem = conformance.result(check, subject)
         if check.name == "decode state" and not decodes:
-            verdict = "not supported: no prefill and decode_step, so decode.py rejects it"
+            result = "not supported: no prefill and decode_step, so decode.py rejects it"
         else:
-            verdict = "ok" if problem is None else f"FAILED: {problem}"
-        print(f"  {check.name:<16}{verdict}")
+            result = "ok" if problem is None else f"FAILED: {problem}"
+        print(f"  {check.name:<16}{result}")
         if problem is not None:
             print(f"{'':18}{check.remedy}")
             broken = True

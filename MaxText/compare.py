@@ -1,4 +1,4 @@
-"""Compares configurations under one budget: python MaxText/compare.py A.yml B.yml match=params"""
+"""Compares configurations under one budget."""
 
 import sys
 from pathlib import Path

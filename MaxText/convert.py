@@ -1,4 +1,4 @@
-"""Converts weights from and to other programs: python MaxText/convert.py from=hf:FOLDER to=RUN"""
+"""Converts weights: python MaxText/convert.py from=hf:FOLDER to=RUN."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ train_and_grow_tokenformer.md): growth.mode=..., slot_num=..., base_num_decoder_
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake in the command line or unfit weights, 130 Ctrl-C."""
+    """Exit codes: 0 done, 2 user error or unfit weights, 130 Ctrl-C."""
     arguments = sys.argv[1:]
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(f"{USAGE.strip()}\n\n{describe(ConvertOptions)}")

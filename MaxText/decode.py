@@ -1,4 +1,4 @@
-"""Generates text: python MaxText/decode.py load_parameters_path=RUN prompt=..."""
+"""Generates text: python MaxText/decode.py load_parameters_path=RUN."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ docs/how-to/generate_text.md."""
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 unexpected text, 2 a mistake of the user, 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 unexpected text, 2 user error, 130 Ctrl-C."""
     start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)

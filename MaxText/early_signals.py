@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C and SIGTERM end a program that still imports, at once and without traceback.
+"""Signals during imports: Ctrl-C and SIGTERM exit without traceback.
 
 Imports little: what comes before it is not covered.
 """
@@ -16,7 +16,7 @@ _CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
 
 
 def install(importer: str, *, also_sigterm: bool = False) -> None:
-    """Takes over Ctrl-C until `leave_to_python` is called or others take it over.
+    """Takes over Ctrl-C until `leave_to_python` or another handler.
 
     Args:
       importer: __name__ of the program; nothing is done where it is not what was started.
@@ -49,7 +49,7 @@ def leave_to_python() -> None:
 
 @contextlib.contextmanager
 def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]):
-    """Installs a handler for some signals in a block, unless the parent ignores them (nohup)."""
+    """Installs a signal handler in a block, unless ignored (nohup)."""
     before = {
         number: signal.signal(number, handler)
         for number in numbers

@@ -1,8 +1,8 @@
-"""What ends a program without a traceback; anything else is a bug of ours."""
+"""Exceptions with a message instead of a traceback."""
 
 
 class UserError(ValueError):
-    """A mistake that a user can mend: bad keys, missing files, unusable data. Exit code 2.
+    """A user error: a bad key, a missing file, unusable data. Exit code 2.
 
     Says what is wrong, where it was set, and what to do.
     """
@@ -11,8 +11,8 @@ class UserError(ValueError):
 
 
 class Diverged(Exception):
-    """Training has gone wrong and nothing is left that the configuration allows. Exit code 1."""
+    """Training diverged, and the configuration has no remedy. Exit code 1."""
 
 
 class StopWaiting(Exception):
-    """What is waited for is not wanted any more: the program shall save and stop."""
+    """Raised in a blocking wait when shutdown was requested."""

@@ -1,4 +1,4 @@
-"""Scores trained weights: python MaxText/eval.py load_parameters_path=RUN"""
+"""Scores trained weights: python MaxText/eval.py load_parameters_path=RUN."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ docs/reference/metrics.md."""
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C."""
+    """Exit codes: 0 done, 2 user error, 130 Ctrl-C."""
     start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)

@@ -1,12 +1,12 @@
-"""The codes with which the programs end. Whoever starts them decides by these what to do next."""
+"""Exit codes of the programs."""
 
 DONE = 0
-# The loss diverged. An error of ours, with a traceback, ends with the same code.
+# The loss diverged. An internal error, with a traceback, has the same code.
 DIVERGED = 1
 # One message says what; starting again changes nothing. Also the code of errors.UserError.
 USER_MISTAKE = 2
-# SIGTERM or a preemption notice came, and the state is saved: the same command goes on where it
-# stood. 75 is EX_TEMPFAIL of sysexits.h.
+# SIGTERM or a preemption notice; the state is saved, and the same command resumes. 75 is
+# EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75
 # No progress within heartbeat_timeout, or another process of the run is gone. The same command
 # goes on from the newest checkpoint.

@@ -1,4 +1,4 @@
-"""Shows what a data set holds, and the batch of any step: python MaxText/inspect_data.py DATASET"""
+"""Shows statistics or batches of a dataset."""
 
 import sys
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def with_dataset(arguments: Sequence[str]) -> list[str]:
 
 
 def inspect(loaded: LoadedConfig, options: InspectOptions) -> None:
-    """Prints what was asked for."""
+    """Prints the requested information."""
     from MaxText.input_pipeline.inspect_dataset import Inspection
 
     has_model = loaded.origins["vocab_size"].source is not Source.DEFAULT
@@ -66,7 +66,7 @@ def inspect(loaded: LoadedConfig, options: InspectOptions) -> None:
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 a mistake in the command line, or data that cannot be trained on."""
+    """Exit codes: 0 done, 2 user error or unusable data, 130 Ctrl-C."""
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     with command_line.exit_on_user_error():

@@ -1,4 +1,4 @@
-"""Starts a run of several processes: python MaxText/launch.py local 2 -- CONFIG.yml key=value"""
+"""Starts a run of several processes."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Estimates memory, time and cost of a run: python MaxText/plan.py CONFIG hardware=NAME"""
+"""Estimates memory, time and cost of a run."""
 
 import os
 import sys

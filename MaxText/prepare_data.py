@@ -1,4 +1,4 @@
-"""Text -> token records: python MaxText/prepare_data.py prepare_source=... dataset_path=..."""
+"""Tokenizes text to a prepared dataset or to records."""
 
 import shlex
 import sys
@@ -20,7 +20,7 @@ from MaxText.input_pipeline.token_store.manifest import describe
 
 USAGE = """
 Turns text into a prepared data set (token records, the tokenizer and a manifest), or into records
-for other programs. The same command again goes on where it was stopped.
+for other programs. Run the same command again to resume.
 
   python MaxText/prepare_data.py prepare_source=corpus/ dataset_path=data/corpus
   python MaxText/prepare_data.py prepare_source=rows.jsonl.gz text_field=content \\
@@ -50,12 +50,12 @@ With Apache Beam:
 
 
 def main() -> int:
-    """Prepares what the command line asks for.
+    """Prepares the requested data.
 
-    Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C.
+    Exit codes: 0 done, 2 user error, 130 Ctrl-C.
     """
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
-    with command_line.exit_on_user_error("stopped: the same command goes on where it stood"):
+    with command_line.exit_on_user_error("Interrupted. Run the same command to resume."):
         data = config.data
         preparation, path = config.preparation, data.dataset_path
         manifest = prepare(

@@ -1,4 +1,4 @@
-"""Writes an HTML report and figures of runs: python MaxText/report.py RUN [RUN ...]"""
+"""Writes an HTML report and figures of runs."""
 
 import sys
 import time
@@ -74,7 +74,7 @@ def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
-    """Returns runs and options; ConfigurationError for an unknown option, bad value, or no run."""
+    """Returns runs and options; ConfigurationError for an unknown option, bad options or no run."""
     paths = [word for word in arguments if "=" in word and Path(word).exists()]
     rest = [word for word in arguments if word not in paths]
     options, words = read_options(ReportOptions, rest, takes_keys=False)
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
 
 
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
-    """Writes the report once and prints its path; returns whether a run is still running."""
+    """Writes the report once; returns whether a run is still running."""
     from MaxText.reports.discovery import find_runs
     from MaxText.reports.writing import warnings_about, write_report
 

@@ -1,4 +1,4 @@
-"""Trains a language model: python MaxText/train.py CONFIG.yml key=value ...
+"""Trains a language model: MaxText/train.py CONFIG.yml key=value ...
 
 The whole program, top to bottom: configuration, text, devices, model, data, compiled steps,
 starting point, loop, what is left in the run folder.
@@ -34,7 +34,7 @@ The same command again resumes from the newest checkpoint of the run."""
 
 
 def main() -> int:
-    """Trains; exit_codes.py says what the number that it returns means."""
+    """Trains; returns a code of exit_codes.py."""
     start_up.reexec_with_malloc_tuning()
     stop = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
@@ -203,8 +203,8 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         with events.timed("compile", step=training.step) as facts:
             facts |= dataclasses.asdict(compiling.result())
         reason = training.run(bool(start.metadata.get("evaluation_is_due")))
-        is_sound = rollback.is_healthy and not records.trend.diverged
-        if is_sound and log.newest_step is not None and reason != loop.PREEMPTED:
+        is_healthy = rollback.is_healthy and not records.trend.diverged
+        if is_healthy and log.newest_step is not None and reason != loop.PREEMPTED:
             # No later step can show that it was healthy.
             checkpoints.promote(log.newest_step)
         checkpoints.close()

@@ -1,4 +1,4 @@
-"""Compiles a train step for devices that need not exist: python MaxText/train_compile.py ..."""
+"""Compiles a train step for absent devices."""
 
 import sys
 from pathlib import Path

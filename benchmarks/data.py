@@ -1,4 +1,4 @@
-"""Speed of the input pipeline, each stage against the limit measured in the same run.
+"""Speed of the input pipeline by stage, against limits of the machine.
 
     python benchmarks/data.py            31 MB of text: the source code of the interpreter
     python benchmarks/data.py --quick    3 MB of it
@@ -42,14 +42,14 @@ ROUNDS = 3
 
 
 class Cost(NamedTuple):
-    """Seconds that something took."""
+    """Measured seconds."""
 
     wall: float
     cpu: float
 
 
 def cost_of(function: Callable[[], Any]) -> Cost:
-    """Runs a function once. CPU time counts its threads and the processes that it waited for."""
+    """Runs a function once. CPU time counts its threads and children."""
 
     def cpu() -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -61,7 +61,7 @@ def cost_of(function: Callable[[], Any]) -> Cost:
 
 
 def cost_of_one(function: Callable[[], Any], times: int) -> Cost:
-    """The mean cost of a call, over rounds of calls until time is over, the first one left out."""
+    """The mean cost of a call, over rounds of calls until time is over, without the first."""
     function()
     rounds: list[Cost] = []
     while sum(cost.wall for cost in rounds) < SECONDS:
@@ -71,7 +71,7 @@ def cost_of_one(function: Callable[[], Any], times: int) -> Cost:
 
 
 def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> None:
-    """Prints a table; the first row is what the others are compared with."""
+    """Prints a table, with ratios to the first row."""
     print(f"\n{title}")
     print(f"  {'':44}{unit + '/CPU s':>18}{unit + '/s':>14}{'of the first':>14}")
     first = next(iter(costs.values()))
@@ -81,7 +81,7 @@ def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> 
 
 
 def text_of(source: str) -> list[str]:
-    """The documents that prepare_data.py reads."""
+    """The documents for prepare_data.py."""
     from MaxText.input_pipeline.document_sources.corpus import open_corpus
     from MaxText.input_pipeline.document_sources.text_streams import Skipped
 
@@ -91,7 +91,7 @@ def text_of(source: str) -> list[str]:
 
 
 def slice_of_text(folder: pathlib.Path) -> str:
-    """Writes the first QUICK_BYTES of the documents as files; returns their folder."""
+    """Writes the first QUICK_BYTES of the documents; returns their folder."""
     folder.mkdir()
     size = 0
     for number, text in enumerate(text_of("python_stdlib")):
@@ -148,7 +148,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
 
 
 def all_ids(folder: pathlib.Path) -> np.ndarray:
-    """Maps one file with all ids of the training split, for readers of a single array."""
+    """Maps one file with all ids of the training split."""
     path = folder / "all_ids"
     if not path.exists():
         with path.open("wb") as file:
@@ -158,7 +158,7 @@ def all_ids(folder: pathlib.Path) -> np.ndarray:
 
 
 def measure_random_reads(folder: pathlib.Path) -> None:
-    """Windows of LENGTH + 1 tokens at random places, BATCH at a time, as int32."""
+    """Windows of LENGTH + 1 tokens at random places, BATCH each, int32."""
     from MaxText.input_pipeline.token_store.manifest import read_manifest
     from MaxText.input_pipeline.token_store.store import open_flat
 
@@ -185,7 +185,7 @@ def measure_random_reads(folder: pathlib.Path) -> None:
 
 
 def write_peer(folder: pathlib.Path, path: pathlib.Path) -> None:
-    """One ArrayRecord record per row of LENGTH + 1 tokens, as Grain's own reader wants them."""
+    """One ArrayRecord record per row of LENGTH + 1 tokens, as for Grain."""
     from array_record.python import (
         array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
     )
@@ -198,7 +198,7 @@ def write_peer(folder: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def grain_over_array_record(path: pathlib.Path) -> Any:
-    """Shuffled batches by Grain, a batch of records of one row each by one call."""
+    """Shuffled batches by Grain, one call per batch of single rows."""
     import grain
     from grain.experimental import index_shuffle
 
@@ -220,7 +220,7 @@ def grain_over_array_record(path: pathlib.Path) -> Any:
 
 
 def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
-    """Shuffled batches by Grain's MapDataset, a row of the mapped ids per element."""
+    """Shuffled batches by Grain's MapDataset, one row per element."""
     import grain
 
     ids = all_ids(folder)
@@ -246,7 +246,7 @@ def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
 
 
 def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
-    """What train.py reads."""
+    """The data of train.py."""
     from MaxText.input_pipeline.loader import make_train_iterator
     from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 
@@ -259,7 +259,7 @@ def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: An
 
 
 def measure_loader(folder: pathlib.Path) -> None:
-    """Whole batches, shuffled, packed and on the device; the first row is the peer of its kind."""
+    """Whole batches, shuffled, packed batches on the device; the first row is the peer."""
     import jax
 
     flat, peer = folder / "bin", folder / "peer.array_record"

@@ -1,14 +1,14 @@
-"""Speed of text generation against transformers' generate on the CPU, in one run, in turn.
+"""Speed of text generation against transformers on the CPU.
 
     pip install '.[torch]'
-    python benchmarks/decode.py                     GPT-2 of 124M parameters, 1 and 8 texts at once
+    python benchmarks/decode.py                     GPT-2 of 124M parameters, batch sizes 1 and 8
     python benchmarks/decode.py --rounds 9 --batches 1 --new-tokens 128
 
-Both sides run the same random weights in float32 and take the likeliest token 64 times after a
+Both sides run the same random weights in float32 and take the argmax 64 times after a
 prompt of 32. transformers has a process of its own, so that neither side's threads or allocator
 setting disturb the other. Times are those of whole calls, prompt included, after one call to warm
 up; the ratio is the median over rounds. A step reads every weight once, so for one text the
-memory's bandwidth bounds the speed: the share of it that we reach is taken from steps of ours and
+memory's bandwidth bounds the speed: the share of it that we reach is taken from our steps and
 from sums over as many bytes, in turn in the same run.
 """
 
@@ -30,7 +30,7 @@ PROMPT_LENGTH = 32
 
 
 def serve_theirs(folder: str) -> None:
-    """Writes random weights to `folder`, then answers lines of JSON with texts and seconds."""
+    """Writes random weights to `folder`, then answers JSON lines."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -62,7 +62,7 @@ def serve_theirs(folder: str) -> None:
 
 
 class Theirs:
-    """(prompts, new tokens) -> texts and seconds, by transformers in another process."""
+    """(prompts, new tokens) -> texts and seconds, by transformers."""
 
     def __init__(self, folder: str):
         """Starts it; the weights are in `folder` afterwards."""
@@ -96,7 +96,7 @@ class Theirs:
 
 
 def ours(folder: str):
-    """The same by our engine; the engine, and the bytes of weights that a step reads."""
+    """The same by our engine; the engine, and its weight bytes per step."""
     import jax
 
     from MaxText.inference.checkpoint_config import load
@@ -152,7 +152,7 @@ def compare(sides, batch: int, num_tokens: int, rounds: int) -> None:
 
 
 def bandwidth(engine, num_bytes: int, rounds: int) -> None:
-    """Prints the share of the memory's bandwidth that steps for one text reach."""
+    """Prints the share of memory bandwidth at batch size 1."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,4 @@
-"""A GPT-2-like train step written by hand in plain JAX, in the fastest forms known on CPU.
+"""A GPT-2-like train step in plain JAX, in the fastest forms on CPU.
 
 It is the yardstick of step_time.py: no options, no configuration, one file. Learned positions,
 LayerNorm with bias, fused query-key-value, tanh GELU, tied head, AdamW with decay on everything,
@@ -102,7 +102,7 @@ def loss_function(params, tokens_BT, targets_BT, size: Size, scan: bool):
 
 
 def make_step(size: Size, *, scan: bool):
-    """(params, moments, count, tokens, targets) -> (params, moments, count, loss, grad norm).
+    """(params, moments, count, batch) -> the next, loss, and norm.
 
     With scan=False `params["layers"]` is a list of one dict per layer.
     """
@@ -145,7 +145,7 @@ def fresh(size: Size, *, scan: bool):
 
 
 def flops(size: Size) -> float:
-    """Of one training step: products only, causal half of attention, times 3."""
+    """FLOPs of one training step: matmuls, causal half of attention, times 3."""
     L, D, T = size.num_layers, size.width, size.length
     tokens = size.batch * T
     matrices = L * 12 * D * D + size.vocabulary * D

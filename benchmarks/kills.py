@@ -1,4 +1,4 @@
-"""Kills training again and again, and compares what it ends with to a run that nobody disturbed.
+"""Kills training repeatedly; compares with an undisturbed run.
 
     python benchmarks/kills.py --kills 200
     python benchmarks/kills.py --kills 20 --processes 2
@@ -10,7 +10,7 @@ its metrics and its evaluations must be those of the undisturbed run, bit for bi
 must have one row. Then the next run begins, until there were as many kills as asked for.
 
 With several processes `launch.py local N --supervise` runs them, and one of them, at random, is
-ended by SIGKILL or frozen by SIGSTOP. Nobody but the supervision starts anything again.
+ended by SIGKILL or frozen by SIGSTOP. Only the supervision restarts processes.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Kill:
 
 
 class Run:
-    """One process of a run, or launch.py with several, whose output a thread reads.
+    """One process of a run, or launch.py, with a thread for its output.
 
     Attributes:
       lines: of output since the last start.
@@ -135,7 +135,7 @@ class Run:
         return self._process.poll() is not None
 
     def wait_for(self, condition: Callable[[], bool], poll: float = 0.05) -> bool:
-        """Waits until `condition`, looking at each new line and every `poll` seconds.
+        """Waits for `condition`, at each new line and every `poll` seconds.
 
         Returns:
           False if the process ended first.
@@ -161,7 +161,7 @@ class Run:
         self._process.send_signal(number)
 
     def strike(self, number: int, draw: random.Random) -> bool:
-        """Sends a signal to one of the processes that launch.py has started.
+        """Sends a signal to one of launch.py's processes.
 
         Returns:
           False if there was none any more.
@@ -186,7 +186,7 @@ class Run:
         self.end()
 
     def stop_all(self) -> None:
-        """Ends launch.py and what it has started; does nothing if they have ended."""
+        """Ends launch.py and its processes. Idempotent."""
         while not self.has_ended:
             self.send(signal.SIGTERM)  # the second one is SIGKILL to them all
             time.sleep(0.5)
@@ -263,7 +263,7 @@ MOMENTS: dict[str, Callable[[Run, pathlib.Path, random.Random], bool]] = {
 
 
 class Attack:
-    """Runs that are killed, and the one that is not."""
+    """Killed runs and the undisturbed one."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class Attack:
             yield self.folder(begun)
 
     def _struck(self, kills: int, moments: Sequence[str]) -> Iterator[Any]:
-        """`killed` for several processes, one of which is ended or frozen."""
+        """`killed` for several processes, with one killed or frozen."""
         done = number = 0
         while done < kills:
             name, number = f"killed_{number}", number + 1
@@ -404,7 +404,7 @@ def _rows(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
 
 
 def numbers_of(folder: pathlib.Path) -> dict[str, Any]:
-    """What a run recorded, without times: metric rows and evaluations, as they stand there."""
+    """Metric rows and evaluations of a run, without times."""
     metrics = [
         {name: value for name, value in row.items() if name.split("/")[0] in ("step", "learning")}
         for row in _rows(folder, "metrics.jsonl")
@@ -418,7 +418,7 @@ def numbers_of(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
-    """Where a run's end differs from that of another; none if it is the same bit for bit."""
+    """Differences between two runs' ends; none if bitwise equal."""
     found = []
     here, there = arrays_of(folder, LAST_STEP), arrays_of(expected, LAST_STEP)
     if here.keys() != there.keys():

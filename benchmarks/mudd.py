@@ -1,4 +1,4 @@
-"""Cost of dense connections against the plain Transformer of the same shape, in one run.
+"""Cost of dense connections against a Transformer of the same shape.
 
     python benchmarks/mudd.py                              train steps on this machine, in turn
     python benchmarks/mudd.py --shape wide --rounds 15 --keys attention=blocked remat_policy=minimal
@@ -7,18 +7,18 @@
         decoder_block=muddformer use_qk_norm=false
 
 Rows: the Transformer with its layers unrolled and in a scan; dense connections on all four ways
-with each form of `dense_mixing`; and every second sum over every second output (2x2), made again in
+with each form of `dense_mixing`; and every second sum over every second output (2x2), recomputed in
 the backward pass or kept for it. Rows are compared with the Transformer unrolled. The block is
 the same everywhere, so that differences are those of the connections.
 
-With --topology steps are compiled for one chip of a TPU that need not be there, or for --chips of
+With --topology steps are compiled for one chip of an absent TPU, or for --chips of
 them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
 figures are the compiler's own, of one chip: it takes a kernel's bytes from the kernel's own
 declaration. It counts the body of a loop once, so bytes of a scan are not shown. Ratios of step
 time are medians over rounds, so that drifts of the machine's speed cancel.
 
 The count is what sums cannot do without one by one: each reads its sources once forward, once to be
-computed again, once for the gradient of its weights, and reads and writes their gradients once.
+recomputed, once for the gradient of its weights, and reads and writes their gradients once.
 `kernel` adds up the gradients of two sums at once, so it may stay below.
 """
 
@@ -55,15 +55,15 @@ SHAPES = {
     "405m": Shape(24, 1024, 64, 2816, 50432, 2048, 8),
     "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
 }
-WRITTEN_OUT = {"dense_conn": True, "scan_layers": False}
+UNROLLED = {"dense_conn": True, "scan_layers": False}
 SPARSE = {"dense_sources": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
 ROWS: dict[str, dict[str, Any]] = {
     "Transformer": {"dense_conn": False, "scan_layers": False},
     "Transformer, scan": {"dense_conn": False, "scan_layers": True},
-    "sum": WRITTEN_OUT | {"dense_mixing": "sum"},
-    "kernel": WRITTEN_OUT | {"dense_mixing": "kernel"},
-    "2x2": WRITTEN_OUT | SPARSE,
-    "2x2, kept": WRITTEN_OUT | SPARSE | {"dense_kept_sums": 100},
+    "sum": UNROLLED | {"dense_mixing": "sum"},
+    "kernel": UNROLLED | {"dense_mixing": "kernel"},
+    "2x2": UNROLLED | SPARSE,
+    "2x2, kept": UNROLLED | SPARSE | {"dense_kept_sums": 100},
 }
 
 
@@ -111,7 +111,7 @@ def keys_of(shape: Shape, row: dict[str, Any], options: argparse.Namespace) -> d
 
 
 def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, devices) -> Compiled:
-    """Compiles a row's step for `devices`, and draws its state where they are real."""
+    """Compiles a row's step for `devices`; draws its state if they exist."""
     import jax
     import numpy as np
 
@@ -181,7 +181,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
 
 
 def medians(rows: dict[str, Compiled], rounds: int) -> dict[str, tuple[float, float]]:
-    """Name -> median seconds of a step, and median ratio to the first row's step of its round."""
+    """Returns median step seconds and ratios to the first row, by name."""
     import numpy as np
 
     seconds: dict[str, list[float]] = {name: [] for name in rows}
@@ -199,7 +199,7 @@ def medians(rows: dict[str, Compiled], rounds: int) -> dict[str, tuple[float, fl
 
 
 def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> None:
-    """Prints the table. Extra figures are against the first row, a Transformer."""
+    """Prints the table, with ratios to the first row, a Transformer."""
     plain = next(iter(rows.values()))
     head = ("", "step s", "ratio", "GB", "extra", "count", "temporaries GB", "compile CPU s")
     layout = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>15}"
@@ -223,7 +223,7 @@ def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> No
 
 
 def chips_of(topology: str, number: int) -> list:
-    """Chips of a TPU that need not be there."""
+    """Chips of an absent TPU."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:number]

@@ -1,4 +1,4 @@
-"""How far plan.py is off: its memory against the TPU compiler, its speed against published runs.
+"""Errors of plan.py: memory against a compiler, speed against runs.
 
     python benchmarks/plan.py speed             published rows, no device needed
     python benchmarks/plan.py memory            compiles each shape; needs libtpu, no TPU
@@ -108,7 +108,7 @@ _LLAMA_70B = (
 )
 _TORCHTITAN = "model_name=llama3.1-8b max_target_length=8192 per_device_batch_size=1 remat_policy="
 # configs/gpu/a3 counted attention whole: 492 TFLOP/s or 49.7 % are 46.3 % by our rule.
-# MaxText: configs/tpu/{v5p,v5e,v4}/README.md and the scripts beside them, configs/gpu/a3,
+# MaxText: configs/tpu/{v5p,v5e,v4}/README.md and the scripts next to them, configs/gpu/a3,
 # docs/reference/models/tiering.md (batch and remat policy are not given there: assumed).
 # torchtitan: benchmarks/llama3_h100_202412_torchtitan.md, 5,762 and 6,667 tokens/s per GPU.
 ROWS = (
@@ -216,7 +216,7 @@ def memory(begin: str) -> None:
 
 
 def main() -> int:
-    """Runs the comparison that the command line names."""
+    """Runs the named comparison."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Speed of our train step against a step written by hand, in one process, step by step in turn.
+"""Speed of our train step against a handwritten step, alternating.
 
     python benchmarks/step_time.py                 both jobs, and the time to the first step
     python benchmarks/step_time.py --jobs small --rounds 15
 
 small: 6 layers of width 384, vocabulary 8192, 16 x 256 tokens. big: GPT-2 small's 12 layers of
 width 768, vocabulary 50304, 4 x 512 tokens. Both sides train the same model in float32 with the
-same allocator setting; the ratio is the median over rounds of ours / by hand, so that drifts of
+same allocator setting; the ratio is the median over rounds of MaxText / by hand, so that drifts of
 the machine's speed cancel.
 """
 
@@ -46,7 +46,7 @@ def keys_of(size) -> dict:
 
 
 def our_step(size, batch):
-    """A function that does one step of ours and waits for it, and the seconds to compile it."""
+    """Returns a function for one MaxText step, and its compile seconds."""
     import jax
 
     from MaxText.config.loading import configure
@@ -145,7 +145,7 @@ def compare(name: str, rounds: int) -> None:
 
 
 def first_step() -> None:
-    """Prints the seconds from the start of train.py to its first step line, cold and warm."""
+    """Prints the seconds to the first step line, cold and warm."""
     import hand_written
 
     keys = keys_of(hand_written.Size(*JOBS["small"])) | {"steps": 1, "loss_curve": False}

@@ -31,7 +31,7 @@ class Keys(Section):
 
 @register("mixer", "differential_attention", keys=Keys)
 class DifferentialAttention(Mixer):
-    """The difference of two softmax attentions, which cancels the noise that both attend to."""
+    """The difference of two softmax attentions, with less noise."""
 
     def __init__(self, keys, init, rngs):
         (D, N, K, H), draw = init.dimensions[:4], init.initializers
@@ -103,7 +103,7 @@ class DifferentialAttention(Mixer):
     @classmethod
     def problem(cls, keys, dimensions):
         H = dimensions.head_dim
-        return f"head_dim={H} is no multiple of 4\nhead_dim={-(-H // 4) * 4}" if H % 4 else None
+        return f"head_dim={H} is not a multiple of 4\nhead_dim={-(-H // 4) * 4}" if H % 4 else None
 
     @classmethod
     def flops(cls, keys, dimensions, length):

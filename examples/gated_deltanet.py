@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) as a mixer.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) as a mixer.
 
     S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,   o_t = S_t^T q_t
 
@@ -28,7 +28,7 @@ class Keys(Section):
 
 @register("mixer", "gated_deltanet", keys=Keys)
 class GatedDeltaNet(Mixer):
-    """A linear RNN whose state is corrected toward each new value."""
+    """A linear RNN with a state corrected toward each new value."""
 
     def __init__(self, keys, init, rngs):
         D, N, H = init.dimensions.emb_dim, init.dimensions.num_query_heads, init.dimensions.head_dim
@@ -92,7 +92,7 @@ class GatedDeltaNet(Mixer):
 
 
 def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):
-    """o [B, T, N, H] and the state [B, N, H, H] after the last token; all float32."""
+    """Returns o [B, T, N, H] and the last state [B, N, H, H] in float32."""
     (B, T), C = ids_BT.shape, min(chunk, ids_BT.shape[1])
     spare = -T % C  # fills the last chunk
 

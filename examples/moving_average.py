@@ -1,4 +1,4 @@
-"""A mixer in a few lines: a moving average of each channel, with learned decay.
+"""A small mixer: a moving average of each channel, with learned decay.
 
     s_t = a s_(t-1) + (1 - a) v_t,   y_t = W_out (s_t * silu(g_t)),   [v, g] = W_in x
 

@@ -27,7 +27,7 @@ class Keys(Section):
 
 @register("optimizer", "cautious_adamw", keys=Keys)
 def cautious_adamw(keys, parameters):
-    """AdamW that leaves out numbers whose update points against their gradient."""
+    """AdamW without updates against the gradient."""
     adam = optax.scale_by_adam(b1=keys.cautious_b1, b2=keys.cautious_b2)
 
     def masked(update, gradient):

@@ -1,4 +1,4 @@
-"""State that crosses layers: value residuals, and the embedding in the residual stream.
+"""State across layers: value residuals, and the embedding.
 
     v_l = a_l v_l + b_l v_1       values of layer l, with those of the first (Zhou et al. 2024)
     x_l = c_l x_l + d_l x_0       what layer l reads, with the embedding (modded-nanogpt)
@@ -15,7 +15,7 @@ from MaxText.layers.weights import constant, weight
 
 @register("connection", "value_residual")
 class ValueResidual(Connection):
-    """Carries the residual stream, the embedding, and the values of the first layer."""
+    """Carries the residual stream, the embedding, and the first values."""
 
     def __init__(self, keys, init, rngs):
         _, _, K, H = init.dimensions[:4]
@@ -44,7 +44,7 @@ class ValueResidual(Connection):
 
 @register("mixer", "value_residual_attention")
 class ValueResidualAttention(Attention):
-    """Attention whose values are a learned mean of its own and the first layer's."""
+    """Attention on a learned mean of its own and the first layer's values."""
 
     def __init__(self, keys, init, rngs):
         super().__init__(keys, init, rngs)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, `<run>/checkpoints/<step>/{items,iter,metadata}`, and their JSON.
+"""Files of a checkpoint: `<run>/checkpoints/<step>/{items,iter,metadata}`.
 
 Listing works without Orbax, whose import takes a third of a second.
 """
@@ -32,11 +32,11 @@ _INTEGRITY = "integrity"
 
 
 class CheckpointCorruptedError(Exception):
-    """Raised for a damaged checkpoint: a file is missing, truncated or malformed."""
+    """Raised for damage: a file is missing, truncated or malformed."""
 
 
 class CheckpointMetadata(NamedTuple):
-    """Metadata (empty if there is none) and checksums (None in older checkpoints)."""
+    """Metadata (may be empty) and checksums (None in older checkpoints)."""
 
     values: dict[str, Any]
     checksums: dict[str, str] | None
@@ -80,7 +80,7 @@ class StoredCheckpoint:
             return {}
 
     def position(self) -> dict[str, Any] | None:
-        """Returns the data position, or None if the run had none; raises like `metadata`."""
+        """Returns the data position or None; raises like `metadata`."""
         position = self._read_json(POSITION)
         wanted = self.metadata.position_sha256
         if wanted is not None and _digest(position) != wanted:
@@ -89,7 +89,7 @@ class StoredCheckpoint:
         return position or None
 
     def write_metadata(self, metadata: Mapping[str, Any], arrays: Mapping[str, str]) -> None:
-        """Writes the metadata of arrays that were saved without a data position."""
+        """Writes the metadata of arrays saved without a data position."""
         path = self.json_path(METADATA)
         path.parent.mkdir()
         path.write_text(json.dumps(with_digests(metadata, {}, arrays)))
@@ -113,7 +113,7 @@ class StoredCheckpoint:
 
 
 def unreadable_now(reason: str, *, is_transient: bool = True) -> ObjectStoreError:
-    """Returns the error for storage that fails, which says nothing about the checkpoint."""
+    """Returns the error for failing storage, not blaming the checkpoint."""
     return ObjectStoreError(
         f"cannot read a checkpoint now: {reason}. Nothing was changed; rerun the command to retry.",
         is_transient,
@@ -123,7 +123,7 @@ def unreadable_now(reason: str, *, is_transient: bool = True) -> ObjectStoreErro
 def with_digests(
     metadata: Mapping[str, Any], position: Mapping[str, Any], arrays: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns `metadata` with checksums of the arrays, the data position and itself."""
+    """Returns `metadata` with checksums of arrays, data position and itself."""
     content = {name: value for name, value in metadata.items() if name != _INTEGRITY}
     content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position)}
     return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
@@ -163,7 +163,7 @@ def _digest(value: Any) -> str:
 
 
 def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int]:
-    """Returns the steps with a complete checkpoint, ascending; does not ask about `known` ones.
+    """Returns the steps with a complete checkpoint; `known` ones are trusted.
 
     Killed saves are not listed: Orbax writes to `<step>.orbax-checkpoint-tmp` and renames it at the
     end; in object stores, which cannot rename, it writes a marker last.
@@ -196,7 +196,7 @@ def is_finalized(step_folder: epath.Path) -> bool:
 
 
 def unfinalize(step_folder: epath.Path, name: str) -> epath.Path:
-    """Makes a step incomplete atomically, renaming it if possible; returns the folder to delete."""
+    """Makes a step incomplete atomically; returns the folder to delete."""
     if is_object_store_path(step_folder):
         (step_folder / COMMIT_MARK).unlink(missing_ok=True)
         return step_folder
@@ -204,7 +204,7 @@ def unfinalize(step_folder: epath.Path, name: str) -> epath.Path:
 
 
 def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
-    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint (the newest of a run).
+    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint.
 
     Raises UserError, which lists nearby steps, if nothing is there or storage fails.
     """

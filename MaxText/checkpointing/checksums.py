@@ -30,7 +30,7 @@ _CHUNK = 1 << 16  # elements per NumPy call, so that temporaries stay in cache
 
 
 def array_checksums(tree: Any) -> dict[str, str]:
-    """Returns `host_checksum` strings by path; collective, called by all processes."""
+    """Returns `host_checksum` strings by path; a collective call."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     # Dispatches all programs before blocking on the first result.
     sums = [
@@ -46,7 +46,7 @@ def array_checksums(tree: Any) -> dict[str, str]:
 
 
 def host_checksum(array: np.ndarray) -> str:
-    """Returns shape, dtype and checksum, e.g. "float32[3,16,8] 0123456789abcdef"."""
+    """Returns shape, dtype and checksum: "float32[3,16,8] 0123456789abcdef"."""
     words = np.ascontiguousarray(array).reshape(-1)
     words = words.view(f"u{min(words.dtype.itemsize, 4)}")
     sums = np.zeros(2, np.uint64)
@@ -59,7 +59,7 @@ def host_checksum(array: np.ndarray) -> str:
 
 
 def first_mismatch(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Describes the first array of `found` that differs from `wanted`, or returns None."""
+    """Describes the first array of `found` unlike `wanted`, or returns None."""
     for path, checksum in found.items():
         if wanted.get(path) != checksum:
             return (
@@ -70,7 +70,7 @@ def first_mismatch(found: Mapping[str, str], wanted: Mapping[str, str]) -> str |
 
 
 def first_spec_mismatch(found: Mapping[str, ArraySpec], wanted: Mapping[str, str]) -> str | None:
-    """Describes an array whose stored shape or dtype contradicts its checksum entry, if any."""
+    """Describes a shape or dtype unlike its checksum entry, if any."""
     described = {path: str(leaf) for path, leaf in found.items()}
     saved = {path: checksum.rpartition(" ")[0] for path, checksum in wanted.items()}
     if described == saved:
@@ -85,7 +85,7 @@ def _format(array: Any, sums: np.ndarray) -> str:
 
 
 def _is_small(array: Any) -> bool:
-    """Returns whether to sum on the host (0.5 ms) instead of compiling (0.1 s per shape)."""
+    """Returns whether to sum on the host instead of compiling."""
     if not isinstance(array, jax.Array):
         return True
     return array.size <= _CHUNK and (array.is_fully_addressable or array.is_fully_replicated)
@@ -132,7 +132,7 @@ def _sums(array: jax.Array) -> jax.Array:
 
 
 def _as_uint32(array: jax.Array) -> jax.Array:
-    """Returns the elements' bits as uint32; 8-byte elements become two words, low word first."""
+    """Returns the bits as uint32; 8-byte elements give low and high words."""
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint32)
     size = min(array.dtype.itemsize, 4)

@@ -12,7 +12,7 @@ _FILE = "good.json"
 
 
 class HealthyCheckpoints:
-    """Promotes checkpoints after healthy steps and remembers them across restarts.
+    """Promotes checkpoints after healthy steps; survives restarts.
 
     A step's loss is that of the state before it, so a state can be bad before any metric shows it.
     A checkpoint is therefore healthy only after `healthy_steps` healthy steps in a row, or if the
@@ -28,7 +28,7 @@ class HealthyCheckpoints:
 
     @functools.cached_property
     def steps(self) -> set[int]:
-        """Healthy checkpoints, some of which may have been deleted since."""
+        """Healthy checkpoints; some may have been deleted since."""
         self._written = self._read()
         return set(self._written)
 
@@ -68,7 +68,7 @@ class HealthyCheckpoints:
         self._waiting = {s: count for s, count in self._waiting.items() if not is_gone(s)}
 
     def steps_to_preserve(self) -> set[int]:
-        """Returns the newest healthy step and the next candidate, else never promoted in time."""
+        """Returns the newest healthy step and the next candidate."""
         newest = max(self.steps, default=-1)
         next_one = min((step for step in self._waiting if step > newest), default=-1)
         return {step for step in (newest, next_one) if step >= 0}
@@ -78,7 +78,7 @@ class HealthyCheckpoints:
         return sorted(self.steps) != self._written
 
     def write(self, is_finalized: Callable[[int], bool]) -> None:
-        """Writes the file atomically; asks `is_finalized` (costs requests) for new steps only."""
+        """Writes the file atomically; calls `is_finalized` for new steps only."""
         kept = sorted(step for step in self.steps if step in self._written or is_finalized(step))
         if kept == self._written:
             return

@@ -43,7 +43,7 @@ class CheckpointManager:
         guard_healthy_steps: int = 0,
         show: Callable[[str], None] = print,
     ):
-        """Creates nothing on disk. `guard_healthy_steps` 0 promotes every checkpoint at once."""
+        """Creates nothing on disk. `guard_healthy_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
         self.guard_healthy_steps = guard_healthy_steps
         self.show = show
@@ -86,7 +86,7 @@ class CheckpointManager:
         position: Mapping[str, Any] | None,
         metadata: Mapping[str, Any],
     ) -> bool:
-        """Saves the state after step `step`, in the background if async_checkpointing.
+        """Saves the state after step `step`, in the background if asynchronous.
 
         Collective. Waits for an earlier save, and returns once the state is copied, so the caller
         may donate it. One failed save is logged, here or by the next call. The second in a row
@@ -142,19 +142,19 @@ class CheckpointManager:
         return saved
 
     def wait(self) -> None:
-        """Blocks until the background save completes; raises UserError if it failed."""
+        """Blocks until the background save completes; UserError if it failed."""
         if error := self._wait():
             raise error
 
     def close(self) -> None:
-        """Waits and stops Orbax's threads; UserError if the last save failed. Idempotent."""
+        """Waits and stops Orbax's threads; UserError if the last save failed."""
         try:
             self.wait()
         finally:
             self._close_manager()
 
     def _finish(self) -> None:
-        """Waits for the save in progress; see `save` for what a failure does."""
+        """Waits for the save in progress; `save` documents failures."""
         if error := self._wait():
             self._report(error)
 
@@ -229,7 +229,7 @@ class CheckpointManager:
         self.show(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
 
     def update_health(self, step: int, healthy: bool) -> None:
-        """Records whether step `step` was healthy. Collective; call it in order of steps."""
+        """Records whether step `step` was healthy. Collective; call in order."""
         if not self._section.enable_checkpointing:
             return
         self._healthy.update(step, healthy)
@@ -239,7 +239,7 @@ class CheckpointManager:
             self._write_healthy()
 
     def promote(self, step: int) -> None:
-        """Waits for the save, then marks its checkpoint healthy. Collective; raises like `save`."""
+        """Waits for the save, then marks its checkpoint healthy. Collective."""
         self._finish()
         if self._is_finalized(step):
             self._healthy.promote(step)
@@ -247,7 +247,7 @@ class CheckpointManager:
             self._delete_old()
 
     def last_healthy(self, before: int | None = None) -> int | None:
-        """Waits for the save, then returns the newest healthy step. Raises like `save`."""
+        """Waits for the save, then returns the newest healthy step."""
         self._finish()
         healthy = self._healthy.steps & set(self.steps())
         return max((step for step in healthy if before is None or step < before), default=None)
@@ -304,7 +304,7 @@ class CheckpointManager:
         return listed
 
     def steps_to_resume(self) -> list[int]:
-        """Returns the known steps in the order in which a resume tries them; lists them once."""
+        """Returns the known steps in the order of resuming; lists them once."""
         if not self._is_listed:
             self.steps()
         return sorted(self._finalized, reverse=True)
@@ -325,7 +325,7 @@ class CheckpointManager:
         config_flat: Mapping[str, Any] | None = None,
         show: Callable[[str], None] = print,
     ) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
-        """Restores (state, data position or None, metadata) and verifies checksums.
+        """Restores (state, data position or None, metadata), verified.
 
         `config_flat` explains a mismatch. Raises UserError if names or shapes differ, and
         CheckpointCorruptedError if files are damaged.
@@ -361,12 +361,12 @@ class CheckpointManager:
         return None, reason
 
     def resume_from(self, step: int) -> None:
-        """Records the resumed step. Later checkpoints stay on disk until the next save."""
+        """Records the resumed step. Later checkpoints stay until the next save."""
         self._resumed_from = step
         self._healthy.watch(step)
 
     def mark_corrupted(self, step: int) -> None:
-        """Marks a damaged checkpoint, which the next save renames to `<step>.unreadable`.
+        """Marks a damaged checkpoint for renaming to `<step>.unreadable`.
 
         Otherwise retention would count it as the newest and delete healthy ones for it.
         """
@@ -374,7 +374,7 @@ class CheckpointManager:
         self._healthy.forget(lambda healthy: healthy == step)
 
     def _can_write(self, step: int) -> bool:
-        """Returns whether the step is not on disk yet; raises OSError if it cannot be written."""
+        """Returns whether the step is absent; OSError if it cannot be written."""
         # Checks one step only: listing would cost requests for every checkpoint.
         if self._ask_finalized(step):
             return False
@@ -418,7 +418,7 @@ class CheckpointManager:
             self._close_manager()  # Orbax would keep listing them
 
     def _remove_partial(self, name: str) -> None:
-        """Deletes leftovers of killed or failed saves whose folder name starts with `name`."""
+        """Deletes leftovers of killed or failed saves by folder name prefix."""
         if jax.process_index() != 0:
             return
         for folder in checkpoint_files.list_dir(self.directory):

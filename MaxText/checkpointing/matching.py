@@ -1,4 +1,4 @@
-"""Checks checkpoint metadata against the expected train state, without reading arrays."""
+"""Checks checkpoint metadata against the expected train state."""
 
 import collections
 import functools
@@ -26,7 +26,7 @@ path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigHint(NamedTuple):
-    """Configurations that explain a mismatch; `is_same_run` if this run saved the checkpoint."""
+    """Configurations to explain a mismatch; `is_same_run` if saved here."""
 
     stored: Mapping[str, Any] | None
     current: Mapping[str, Any]
@@ -48,7 +48,7 @@ class ArraySpec(NamedTuple):
 
 
 class DtypeCast(NamedTuple):
-    """An array that is cast on load."""
+    """An array to cast on load."""
 
     path: str
     stored: np.dtype
@@ -56,7 +56,7 @@ class DtypeCast(NamedTuple):
 
 
 def array_specs(tree: Any) -> dict[str, ArraySpec]:
-    """Returns the arrays of a tree by path, e.g. "opt_state/1/0/mu/decoder/wi"."""
+    """Returns the arrays of a tree by path: "opt_state/1/0/mu/decoder/wi"."""
     return {
         path_name(path): ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -66,7 +66,7 @@ def array_specs(tree: Any) -> dict[str, ArraySpec]:
 def check_compatible(
     stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint
 ) -> list[DtypeCast]:
-    """Returns the float arrays to cast on load; UserError if names, shapes or kinds differ."""
+    """Returns the float arrays to cast on load; UserError on a mismatch."""
     stored, wanted = array_specs(stored_tree), array_specs(abstract_tree)
     if problems := mismatches(stored, wanted):
         raise UserError(format_mismatches(problems, config_hint, _MAX_LINES))
@@ -82,7 +82,7 @@ def mismatches(
     wanted: Mapping[str, ArraySpec],
     explain_shape: Callable[[str], str | None] = lambda path: "",
 ) -> list[str]:
-    """Describes names, shapes and kinds that differ; floating dtypes count as one kind.
+    """Describes different names, shapes and kinds; floats are one kind.
 
     `explain_shape` returns a note about a shape that differs, or None if it may.
     """
@@ -119,7 +119,7 @@ def describe_casts(casts: Sequence[DtypeCast]) -> list[str]:
 def format_mismatches(
     problems: Sequence[str], hint: ConfigHint, max_lines: int | None = None
 ) -> str:
-    """Returns an error message with the problems and the configuration keys responsible."""
+    """Returns an error message with the problems and the keys responsible."""
     shown = problems[:max_lines]
     lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
     lines += [f"  {problem}" for problem in shown]
@@ -148,13 +148,13 @@ def format_mismatches(
 
 
 def parameter_hash(params: Any) -> str:
-    """Returns 16 hex digits that identify the names, shapes and dtypes of parameters."""
+    """Returns 16 hex digits for names, shapes and dtypes of parameters."""
     table = sorted(f"{path} {leaf}" for path, leaf in array_specs(params).items())
     return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
 
 
 def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Returns the metadata that explains a stored state without the run."""
+    """Returns metadata to explain a stored state without the run."""
     modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
     return {
         "schema_version": SCHEMA_VERSION,

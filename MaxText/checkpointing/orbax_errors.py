@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 @functools.cache
 def silence_threads() -> None:
-    """Silences errors printed by background threads that the main thread also raises.
+    """Silences background threads' errors, raised in the main thread as well.
 
     Orbax logs the traceback of each thread and raises the error again in the wait for the save. It
     then closes its event loop, so TensorStore's callbacks complain, and drops the tasks of the
@@ -42,7 +42,7 @@ def silence_threads() -> None:
 
 
 def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
-    """Hides errors that no code can catch; returns the previous sys.unraisablehook."""
+    """Hides uncatchable errors; returns the previous sys.unraisablehook."""
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -67,7 +67,7 @@ def retry(read: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Converts Orbax's errors to CheckpointCorruptedError, or ObjectStoreError if storage fails."""
+    """Converts Orbax's errors to CheckpointCorruptedError or storage errors."""
     # When one array fails, Orbax closes its event loop and every array still in flight prints a
     # traceback, which would bury the message below.
     previous = _filter_unraisable(
@@ -91,6 +91,6 @@ def translate_errors() -> Iterator[None]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Returns the first line of the root cause; the rest is pages of TensorStore settings."""
+    """Returns the first line of the root cause, without TensorStore settings."""
     *_, root = causes(error)
     return (str(root) or type(root).__name__).splitlines()[0][:_MAX_REASON_CHARS]

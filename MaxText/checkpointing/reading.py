@@ -42,7 +42,7 @@ def restore_state(
     *,
     is_same_run: bool = False,
 ) -> Any:
-    """Restores a train state onto the shardings of `abstract_state`, else onto the first device.
+    """Restores a train state onto the shardings of `abstract_state`.
 
     Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
     Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
@@ -85,7 +85,7 @@ def _params_of(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _verified_tree(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Returns names, shapes and dtypes of all arrays, compared with those that were saved."""
+    """Returns names, shapes and dtypes of all arrays, checked as saved."""
     import orbax.checkpoint as ocp
 
     def read() -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _restore_matching(
 def _restore_arrays(
     stored: StoredCheckpoint, wanted: dict[str, Any], casts: list[DtypeCast]
 ) -> dict[str, Any]:
-    """Reads arrays in stored dtypes, verifies and casts them, in groups that bound memory."""
+    """Reads, verifies and casts arrays, in groups of bounded memory."""
     import orbax.checkpoint as ocp
 
     checksums = stored.metadata.checksums
@@ -170,7 +170,7 @@ def _restore_arrays(
 
 
 def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype]) -> list[set[int]]:
-    """Returns index groups: all uncast arrays, then casts of at most _CAST_BYTES each."""
+    """Returns index groups: uncast arrays, then casts of bounded size."""
     groups, room = [{i for i, name in enumerate(names) if name not in dtypes}], 0
     for i, name in enumerate(names):
         if name in dtypes:

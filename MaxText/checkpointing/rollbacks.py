@@ -1,4 +1,4 @@
-"""Rollbacks of a run and their excluded samples: `rewinds.json` next to its checkpoints.
+"""Rollbacks of a run and their excluded samples: `rewinds.json`.
 
 The next checkpoint also stores the exclusions. Until then a restart resumes from an earlier state
 and would hit the same data again without this file.
@@ -52,7 +52,7 @@ def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
 
 
 def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rollback, ...]:
-    """Returns the rollbacks in order, none if missing or damaged; UserError if storage fails."""
+    """Returns the rollbacks in order, none if missing or damaged."""
     path = folder / _FILE
     try:
         rows = read_json_with_digest(path, "rewinds") or []

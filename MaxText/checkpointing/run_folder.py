@@ -1,4 +1,4 @@
-"""Creates a run folder, checks that it is writable, and locks it for one process at a time.
+"""Creates a run folder and locks it for one process at a time.
 
 The kernel drops the lock of a dead process, so a leftover lock file is free.
 """
@@ -27,7 +27,7 @@ _locks: list[Lease | BaseFileLock] = []
 
 
 def create_run_folder(path: epath.PathLike) -> epath.Path:
-    """Creates the run folder, proves that it is writable, and returns its absolute path.
+    """Creates a writable run folder and returns its absolute path.
 
     Runs before anything expensive and before jax.distributed: each process writes its own probe
     file.
@@ -69,7 +69,7 @@ def check_writable(folder: epath.Path) -> None:
 
 
 def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
-    """Locks a run folder until this process (process 0) ends; by a lease in a bucket.
+    """Locks a run folder until process 0 ends; by a lease in a bucket.
 
     File systems without locks stay unlocked. Waits `timeout` seconds for a killed owner to end.
     Raises UserError if another process holds it.
@@ -99,6 +99,6 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
 
 
 def unlock_run_folder() -> None:
-    """Releases the lock, for a process that trains several runs sequentially."""
+    """Releases the lock, so that one process can train several runs."""
     while _locks:
         _locks.pop().release()

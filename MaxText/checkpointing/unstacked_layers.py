@@ -1,4 +1,4 @@
-"""Reads checkpoints of earlier versions, which stored a repeated cycle as layers/<number>.
+"""Reads older checkpoints with repeated layers stored one by one.
 
 Now it is stacked by runs of like layers as layers/cycle/<run> (layers/stack.py).
 """
@@ -16,7 +16,7 @@ _CYCLE = "cycle"
 
 
 def is_unstacked(stored_params: Mapping[str, Any], wanted_params: Mapping[str, Any]) -> bool:
-    """Returns whether the checkpoint has separate layers and the model stacked ones."""
+    """Returns whether only the checkpoint has separate layers."""
     stored, wanted = (tree.get("layers", {}) for tree in (stored_params, wanted_params))
     return _CYCLE in wanted and _CYCLE not in stored and "0" in stored
 

@@ -17,12 +17,12 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def size_key(axis: str, network: str = "ici") -> str:
-    """Returns the key with the size of a mesh axis: stages belong to `*_pipeline_parallelism`."""
+    """Returns the key with the size of a mesh axis."""
     return f"{network}_{'pipeline' if axis == 'stage' else axis}_parallelism"
 
 
 def parse(value: Any) -> Rules:
-    """Parses MaxText's format: a list of [name, axis], [name, [axes]], [name, null].
+    """Parses MaxText's list of [name, axis], [name, [axes]], [name, null].
 
     Raises:
       values.InvalidValueError: Another form, an unknown logical name or mesh axis, or an axis
@@ -68,7 +68,7 @@ def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def default_rules() -> Rules:
-    """Returns the rules of the schema, and those for axes that registered parts declare."""
+    """Returns the rules of the schema and of the axes of registered parts."""
     of_parts: dict[str, tuple[str, ...]] = {}
     for part in registrations():
         if not part.is_built_in:
@@ -77,6 +77,6 @@ def default_rules() -> Rules:
 
 
 def merge(base: Rules, given: Rules) -> Rules:
-    """Returns `given`, then `base` without its names: earlier rules get the mesh axes first."""
+    """Returns `given`, then `base` without its names; order is priority."""
     replaced = {name for name, _ in given}
     return given + tuple(rule for rule in base if rule[0] not in replaced)

@@ -30,7 +30,7 @@ class Key:
     section: tuple[str, ...]  # path of the section that owns it, for example ("model", "attention")
     title: str  # first sentence of the section's docstring
     annotation: Any  # Python type of the value
-    default: Any  # value when nobody sets it
+    default: Any  # value unless a layer sets it
     help: str  # one line
     unit: str  # for example "steps", or empty
     bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
@@ -121,7 +121,7 @@ def _key(
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """Returns the type of a key; for one that names a part, the current choices."""
+    """Returns the type of a key; for the name of a part, the choices."""
     for fact in field.metadata:
         if isinstance(fact, Name):
             return Literal[fact.choices]
@@ -190,7 +190,7 @@ def is_of_layer(key: Key) -> bool:
 
 
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
-    """Returns keys by the section that owns them, in the order of the schema."""
+    """Returns keys by their section, in the order of the schema."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in all_keys().values():
         groups.setdefault(key.section, []).append(key)
@@ -219,7 +219,7 @@ def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any]) -> Config:
-    """Builds the tree of sections from flat values, also of entries; others keep their default."""
+    """Builds the tree of sections from flat values, also of entries; others keep with defaults."""
     keys = all_keys()
     tree: dict[str, Any] = {}
     for name, value in flat.items():

@@ -84,7 +84,7 @@ def parse_with_options(
 
 
 def program_command(name: str) -> str:
-    """Returns how to start another program the way that this one was."""
+    """Returns how to start another program in the way of this one."""
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
@@ -121,8 +121,8 @@ def exit_on_user_error(stopped: str = "") -> Iterator[None]:
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
-    """Returns the text that an option in `remaining` asks for, and removes the option."""
-    with contextlib.suppress(UserError):  # the configuration's own mistakes are told later
+    """Returns the text for an option in `remaining`, and removes it."""
+    with contextlib.suppress(UserError):  # the configuration's own mistakes are reported later
         rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
         import_modules.collect(rest, {}, os.environ)  # its parts have keys
     for index, argument in enumerate(remaining):
@@ -145,7 +145,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
 
 
 def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
-    """Loads by the rules of all programs; what this one would refuse becomes a note."""
+    """Loads by the rules of all programs; own refusals become notes."""
     loaded = load(remaining)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the same notices once more
@@ -156,7 +156,7 @@ def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
 
 
 def _option_value(remaining: list[str], index: int) -> str:
-    """Removes the option at `index` and the word after it, which is returned."""
+    """Removes the option at `index`; returns and removes its value."""
     following = remaining[index + 1 : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
     wants_file = remaining[index] == "--from-maxtext"
@@ -217,7 +217,7 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
     try:
         loaded = load(remaining)
     except UserError:
-        # The command line has mistakes; they are no reason to withhold the help that mends them.
+        # A command line with mistakes still gets the help that explains them.
         return "\n".join(lines) + "\n"
     origin = loaded.origins[key.name]
     value = values.to_yaml(serialization.flatten(loaded.config)[key.name])
@@ -234,7 +234,7 @@ def _show_config(loaded: LoadedConfig) -> str:
 
 
 def explain_value(loaded: LoadedConfig, name: str) -> str:
-    """Returns the value of a key, its origin, and the origins it beat, strongest first."""
+    """Returns the value of a key and its origins, strongest first."""
     key = all_keys()[name]
     origin = loaded.origins[name]
     default = f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"

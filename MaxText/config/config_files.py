@@ -1,4 +1,4 @@
-"""YAML files: finding, and reading with line numbers and without duplicate keys."""
+"""YAML files: search, and reading with line numbers."""
 
 import dataclasses
 import textwrap
@@ -12,7 +12,7 @@ from MaxText.config.problems import ConfigurationError, Problem, close_matches
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
-# A wheel holds the configs inside the package, a clone beside it.
+# A wheel holds the configs inside the package, a clone next to it.
 SHIPPED = next(
     (folder for folder in (_PACKAGE / "configs", REPOSITORY / "configs") if folder.is_dir()),
     REPOSITORY / "configs",
@@ -36,7 +36,7 @@ class YamlEntry:
 
 
 class ConfigFileError(ConfigurationError):
-    """A config file that cannot be read."""
+    """A config file with unreadable content."""
 
     def __init__(self, problem: Problem):
         super().__init__([problem])
@@ -57,21 +57,21 @@ def shipped_names(folder: Path = SHIPPED) -> list[str]:
 
 
 def preset_names(folder: Path) -> list[str]:
-    """Returns the names of the files of configs/models or configs/decoder_blocks."""
+    """Returns the file names in configs/models or configs/decoder_blocks."""
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 
-def find(name: str | Path, beside: Path | None = None) -> Path:
+def find(name: str | Path, next_to: Path | None = None) -> Path:
     """Finds the file a user means.
 
-    Looks next to the file that names it (in `beside`), then as given, then by its name among the
+    Looks next to the file that names it (in `next_to`), then as given, then by its name among the
     shipped configs: configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
     """
     try:
         given = Path(name).expanduser()
-    except RuntimeError as error:  # ~nobody
+    except RuntimeError as error:  # ~unknown_user
         raise ConfigFileError(Problem(f"config file {str(name)!r} not found: {error}")) from error
-    candidates = [beside / given] if beside else []
+    candidates = [next_to / given] if next_to else []
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
         candidates.append(SHIPPED / inside)
@@ -109,7 +109,7 @@ def _inside_shipped(given: Path) -> Path | None:
 
 
 def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
-    """Returns the top-level entries of a YAML file, and problems with single keys."""
+    """Returns the top-level entries of a YAML file, and problems by key."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             what = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"

@@ -231,7 +231,7 @@ class ExportedRecords(Options):
 
 
 class Preparation(Section):
-    """Tokenization of text: prepare_data.py, or train.py if prepare_source is set."""
+    """Tokenization of text: prepare_data.py, or train.py with prepare_source."""
 
     prepare_source: str = key(
         "",
@@ -293,7 +293,7 @@ class Preparation(Section):
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:
-    """Returns one entry of dataset_mix in long form: location, stitch, sampling, weight."""
+    """Returns a dataset_mix entry as (location, stitch, sampling, weight)."""
     if len(part) == 2:
         return part[0], 1, SAMPLINGS[0], part[1]
     return part

@@ -97,8 +97,8 @@ class DenseConnections(Section):
     )
     dense_kept_sums: Natural = key(
         0,
-        "Sums, counted back from the last layer's, whose results are kept for the backward pass "
-        "instead of made again. Each takes a hidden state's memory for each way, and spares a read "
+        "Sums, counted back from the last layer's, whose results are saved for the backward pass "
+        "instead of recomputed. Each takes a hidden state's memory for each way, and spares a read "
         "of its sources (docs/explanation/dense_connections.md). No effect on the result.",
     )
 
@@ -121,7 +121,7 @@ class DenseConnections(Section):
         return depth % self.dense_period == 0
 
     def sources(self, depth: int) -> tuple[int, ...]:
-        """Returns the sources after `depth` layers: 0 is the embedding, n the output of layer n."""
+        """Returns the sources after `depth` layers: 0 is the embedding."""
         if self.dense_sources == "dilated":
             chosen = set(range(depth, -1, -self.dense_selection.dilation))
         elif self.dense_sources == "window":

@@ -1,4 +1,4 @@
-"""Generates configs/base.yml, docs/reference/configuration.md and layers/built_in.yml.
+"""Generates configs/base.yml, configuration.md and layers/built_in.yml.
 
     python -m MaxText.config.documentation
 
@@ -99,7 +99,7 @@ def _row(key: Key) -> str:
 
 
 def built_in_yml() -> str:
-    """Returns layers/built_in.yml: the parts that modules of the package register."""
+    """Returns layers/built_in.yml: the parts registered in the package."""
     parts: dict[str, dict[str, str]] = {kind: {} for kind in registry.KINDS}
     for package in ("layers", "training"):
         for path in (PACKAGE / package).glob("*.py"):
@@ -109,7 +109,7 @@ def built_in_yml() -> str:
 
 
 def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields kind, name and target of each part that a module decorates with `register`."""
+    """Yields kind, name and target of each registered part of a module."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef):
             continue
@@ -121,7 +121,7 @@ def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def write(folder: Path | None = None) -> list[Path]:
-    """Writes the files, or copies of them in another folder; returns their paths."""
+    """Writes the files, or copies in another folder; returns their paths."""
     targets = {
         config_files.BASE_YML: base_yml(),
         CONFIGURATION_MD: configuration_md(),

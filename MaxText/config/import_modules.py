@@ -1,4 +1,4 @@
-"""`import_modules`: import of the modules that register a user's own parts.
+"""`import_modules`: imports of modules with a user's own parts.
 
 Code runs only because the user named it on the command line, in the environment or in a config file
 they passed, never because a checkpoint or a dataset names it.
@@ -32,7 +32,7 @@ def collect(
     environment: Mapping[str, str] = os.environ,
     own: CheckpointConfig | None = None,
 ) -> CollectedSettings:
-    """Imports the modules that the settings name, then calls sources.collect.
+    """Imports the modules named by the settings, then calls sources.collect.
 
     Modules that were imported before and have not changed stay.
 
@@ -56,19 +56,19 @@ def collect(
 
 
 def names_in(setting: Setting) -> tuple[str, ...]:
-    """Returns the modules that `import_modules` names; files from the current folder.
+    """Returns the modules in `import_modules`; files from the current folder.
 
     Raises:
       values.InvalidValueError: It is not a list of names.
     """
-    beside = setting.origin.file.parent if setting.origin.file else None
+    next_to = setting.origin.file.parent if setting.origin.file else None
     names = values.convert(as_list(setting.value), tuple[str, ...])
-    return tuple(_from_here(name, beside) if name.endswith(".py") else name for name in names)
+    return tuple(_from_here(name, next_to) if name.endswith(".py") else name for name in names)
 
 
-def _from_here(name: str, beside: Path | None) -> str:
+def _from_here(name: str, next_to: Path | None) -> str:
     given = Path(name).expanduser()
-    for folder in [Path.cwd(), *([beside] if beside else []), config_files.REPOSITORY]:
+    for folder in [Path.cwd(), *([next_to] if next_to else []), config_files.REPOSITORY]:
         if (folder / given).is_file():
             path = (folder / given).resolve()
             inside = path.is_relative_to(Path.cwd())
@@ -81,7 +81,7 @@ def as_list(value: Any) -> Any:
 
 
 def check_named(config_flat: Mapping[str, Any], place: str) -> None:
-    """Checks that the user has named the modules that a checkpoint's configuration needs.
+    """Checks that a checkpoint's modules are named by the user.
 
     Args:
       config_flat: The configuration that the checkpoint recorded.
@@ -117,14 +117,14 @@ def _import(name: str, place: str) -> Problem | None:
 
 
 def forget(parts: Sequence[registry.Registration]) -> None:
-    """Undoes all imports, so that only these parts are registered."""
+    """Undoes all imports, leaving only these parts registered."""
     registry.keep_only(parts)
     _hashes.clear()
     _files.clear()
 
 
 def _last_line(error: BaseException) -> tuple[str, ...]:
-    """Returns the last line of the user's own code where an error was raised."""
+    """Returns the last line of the user's code in a traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return (f"{config_files.short_path(Path(error.filename))}:{error.lineno}",)
     others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
@@ -135,7 +135,7 @@ def _last_line(error: BaseException) -> tuple[str, ...]:
 
 
 def _import_module(name: str) -> str:
-    # `python MaxText/train.py` looks for modules beside itself, not in the current folder.
+    # `python MaxText/train.py` looks for modules in MaxText/, not in the current folder.
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -179,7 +179,7 @@ def imported(names: Sequence[str]) -> dict[str, str]:
 
 
 def changes(metadata: Mapping[str, Any]) -> list[str]:
-    """Returns a warning for each module whose source changed since a checkpoint was saved."""
+    """Returns a warning for each module changed since the checkpoint."""
     now = {Path(name).name: digest for name, digest in _hashes.items()}
     recorded = metadata.get(METADATA) or {}
     return [

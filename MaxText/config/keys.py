@@ -1,4 +1,4 @@
-"""Declaration of configuration keys: type, default, help, bounds, conditions.
+"""Declares configuration keys: type, default, help, bounds, conditions.
 
 A section is a frozen pydantic model whose fields are the flat keys that users type. Unit and
 conditions are in the field's `json_schema_extra`, so that help, `configs/base.yml`, the
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Unequal(NamedTuple):
-    """A bound: a number that is none of the values."""
+    """A bound: a number other than the values."""
 
     ne: int
 
@@ -48,7 +48,7 @@ Conditions = str | Mapping[str, Any]
 
 
 class Section(BaseModel):
-    """A group of keys that one part of the program receives. Immutable; unknown fields are refused.
+    """A group of keys for one part of the program. Immutable; unknown fields are refused.
 
     ONLY_IF is the default of `only_if` for its keys, except those it names.
     """
@@ -122,7 +122,7 @@ def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
 
 
 def condition_values(conditions: Conditions | None) -> dict[str, Any]:
-    """Returns other key -> the values under which a key has an effect."""
+    """Returns other keys with the values enabling this one."""
     if isinstance(conditions, str):
         conditions = {conditions: True}
     return {

@@ -1,4 +1,4 @@
-"""`layer_pattern` and `layer_kinds`: letters of layers, and the keys they set."""
+"""`layer_pattern` and `layer_kinds`: letters of layers and their keys."""
 
 import re
 from typing import Any, Self
@@ -9,7 +9,7 @@ _PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
 
 
 class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
-    """Pairs of a letter and the keys that it sets in its layers."""
+    """Pairs of a letter and the keys of its layers."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ def _hashable(value: Any) -> Any:
 
 
 def parse(value: Any, annotations: Any) -> LayerKinds:
-    """Parses {letter: {key: value}}; `annotations` are the types of values by key.
+    """Parses {letter: {key: value}}; `annotations` has the types by key.
 
     Raises:
       values.InvalidValueError: Another form, an unknown key, or a value of another type.

@@ -1,4 +1,4 @@
-"""Repetition of layers (prefix, repeated cycle, suffix), and their split into stages."""
+"""Repetition of layers (prefix, cycle, suffix), and their stages."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
@@ -8,7 +8,7 @@ _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
 
 
 class LayerPlan(NamedTuple):
-    """Layers `prefix` to `prefix + repeats * cycle` are the same cycle, `repeats` times.
+    """Layers `prefix` to `prefix + repeats * cycle` repeat one cycle.
 
     Attributes:
       runs: Lengths of the cycle's runs of like layers: (3, 1) is GGG*; () if none repeats.
@@ -41,7 +41,7 @@ class LayerPlan(NamedTuple):
         yield from range(self.end, self.num_layers)
 
     def cycled(self, index: int) -> tuple[int, int] | None:
-        """Returns (run, index among its repeats) of a layer; None outside of the cycle."""
+        """Returns (run, index among its repeats) of a layer, or None."""
         if not self.prefix <= index < self.end:
             return None
         repeat, place = divmod(index - self.prefix, self.cycle)
@@ -59,7 +59,7 @@ class LayerPlan(NamedTuple):
         return [start + place for start in starts for place in range(self.runs[run])]
 
     def path(self, index: int) -> tuple[str, int | None]:
-        """Returns a layer's path below `layers` if layers differ in shapes, and its row there."""
+        """Returns a layer's path below `layers`, and its row there."""
         place = self.cycled(index)
         return (str(index), None) if place is None else (f"cycle/{place[0]}", place[1])
 
@@ -99,7 +99,7 @@ class PipelineSchedule(NamedTuple):
     num_stages: int  # groups of devices, each with a part of the layers
     num_repeats: int  # runs of a stage, which is how often a microbatch passes through all stages
     layers_per_stage: int  # layers of a run
-    num_microbatches: int  # parts of a batch that are on their way at the same time
+    num_microbatches: int  # chunks of a batch in flight at the same time
 
     @property
     def num_turns(self) -> int:
@@ -108,5 +108,5 @@ class PipelineSchedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of its turns in which a stage is idle."""
+        """Share of its turns with an idle stage."""
         return (self.num_stages - 1) / self.num_turns

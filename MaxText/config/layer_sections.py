@@ -34,7 +34,7 @@ MLPActivation = Literal[Activation, NotElementwise]
 
 
 class Dimensions(NamedTuple):
-    """The sizes that parts agree on, after `global_parameter_scale` is applied.
+    """Sizes shared by all parts, after `global_parameter_scale`.
 
     Letters used in shape comments: B batch, T query length, S key length, D emb_dim, N query
     heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, L num_layers.
@@ -419,7 +419,7 @@ class ScaleFactors(Options):
 
 
 class Pattention(Section):
-    """Pattention, attention from tokens to learned slots: y = Theta(x K) V (TokenFormer)."""
+    """Pattention, attention to learned slots: y = Theta(x K) V (TokenFormer)."""
 
     slot_num: CountOrAuto = key(
         -1,
@@ -498,7 +498,7 @@ class Pattention(Section):
         return 4 * base if place == "ffn" else base
 
     def zoom(self, place: SlotPlace, emb_dim: int) -> float:
-        """What stands for n in sqrt(n) at a place: fixed, or the number of slots there."""
+        """Replacement of n in sqrt(n) at a place; by default the slots there."""
         own: float = getattr(self, f"{place}_zoom_dim")
         if own == -1:
             own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim

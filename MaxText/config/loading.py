@@ -1,4 +1,4 @@
-"""Resolution of files, environment and command line into one checked configuration.
+"""Resolves files, environment and command line into one configuration.
 
 Order, last wins: schema default, bundle of the decoder_block, base_config chain, config file,
 preset of model_name, environment (M_<KEY>), command line. jax is not imported, so that a mistake is
@@ -39,7 +39,7 @@ class LoadedConfig:
     settings: tuple[Setting, ...]  # everything that was set, weakest first, beaten values included
 
     def typed(self, name: str) -> bool:
-        """Returns whether a key was set for this start of the program, outside of files."""
+        """Returns whether a key was set for this start, outside of files."""
         return self.origins[name].source in (
             Source.ENVIRONMENT,
             Source.COMMAND_LINE,
@@ -72,7 +72,7 @@ def load(
 
 
 def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
-    """Returns the configuration of a config file and Python values, checked as in `load`."""
+    """Returns the configuration of a file and Python values, as `load`."""
     arguments = [] if config_file is None else [str(config_file)]
     return _resolve(import_modules.collect(arguments, overrides, os.environ), None).config
 
@@ -91,7 +91,7 @@ class _Merged(NamedTuple):
         return {setting.name: setting for setting in self.kept}
 
     def is_set_by_user(self, name: str) -> bool:
-        """Returns whether the user set another value than the default for this run."""
+        """Returns whether the user set another value for this run."""
         is_default = self.typed[name] == all_keys()[name].default
         return self.origins[name].source in _SET_BY_USER and not is_default
 
@@ -160,7 +160,7 @@ def _typed(setting: Setting, key: Key) -> Any:
     if key.name == import_modules.KEY:
         return import_modules.names_in(setting)
     value = setting.value
-    # A text key takes what was typed as it is: prompt=[hello] is no list.
+    # A text key takes what was typed as it is: prompt=[hello] stays text.
     from_shell = setting.origin.source in (Source.COMMAND_LINE, Source.ENVIRONMENT)
     if key.annotation is str and from_shell and not isinstance(value, str):
         value = values.UntypedScalar(setting.origin.raw)
@@ -249,7 +249,7 @@ def _type_error(setting: Setting, key: Key, message: str) -> Problem:
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
-    """Sets keys that follow from others."""
+    """Sets derived keys."""
 
     def set_derived(name: str, value: Any, note: str) -> None:
         typed[name] = value
@@ -312,7 +312,7 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
 
 
 def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
-    """Returns keys that were set on purpose and have no effect under the chosen parts, and why.
+    """Returns explicitly set keys without effect, with the reasons.
 
     Values of a preset, bundle or base file are silently inert, as is one of the config file if a
     stronger layer made the choice that disables it: `file.yml dataset_type=synthetic` need not
@@ -354,7 +354,7 @@ def _notice(name: str, problem: Problem) -> str:
 def _find_unused_decoder_block(
     origins: Mapping[str, Origin], kept: Sequence[Setting]
 ) -> list[Problem]:
-    """Returns the problem of a decoder_block over a saved configuration, which sets every part."""
+    """Returns the problem of a decoder_block over a saved configuration."""
     saved = [
         s for s in kept if s.origin.source is Source.SAVED_CONFIG and s.name == "decoder_block"
     ]
@@ -389,7 +389,7 @@ def _check_rules(
             facts = tuple(("try", remedy) for remedy in remedies)
             facts += _defaults(named or rule.keys, origins)
             problem = Problem(what, tuple(places), facts)
-            # Of the values that a bundle, a preset or a base file brings along, nothing is said.
+            # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.
             first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
             subjects = [first[0]] if first else rule.keys

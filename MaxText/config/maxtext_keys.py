@@ -1,8 +1,8 @@
-"""Keys of MaxText and other programs: aliases of ours, and keys that are refused.
+"""Keys of MaxText and other programs: aliases, and refused keys.
 
-A key that means exactly what one of ours means is accepted under its old name, as is a value that a
-key of ours states differently or that holds here anyway. Any other is refused with a sentence that
-says what to use. maxtext_keys.yml has the tables.
+A key with the exact meaning of one here is accepted under its old name, as is a value that is
+spelled differently or that holds here anyway. Any other is refused with a sentence that says what
+to use. maxtext_keys.yml has the tables.
 """
 
 from importlib import resources
@@ -14,10 +14,10 @@ from MaxText.config import values
 
 
 class UnsupportedKey(NamedTuple):
-    """The reason that a key does not exist here."""
+    """The reason for the absence of a key."""
 
-    why: str  # the reason, in words
-    replacement: str = ""  # the key of ours that serves its purpose, if one does
+    why: str  # the reason, as a phrase
+    replacement: str = ""  # the key here that serves its purpose, if one does
     # values that are ignored with a note: those that switch the thing off, any because none would
     # change a result here, or nothing
     accepts: Literal["off", "any", "nothing"] = "off"
@@ -30,7 +30,7 @@ class UnsupportedKey(NamedTuple):
 class KeyMapping(NamedTuple):
     """The meaning here of another program's `key=value`."""
 
-    name: str  # key of ours; empty where nothing has to be set
+    name: str  # key here; empty if nothing has to be set
     text: str = ""  # value of that key, as it is typed
     why: str = ""  # a sentence for where nothing has to be set
 
@@ -70,8 +70,8 @@ TRANSLATIONS = {
     (key, value): KeyMapping(*ours) if len(ours) == 2 else KeyMapping("", why=ours[0])
     for key, value, *ours in _TABLES["translations"]
 }
-# Key of another program -> (whose it is, key of ours). Values mean something else there (a global
-# batch, a computed width), so these are no aliases; docs/reference/migration.md has more.
+# Key of another program -> (whose it is, key here). Values mean something else there (a global
+# batch, a computed width), so these are not aliases; docs/reference/migration.md has more.
 REFERENCE_KEYS = {
     theirs: (whose, ours)
     for whose, keys in _TABLES["other_programs"].items()
@@ -98,7 +98,7 @@ def find_mapping(name: str, value: Any) -> KeyMapping | None:
 
 
 def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
-    """Returns why a key of another program is refused, None for any other name.
+    """Returns why another program's key is refused, else None.
 
     Args:
       known: Names close to it among our keys.

@@ -1,4 +1,4 @@
-"""Report on a YAML file that was written for MaxText or one of its forks."""
+"""Report on a YAML file of MaxText or one of its forks."""
 
 from MaxText.config import config_files, values
 from MaxText.config.catalog import Key, all_keys
@@ -17,7 +17,7 @@ _HEADINGS = {
 
 
 def report(path: str) -> str:
-    """Returns one line per key of the file, grouped by what happens to it."""
+    """Returns one line per key of the file, grouped by outcome."""
     file = config_files.find(path)
     entries, problems = config_files.read(file)
     groups: dict[str, list[str]] = {heading: [] for heading in _HEADINGS}

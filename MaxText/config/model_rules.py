@@ -1,4 +1,4 @@
-"""Combinations of the model's keys that cannot work."""
+"""Impossible combinations of the model's keys."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -154,7 +154,7 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
         position = keys.get("position_embedding", "none")
         if position not in ("none", model.position.position_embedding):
             return (
-                f"layer_kinds: {letter}: position_embedding: a layer can only leave out the "
+                f"layer_kinds: {letter}: position_embedding: a layer can only drop the "
                 "model's rotary positions (none)"
             )
 

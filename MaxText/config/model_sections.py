@@ -82,7 +82,7 @@ class Shape(Section):
 
     @property
     def dimensions(self) -> Dimensions:
-        """Sizes after scaling; MaxText's split of a power of two over heads, MLP, width, depth."""
+        """Sizes after scaling, by MaxText's split of a power of two."""
         log2_scale = self.global_parameter_scale.bit_length() - 1
         third, rest = divmod(log2_scale, 3)
         emb_scale = 2 ** (third + (rest > 1))
@@ -326,7 +326,7 @@ _STAGES = {f"{network}_pipeline_parallelism": OtherThan((1,)) for network in ("i
 
 
 class Pipeline(Section):
-    """Pipeline schedule on a mesh with several stages. It does not change the result."""
+    """Pipeline schedule on a mesh with several stages."""
 
     num_pipeline_microbatches: CountOrAuto = key(
         -1,
@@ -375,7 +375,7 @@ class Model(Section):
 
     @property
     def layer_overrides(self) -> tuple[Overrides, ...]:
-        """Keys of each layer that replace the model's own."""
+        """Keys of each layer, replacing the model's own."""
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
@@ -445,7 +445,7 @@ class Model(Section):
 
     @property
     def layer_plan(self) -> LayerPlan:
-        """The repetition of layers; none with dense connections, which are never scanned."""
+        """The repetition of layers; none with dense connections."""
         kinds = self.layer_overrides
         return plan_layers(range(len(kinds)) if self.dense_connections.dense_conn else kinds)
 
@@ -501,7 +501,7 @@ class Model(Section):
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
     def _unfit_for_stages(self) -> str:
-        """Returns why layers cannot be split into stages at all; empty if they can."""
+        """Returns why layers cannot be split into stages; empty if they can."""
         if self.block.share_parameters:
             return "share_parameters=true: there is one layer, and nothing to split into stages"
         if self.dense_connections.dense_conn:
@@ -511,7 +511,7 @@ class Model(Section):
         return ""
 
     def _fitting_stages(self, num_stages: int) -> str:
-        """Returns what to set instead, as a further line of a message."""
+        """Returns alternatives, as a further line of a message."""
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
         if rest == 0 and per_repeat % self.layer_plan.cycle == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
@@ -519,7 +519,7 @@ class Model(Section):
 
     @property
     def scan_unsupported_reason(self) -> str | None:
-        """Why layers cannot be scanned; None if they can."""
+        """Reason against scanning layers; None if they can be scanned."""
         if self.dense_connections.dense_conn:
             return "with dense_conn=true each layer reads another number of outputs"
         return None

@@ -34,7 +34,7 @@ class ConfigurationError(UserError):
 
 
 def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the known names most like `name`, best first; also finds words in another order."""
+    """Returns the known names most like `name`, best first."""
     words = name.lower().replace("-", "_").replace(".", "_").strip("_")
     scores = []
     for candidate in known:
@@ -50,7 +50,7 @@ def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 def close_matches_fact(
     name: str, known: Iterable[str], form: str = "{}"
 ) -> tuple[tuple[str, str], ...]:
-    """Returns the nearest names as a fact of a problem; none if there are none."""
+    """Returns the nearest names as a fact of a problem, if any."""
     close = close_matches(name, known)
     return (("nearest", ", ".join(map(form.format, close))),) if close else ()
 

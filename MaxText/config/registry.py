@@ -1,4 +1,4 @@
-"""Registry of parts: what a key such as `mixer` may name.
+"""Registry of parts: the values of keys such as `mixer`.
 
 Parts are decorated with `register`, built-in ones and those of modules that `import_modules` names.
 The generated layers/built_in.yml lists built-in parts, which are thus known without importing jax.
@@ -66,7 +66,7 @@ class Registration:
 
 
 class Name:
-    """Marks a text key whose choices are the registered parts of a kind, and `others`."""
+    """Marks a text key with registered parts (and `others`) as choices."""
 
     def __init__(self, kind: str, *others: str):
         assert kind in KINDS
@@ -82,7 +82,7 @@ _changed: list[Callable[[], None]] = []
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Registers a callback for whenever a part is registered, to invalidate derived data."""
+    """Registers a callback for new parts, to invalidate derived data."""
     _changed.append(forget)
 
 
@@ -167,7 +167,7 @@ def registrations() -> list[Registration]:
 
 
 def forget(module_file: str) -> None:
-    """Removes what a file has registered, so that it can be imported again."""
+    """Removes a file's registered parts, so that it can be reimported."""
     for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
         del _registered[key]
     _notify()
@@ -211,7 +211,7 @@ class Parts(Section):
         return self._of(next(one for one in self.with_keys() if one.name == name))
 
     def of(self, target: Any) -> Section | None:
-        """Returns the keys of a part by its class or function; None without keys of its own."""
+        """Returns the keys of a part by its class or function, or None."""
         bases = getattr(target, "__mro__", (target,))
         found = next((one for one in self.with_keys() if one.target in bases), None)
         return None if found is None else self._of(found)

@@ -1,4 +1,4 @@
-"""Rules that check combinations of keys, one small function each.
+"""Rules about combinations of keys, one small function each.
 
 A rule is skipped if one of its keys already has a problem. Rules that need the number of devices
 are checked where it is known.
@@ -20,7 +20,7 @@ RULES: list["Rule"] = []
 
 
 class Rule(NamedTuple):
-    """An impossible combination, or one in which a key does nothing."""
+    """An impossible combination of keys, or one with an unused key."""
 
     keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
     # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     finds_unused: bool
 
     def check(self, config: Config) -> str | None:
-        """Returns what is wrong with a configuration, or None."""
+        """Returns the problem of a configuration, or None."""
         return self.function(**{name: _getter(name)(config) for name in self.arguments})
 
 
@@ -43,7 +43,7 @@ def _getter(name: str) -> Callable[[Config], Any]:
 
 
 def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable[[_Check], _Check]:
-    """Registers a function whose parameters are keys that it checks, or names of _OBJECTS.
+    """Registers a function of keys to check, or of names of _OBJECTS.
 
     Args:
       more: Other keys to blame; a function that takes **keys gets their values as well.

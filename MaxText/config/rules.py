@@ -1,4 +1,4 @@
-"""Combinations of keys that cannot work, besides those of the model alone."""
+"""Impossible combinations of keys, besides those of the model."""
 
 import math
 import re
@@ -288,10 +288,10 @@ def _moments(growth, opt_type):
 
 
 def _one_fills(**sizes):
-    filling = [name for name, size in sizes.items() if size == -1]
-    if len(filling) > 1:
-        things = "devices" if filling[0].startswith("ici") else "slices"
-        return f"only one of {' and '.join(filling)} can be -1 (fill the remaining {things})"
+    wildcards = [name for name, size in sizes.items() if size == -1]
+    if len(wildcards) > 1:
+        things = "devices" if wildcards[0].startswith("ici") else "slices"
+        return f"only one of {' and '.join(wildcards)} can be -1 (fill the remaining {things})"
 
 
 for network in NETWORKS:

@@ -1,4 +1,4 @@
-"""The whole configuration: a tree of sections whose leaves are the flat keys."""
+"""The whole configuration: a tree of sections with flat keys as leaves."""
 
 from MaxText.config import data_sections, inference_sections, model_sections, training_sections
 from MaxText.config.keys import Section

@@ -1,4 +1,4 @@
-"""Resolved configurations as flat YAML, and the differences between two of them."""
+"""Resolved configurations as flat YAML, and their differences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _LINE = 100
 
 
 def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: "") -> str:
-    """Returns all keys by section; loading it as the config file gives the same configuration.
+    """Returns all keys by section; loads to the same configuration.
 
     `schema_version` marks it as resolved, so that its preset is not applied a second time.
 
@@ -43,7 +43,7 @@ def section_lines(
 
 
 def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns a recorded configuration under current key names, without keys known to be gone."""
+    """Returns a recorded configuration under current key names."""
     values, known = _renamed(recorded), all_keys()
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(
@@ -79,7 +79,7 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
 
 
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Returns {key: (old value, new value)} as YAML for two flat configurations.
+    """Returns {key: (old, new)} as YAML for two flat configurations.
 
     A list equals a tuple of the same items, because storage turns one into the other.
     """

@@ -1,4 +1,4 @@
-"""Layers of settings, collected in the order in which later ones win."""
+"""Layers of settings, from weakest to strongest."""
 
 import dataclasses
 import enum
@@ -32,7 +32,7 @@ YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
 class Source(enum.Enum):
-    """Sources of values, weakest first. DERIVED values are computed from the others."""
+    """Sources of values, weakest first; DERIVED ones are computed."""
 
     DEFAULT = "schema default"
     DECODER_BLOCK = "decoder_block"
@@ -56,7 +56,7 @@ class Origin:
     file: Path | None = None  # YAML file, or None
     line: int | None = None  # line in that file, or None
     raw: str = ""  # the value as it was written
-    note: str = ""  # environment variable, or how a derived value came about
+    note: str = ""  # environment variable, or the origin of a derived value
 
     @property
     def place(self) -> str:
@@ -70,7 +70,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One `key = value` with its origin. `name` is ours; `written` is what the user wrote."""
+    """One `key = value` with its origin; `written` is the user's spelling."""
 
     name: str
     value: Any
@@ -88,7 +88,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """The configuration that weights record, in place of a config file."""
+    """The configuration of recorded weights, in place of a config file."""
 
     values: Mapping[str, Any]  # by key
     place: str  # where the weights lie
@@ -231,7 +231,7 @@ def _read_environment(environment: Mapping[str, str], result: CollectedSettings)
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    """Returns the settings of a file and of its base configs, the deepest first."""
+    """Returns the settings of a file and its base configs, deepest first."""
     chain: list[list[Setting]] = []
     seen: list[Path] = []
     here = layer
@@ -261,7 +261,7 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             if not isinstance(base.value, str):
                 what = f"base_config: {base.raw} is not the path of one YAML file"
                 raise ConfigFileError(Problem(what))
-            path = config_files.find(base.value, beside=path.parent)
+            path = config_files.find(base.value, next_to=path.parent)
             if path in seen:
                 way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
                 raise ConfigFileError(Problem(f"base_config: files refer to each other: {way}"))
@@ -289,7 +289,7 @@ def _check_version(entry: config_files.YamlEntry, path: Path, result: CollectedS
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    """Returns the settings of the preset or bundle that `name` asks for."""
+    """Returns the settings of the preset or bundle `name`."""
     setting = result.last(name)
     default = all_keys()[name].default
     chosen = default if setting is None else setting.value
@@ -304,9 +304,9 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     place = (setting.place,) if setting else ()
     file = folder / f"{chosen}.yml"
     if setting is not None and YAML_PATH.fullmatch(chosen):
-        beside = setting.origin.file.parent if setting.origin.file else None
+        next_to = setting.origin.file.parent if setting.origin.file else None
         try:
-            file = config_files.find(chosen, beside)
+            file = config_files.find(chosen, next_to)
         except ConfigFileError as error:
             problem = dataclasses.replace(error.problem, where=place)
             result.problems.append(problem)
@@ -336,7 +336,7 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
 
 
 def sweep_not_supported(name: str, place: str) -> Problem:
-    """Returns the problem of a file for several runs in a program that does one."""
+    """Returns the problem of a file for several runs in a single-run program."""
     return Problem(
         f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands",
         (place,),

@@ -1,4 +1,4 @@
-"""Keys of the run: batches, optimizer, mesh, checkpoints, evaluation, logging, guard."""
+"""Keys of the run: batches, optimizer, mesh, checkpoints, logging, guard."""
 
 from typing import Annotated, Any, Literal
 
@@ -64,7 +64,7 @@ class Run(Section):
 
 
 class Batch(Section):
-    """Batch size: per_device_batch_size x devices x gradient_accumulation_steps."""
+    """Batch size: per_device_batch_size x devices x accumulation steps."""
 
     per_device_batch_size: Positive = key(
         12.0, "Sequences per device and microbatch; may be a fraction.", unit="sequences"

@@ -38,7 +38,7 @@ class UntypedScalar(str):
 
 
 class InvalidValueError(ValueError):
-    """A value that does not fit its key; the message completes 'key: ...'."""
+    """A value unfit for its key; the message completes 'key: ...'."""
 
 
 def from_node(node: yaml.Node) -> Any:
@@ -69,7 +69,7 @@ def from_text(text: str) -> Any:
     """Parses the text of `key=<text>`, before its type is known.
 
     The empty text is the empty string, not null. Text that is not YAML (a glob, a sentence with a
-    colon) or is nested deeper than any list of ours stays text.
+    colon) or is nested deeper than any list of a key stays text.
     """
     if not text:
         return ""
@@ -85,7 +85,7 @@ def from_text(text: str) -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Converts a value to bool, int, float, str, a Literal, a tuple or a union of these.
+    """Converts a value to the type of its annotation.
 
     Raises:
       InvalidValueError: The value has another type or is not among the choices.
@@ -159,7 +159,7 @@ def _number(value: Any) -> float | int | None:
 
 def _to_int(value: Any) -> int:
     number = _number(value)
-    # An int of a thousand digits is no float, so that isfinite() would fail.
+    # isfinite() fails for an int of a thousand digits.
     is_integer = isinstance(number, int) or (number is not None and number.is_integer())
     if number is None or not is_integer:
         raise InvalidValueError(f"{format_value(value)} is not an integer")
@@ -184,7 +184,7 @@ def _to_str(value: Any) -> str:
         return ""
     if not isinstance(value, str):
         raise InvalidValueError(f"{format_value(value)} is not text")
-    # Half of a surrogate pair stands for a byte that is no UTF-8; it can be neither printed nor
+    # Half of a surrogate pair stands for a byte that is not UTF-8; it can be neither printed nor
     # stored. No system has a NUL in a name.
     if "\0" in value or _HALF_PAIR.search(value):
         raise InvalidValueError(f"{value!a} is not UTF-8 text without NUL")
@@ -221,7 +221,7 @@ def format_value(value: Any) -> str:
 
 
 def to_yaml(value: Any) -> str:
-    """Returns flow YAML that `convert` reads back to the same value."""
+    """Returns flow YAML, readable by `convert`."""
     if value is None:
         return "null"
     if isinstance(value, bool):

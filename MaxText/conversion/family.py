@@ -1,4 +1,4 @@
-"""Building blocks of family tables: mappings of tensors and of config.json keys.
+"""Building blocks of family tables for tensors and config.json keys.
 
 Each file of `families/` has the tables of a family. Only these contain names of other programs.
 """
@@ -79,7 +79,7 @@ def projection(
     param_axes: str,
     suffixes: tuple[str, str] = (".weight", ".bias"),
 ) -> tuple[WeightMapping, WeightMapping]:
-    """Returns the rows of projections that share a tensor, and of their biases."""
+    """Returns the rows of projections (and biases) sharing a tensor."""
     last = param_axes[-1]
     outputs = next(found for found in _DIMENSION.findall(hf_axes) if last in found)
     letters = [letter for letter in param_axes.split() if letter in outputs]
@@ -94,7 +94,7 @@ ATTENTION = "layers/self_attention/"
 
 
 def attention(prefix: str, names: str, kv: str = "N") -> tuple[WeightMapping, ...]:
-    """Returns the rows of a torch.nn.Linear each for queries, keys, values and output.
+    """Returns the rows of a torch.nn.Linear per projection.
 
     `names` follow `prefix`, in this order; `kv` is the layout letter of key and value heads.
     """
@@ -177,7 +177,7 @@ def _evaluate(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, An
 def mapped(
     hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
 ) -> ConfigMapping:
-    """Returns a setting that both sides have.
+    """Returns a setting common to both sides.
 
     Names are separated by spaces; the first Hugging Face name is the one written.
     """
@@ -199,19 +199,19 @@ def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = ""
 
 
 def family_default(key: str, value: Callable[[Mapping[str, Any]], Any]) -> ConfigMapping:
-    """Returns a key of this program that the family derives, absent in config.json."""
+    """Returns a key derived by the family, absent in config.json."""
     return ConfigMapping((key,), (key,), value, is_written=False, is_computed=True)
 
 
 def write_only(
     hf_name: str, key: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
 ) -> ConfigMapping:
-    """Returns a setting that follows from others but is written nevertheless."""
+    """Returns a setting derived from others but written nevertheless."""
     return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
 
 
 def _size(config: Mapping[str, Any], name: str) -> Any:
-    """Returns a number; rejects text and lists, which also multiply."""
+    """Returns a number; rejects text and lists."""
     if isinstance(config[name], str | list | tuple):
         raise TypeError(f"{name} is not a number")
     return config[name]
@@ -256,7 +256,7 @@ class Family:
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
-        """Our keys that no setting determines, with their values."""
+        """Keys without a setting, with their values."""
         decided = {name for setting in self.settings for name in setting.keys}
         every = {**SHARED_PARTS, **self.own}
         return {name: value for name, value in every.items() if name not in decided}

@@ -123,7 +123,7 @@ class TensorFiles:
             self.found |= found
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the files, and the tensor names that an index promises in each."""
+        """Returns the files, and the tensor names promised by an index."""
         for name in (SAFETENSORS, _TORCH):
             index = self.folder / (name + _INDEX)
             if index.is_file():
@@ -156,7 +156,7 @@ class TensorFiles:
     def _describe(self, file: Path) -> dict[str, TensorInfo]:
         handle = self._open(file)
         found = {}
-        for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+        for name in handle.keys():  # noqa: SIM118 (safe_open is not a mapping)
             if file.suffix == ".safetensors":
                 part = handle.get_slice(name)
                 kind = str(part.get_dtype())

@@ -1,4 +1,4 @@
-"""Conversion between config.json and our keys, by the tables of `families/`."""
+"""Conversion between config.json and keys, by the tables of `families/`."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -31,7 +31,7 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 
 
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
-    """Returns the family that a config.json names, or None if it has no table."""
+    """Returns the family named in a config.json, or None without a table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
         return FAMILIES.get(model_type)
@@ -41,7 +41,7 @@ def lookup_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def resolve_family(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family that a config.json names; UserError if unknown."""
+    """Returns the family named in a config.json; UserError if unknown."""
     family, model_type = lookup_family(config), config.get("model_type")
     if family is not None:
         return family
@@ -99,7 +99,7 @@ def config_from_hf(
 
 
 def _registered_part_keys(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Returns keys of the model and of registered parts stored in a config.json.
+    """Returns keys of the model and of parts stored in a config.json.
 
     Refuses others: `import_modules`, for example, would run code that the user did not name.
     """
@@ -174,7 +174,7 @@ def _is_relevant(setting: ConfigMapping, values: Mapping[str, Any]) -> bool:
 
 
 def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops disabled keys from `names`, which a configuration would refuse.
+    """Drops disabled keys from `names`, refused by a configuration.
 
     `values` holds all known keys of the configuration; absent ones have their default.
     """
@@ -187,7 +187,7 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
-    """Returns the model keys that have an effect, of all or of `chosen`."""
+    """Returns the effective model keys, of all or of `chosen`."""
     known = [key.name for key in all_keys().values() if key.section[0] == "model"]
     names = [name for name in known if chosen is None or name in chosen]
     return drop_unused_keys(values, {name: values[name] for name in names})
@@ -215,7 +215,7 @@ def with_hf_names(family: Family, problems: Iterable[Problem], given: Mapping[st
 
 
 def find_family(config: Config, asked: str) -> Family:
-    """Returns the `asked` family, or the first that fits the configuration."""
+    """Returns the `asked` family, or the first matching the configuration."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
     candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
@@ -238,7 +238,7 @@ def find_family(config: Config, asked: str) -> Family:
 
 
 def _num_one_sided(family: Family, config: Config) -> int:
-    """Counts keys that have an effect in only one of model and family."""
+    """Counts keys with an effect in only one of model and family."""
     values = model_config_values(config)
     of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
     return len(of_model.keys() ^ of_family.keys())
@@ -252,7 +252,7 @@ def _chosen_parts(config: Config) -> list[Registration]:
 
 
 def part_keys(family: Family, config: Config) -> dict[str, Any]:
-    """Returns keys that select registered parts, and the parts' own keys.
+    """Returns keys with registered parts as values, and the parts' keys.
 
     Empty if other layers use built-in ones that the family does not have.
     """
@@ -269,13 +269,13 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
-    """Returns the class or parts that transformers lacks, or ""."""
+    """Returns the class or parts missing in transformers, or ""."""
     own = [part.name for part in _chosen_parts(config) if not part.is_built_in]
     return " and ".join(own) or ("" if family.in_transformers else family.architecture)
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
-    """Describes the keys that differ from the family."""
+    """Describes the keys unlike the family."""
     values, own = model_config_values(config), part_keys(family, config)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
@@ -350,7 +350,7 @@ def _canonicalize(config: Config) -> dict[str, Any]:
 
 
 def _slots(config: Config) -> dict[str, Any]:
-    """Returns slot numbers without -1, and zooms that differ, else -1."""
+    """Returns slot numbers without -1, and zooms if different, else -1."""
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
     values: dict[str, Any] = {"zoom_dim": 0.0}
     for place in get_args(SlotPlace):
@@ -402,7 +402,7 @@ def kept_window(
 
 
 def kept_spellings(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the original spelling of settings with several equivalent values."""
+    """Returns the original spelling of settings with equivalent values."""
     undecided = [s for s in family.settings if not s.keys and s.name in kept]
     return {
         s.name: kept[s.name]
@@ -412,7 +412,7 @@ def kept_spellings(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_names(family: Family) -> set[str]:
-    """Returns config.json keys that the table determines, with older names."""
+    """Returns config.json keys determined by the table, with older names."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.hf_names}
     return names | {_MAXTEXT_OBJECT, "rope_parameters", "rope_scaling", "architectures",
                     *(("model_type",) if family.has_model_type else ())}  # fmt: skip

@@ -197,7 +197,7 @@ _NO_ZOOM = {"zoom_dim": 0.0} | {f"{place}_zoom_dim": -1.0 for place in get_args(
 
 
 class FoldedWeights(WeightSource):
-    """Weights whose value slots are scaled by `factors` (by parameter name)."""
+    """Weights with value slots scaled by `factors` (by parameter name)."""
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
         self.config, self.model, self.formats = config, weights.model, weights.formats
@@ -213,7 +213,7 @@ class FoldedWeights(WeightSource):
 
 
 def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSource, str]:
-    """Returns equivalent weights without a zoom, and a line that reports it.
+    """Returns equivalent weights without a zoom, and a line to report it.
 
     Returns the weights unchanged and an empty line if no zoom is fixed, or no family would fit
     anyway.

@@ -1,4 +1,4 @@
-"""Run folders whose only checkpoint has imported parameters.
+"""Run folders with imported parameters as their only checkpoint.
 
     checkpoints/0/items       {params}, Orbax
     checkpoints/0/metadata    as written by train.py, with checksums, plus the import's record
@@ -34,7 +34,7 @@ CONFIG_YML = "config.yml"
 
 
 def require_absent(target: Path) -> None:
-    """Refuses a target that exists, except an empty folder."""
+    """Refuses an existing target, except an empty folder."""
     if re.match(r"\w+:/", str(target)):
         raise UserError(f"to={target} is in a bucket; write to a local disk and copy the result.")
     try:
@@ -67,7 +67,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder to which interrupted Orbax threads may still be writing."""
+    """Removes a folder despite late writes of interrupted Orbax threads."""
     for _ in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -76,7 +76,7 @@ def _remove(folder: Path) -> None:
 
 
 class _LazyArray:
-    """An array that is read when written; `checksum` is "" until then."""
+    """An array read on writing; `checksum` is "" until then."""
 
     def __init__(self, weights: WeightSource, name: str):
         self.shape = weights.model.parameters[name].shape
@@ -94,7 +94,7 @@ class _LazyArray:
 
 
 def _streaming_type_handlers(failures: list[BaseException]) -> Any:
-    """Returns Orbax's type handlers, extended by arrays that are read lazily.
+    """Returns Orbax's type handlers, extended by lazily read arrays.
 
     Orbax copies all arrays before writing: 2.9 GB instead of 1.1 GB for a model of 1.6 GB.
     `failures` receives exceptions from reading, including Ctrl-C. Raised through Orbax, they would

@@ -90,7 +90,7 @@ def _open_hf(
 
 @contextlib.contextmanager
 def corruption_as_user_error(key: str, stored: checkpoint_files.StoredCheckpoint) -> Iterator[None]:
-    """Converts CheckpointCorruptedError to UserError: a user's path is never replaced."""
+    """Converts CheckpointCorruptedError to UserError."""
     try:
         yield
     except CheckpointCorruptedError as error:

@@ -206,7 +206,7 @@ def _slots_of(within: str) -> str:
 
 
 def _check_parts(config: Config, query_scaling: str) -> None:
-    """Refuses parts that MaxText stores as other numbers or ambiguously."""
+    """Refuses parts stored by MaxText as other numbers or ambiguously."""
     section = config.model
     if section.attention.attention_projections == "pattention":
         if query_scaling == "weights":
@@ -221,14 +221,14 @@ def _check_parts(config: Config, query_scaling: str) -> None:
                 "decoder_block=tokenformer."
             )
     _check_dense_connections(config)
-    block, centred = section.block, section.block.normalization_zero_centered
-    if section.embedding.scale_embedding or (centred and block.normalization_type == "rms_norm"):
+    block, centered = section.block, section.block.normalization_zero_centered
+    if section.embedding.scale_embedding or (centered and block.normalization_type == "rms_norm"):
         raise UserError(
             "MaxText's Gemma blocks cannot be read: their checkpoints hold 1 + scale and the token "
             "table times sqrt(emb_dim), and undoing that would change bits. Start from Gemma's own "
             "folder: from=hf:..."
         )
-    if block.normalization_type == "layer_norm" and not centred:
+    if block.normalization_type == "layer_norm" and not centered:
         raise UserError(
             "normalization_zero_centered=false: MaxText's gpt3 block, the one with LayerNorm, "
             "stores scales of norms as their difference from 1. Add "
@@ -242,7 +242,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
 
 
 def _check_dense_connections(config: Config) -> None:
-    """Refuses aggregations that MUDDFormer's program does not have."""
+    """Refuses aggregations without a counterpart in MUDDFormer's program."""
     dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
     if not dense.dense_conn:
         return

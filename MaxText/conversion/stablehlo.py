@@ -1,4 +1,4 @@
-"""Export of the forward pass as one file that needs only jax to run."""
+"""Export of the forward pass as one file for jax alone."""
 
 import math
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def require_absent(target: Path) -> None:
 
 
 def check_size(weights: WeightSource) -> None:
-    """Refuses weights that are too large for constants of a program."""
+    """Refuses weights too large for constants of a program."""
     size = sum(num_bytes(weights).values())
     if size > MAX_BYTES:
         raise UserError(
@@ -73,7 +73,7 @@ def check_size(weights: WeightSource) -> None:
 
 
 def peak_bytes(weights: WeightSource) -> int:
-    """Returns peak memory: the weights as arrays, as constants, and as the file."""
+    """Returns peak memory: weights as arrays, as constants, and as file."""
     return 4 * sum(num_bytes(weights).values())
 
 

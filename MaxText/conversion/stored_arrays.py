@@ -36,7 +36,7 @@ class LazyCheckpointReader:
     """
 
     def __init__(self, folder: epath.Path):
-        """Reads the tree metadata. Raises UserError if it is unreadable or altered."""
+        """Reads the tree metadata; UserError if unreadable or altered."""
         import orbax.checkpoint as ocp
 
         self.folder = folder
@@ -100,7 +100,7 @@ def _damage_explained(folder: epath.Path) -> Iterator[None]:
 
 
 class RunWeights(WeightSource):
-    """Weights of the checkpoint that a path names (checkpoint_files.resolve_checkpoint)."""
+    """Weights of a checkpoint (checkpoint_files.resolve_checkpoint)."""
 
     def __init__(self, path: str, given: Config | None = None):
         """Reads names and shapes of a run, its checkpoints, a step or its items.

@@ -1,4 +1,4 @@
-"""Conversions between the layouts of a Hugging Face tensor and of parameters.
+"""Conversions between layouts of Hugging Face tensors and parameters.
 
 A layout is two patterns, such as "(N J H) D" and "D N H" for GPT-NeoX's fused projection.
 Parentheses group a fused dimension, and J counts the parameters that share the tensor. Conversions
@@ -44,7 +44,7 @@ class TensorLayout:
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """Indices of J (if present) and the parameter's letters among the Hugging Face letters."""
+        """Indices of J and the parameter's letters among those of the tensor."""
         axes = ("J" if "J" in self._letters else "") + self.param_axes.replace(" ", "")
         return [self._letters.index(letter) for letter in axes]
 

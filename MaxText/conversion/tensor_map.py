@@ -1,4 +1,4 @@
-"""Maps Hugging Face tensors to the arrays of one model, by names and shapes."""
+"""Maps Hugging Face tensors to the arrays of one model."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class MappedTensor:
 
 
 class UnmappedParametersError(UserError):
-    """Parameters that the format lacks, such as those of a user's part."""
+    """Parameters missing in the format, such as those of a user's part."""
 
     def __init__(self, family: str, names: Sequence[str]):
         self.names = ", ".join(names)
@@ -64,7 +64,7 @@ class TensorMap:
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _declared(self) -> list[tuple[WeightMapping, int]]:
-        """Returns the rows that mixers and feed-forwards declare, with their layers."""
+        """Returns the rows declared by mixers and feed-forwards, with layers."""
         found = []
         for layer, one in enumerate(self.model.section.layers):
             feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)

@@ -62,7 +62,7 @@ def write_json(path: Any, value: Mapping[str, Any]) -> None:
 
 
 def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, int]]:
-    """Copies a tokenizer so that `AutoTokenizer.from_pretrained` loads it.
+    """Copies a tokenizer for `AutoTokenizer.from_pretrained`.
 
     Returns the files, and special token ids by config.json key.
     """

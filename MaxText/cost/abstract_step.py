@@ -1,4 +1,4 @@
-"""The train step of a configuration on devices that need not exist.
+"""The train step of a configuration on absent devices.
 
 Legend: B sequences, T tokens.
 """
@@ -35,7 +35,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def cached(function: _Function) -> _Function:
-    """Caches results; a functools.lru_cache that type checkers accept for sections."""
+    """Caches results; a functools.lru_cache typed for sections."""
     return cast(_Function, functools.lru_cache(maxsize=256)(function))
 
 
@@ -52,7 +52,7 @@ class FakeDevice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The program that train.py would compile."""
+    """The program compiled by train.py."""
 
     config: Config  # with `auto` in the model section resolved
     choices: tuple[str, ...]  # one line for each `auto`
@@ -92,7 +92,7 @@ class Program:
 
     @functools.cached_property
     def local_model(self) -> Model:
-        """The model at the sizes that each device computes with.
+        """The model at the sizes of one device.
 
         Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
         before use. A pipeline stage has its own layers between embedding and head.
@@ -155,7 +155,7 @@ class Program:
 def make_program(
     config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
 ) -> Program:
-    """Returns the program of a configuration; UserError if mesh or batch do not fit the devices."""
+    """Returns the program of a configuration; UserError if it does not fit."""
     devices = _fake_devices(num_devices, platform, device_kind, num_slices)
     sizes = mesh_sizes(config.mesh, devices)
     # Only sizes matter: device placement within a slice is not modeled.
@@ -189,7 +189,7 @@ def abstract_model(section: ModelSection) -> Model:
 
 
 def _weights_of(section: ModelSection) -> ModelSection:
-    """Drops settings that do not affect weights, for better caching."""
+    """Drops settings without an effect on weights, for better caching."""
     memory = section.memory.model_copy(update={"remat_policy": "none"})
     return section.model_copy(update={"memory": memory})
 

@@ -1,4 +1,4 @@
-"""Compiles a train step ahead of time, and reports its memory, FLOPs and communication."""
+"""Compiles a train step ahead of time and reports its cost."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Bytes that a device receives in a step, by mesh axis, and their seconds.
+"""Bytes received by a device in a step, by mesh axis, and their seconds.
 
     sharded weights           gathered in the compute dtype for the forward and the backward pass of
                               every microbatch; gradients reduce-scattered once per microbatch
@@ -131,7 +131,7 @@ def _tensor_bytes(program: Program) -> float:
 
 
 def _pipeline_bytes(program: Program) -> float:
-    """Returns the bytes over the stage axis per microbatch, except those of weights."""
+    """Returns the bytes over the stage axis per microbatch, except weights."""
     schedule = program.schedule
     if schedule is None:
         return 0.0
@@ -168,7 +168,7 @@ def _context_bytes(program: Program) -> float:
 
 
 def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
-    """Returns the bytes per second that a device receives over one axis.
+    """Returns the bytes per second received by a device over one axis.
 
     On a torus, a single axis uses the links of all dimensions; of several, the inner ones get one
     dimension each. Across slices, each device sends only its part of what its slice has reduced.

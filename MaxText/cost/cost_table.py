@@ -46,7 +46,7 @@ class ModelCost:
 
     @functools.cached_property
     def _states(self) -> list[tuple[int, int]]:
-        """Decode state bytes per token and per sequence, of each layer and then the head.
+        """Decode state bytes per token and per sequence, by layer, then the head.
 
         Zero for a bidirectional model: every new token changes all keys and values.
         """
@@ -102,7 +102,7 @@ class ModelCost:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns JSON values for the events of a run; FLOPs are for training by the MFU rule."""
+        """Returns JSON values for the events of a run; FLOPs by the MFU rule."""
         count, (rule, computed) = self.count, self.attention
         return {
             "mfu_rule": MFU_RULE,
@@ -177,7 +177,7 @@ class ModelCost:
 def model_cost(
     model: Model, *, sequence_length: int, optimizer_state: Any | None = None
 ) -> ModelCost:
-    """Returns the cost of training and running a model; `optimizer_state` is optional."""
+    """Returns the cost of training and running a model."""
     optimizer_bytes = None
     if optimizer_state is not None:
         optimizer_bytes = sum(

@@ -1,4 +1,4 @@
-"""Device memory of a step: of a compiled one by cause, with advice if it is too much.
+"""Device memory of a compiled step by cause, with advice if too large.
 
 Before arrays are created, `check_memory_lower_bound` compares a lower bound with the device.
 """
@@ -67,7 +67,7 @@ class MemoryBreakdown(NamedTuple):
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Returns bytes of sharded arrays or shapes on one device, without host memory."""
+    """Returns bytes of sharded arrays on one device, without host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -101,7 +101,7 @@ def _before_compilation(planned: LoweredStep) -> MemoryBreakdown:
 
 
 def usable_bytes(target: Target) -> int:
-    """Returns the bytes of a device that a program can use; 0 if unknown."""
+    """Returns the usable bytes of a device; 0 if unknown."""
     if target.platform != "gpu":
         return target.memory
     fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
@@ -109,12 +109,12 @@ def usable_bytes(target: Target) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a compiler error says that memory does not suffice."""
+    """Returns whether a compiler error reports a lack of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def out_of_memory(target: Target, planned: LoweredStep, error: BaseException) -> UserError:
-    """Returns an error if compilation ran out of memory: TPU compilers know their target's size."""
+    """Returns an error if compilation ran out of memory."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
     arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
     where = f"unsharded, over all {planned.layout.mesh.size} devices, before fusion"
@@ -124,7 +124,7 @@ def out_of_memory(target: Target, planned: LoweredStep, error: BaseException) ->
 def check_fits(
     target: Target, planned: LoweredStep, memory: MemoryBreakdown, program: HloModule
 ) -> None:
-    """Raises UserError if a compiled step needs more memory than the target has."""
+    """Raises UserError if a compiled step exceeds the target's memory."""
     limit = usable_bytes(target)
     if limit and memory.total > limit and target.platform != "tpu":  # their compiler checks it
         needs = (
@@ -199,7 +199,7 @@ def _advice(
 def check_memory_lower_bound(
     built: TrainSetup, plan: BatchSchedule, num_devices: int, num_microbatches: int
 ) -> None:
-    """Raises UserError if state, gradients and one activation per token cannot fit.
+    """Raises UserError if state, gradients and activations cannot fit.
 
     CPU devices share the memory of their host. `num_devices` counts all processes.
     """

@@ -11,7 +11,7 @@ activation functions are not. Per token and over all layers, forward:
     experts              2 L (A + 1) D F k     of k experts that a token visits
     router               2 L D E               with E experts
     dense connections    2 sum_i K_i (D + C_i S_i)
-    sums over depth      2 D sum_i C_i S_i     C_i streams, each a sum of S_i hidden states
+    depth aggregation    2 D sum_i C_i S_i     C_i streams, each a sum of S_i hidden states
     head                 2 D V                 tied or not
 
     Pattention, of n slots in projections and m in the feed-forward:
@@ -59,11 +59,11 @@ from MaxText.layers.part import Part as LayerPart
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 _TOKEN_TABLE = "token_embedder/embedding"
-_DEPTH_SUMS = "sums over depth"
+_AGGREGATION = "depth aggregation"
 # Table rows in forward order. Token mixing and feed-forward declared by parts come between the two,
 # rows of registered parts only come last.
 _BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
-_END = ("attention output", "router", "feed-forward", "gates", "dense connections", _DEPTH_SUMS,
+_END = ("attention output", "router", "feed-forward", "gates", "dense connections", _AGGREGATION,
         "norms", "head", "Head-QK")  # fmt: skip
 
 
@@ -93,7 +93,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """FLOPs per token, by part; `recomputed` is forward FLOPs repeated in backward, if known."""
+    """FLOPs per token, by part; `recomputed` ones repeat in the backward pass."""
 
     sequence_length: int
     parts: tuple[Part, ...]
@@ -114,7 +114,7 @@ class FlopCount:
         return sum(
             part.training
             for part in self.parts
-            if not part.between_tokens and part.name != _DEPTH_SUMS
+            if not part.between_tokens and part.name != _AGGREGATION
         )
 
     @property
@@ -123,13 +123,13 @@ class FlopCount:
         return sum(part.training for part in self.parts if part.between_tokens)
 
     @property
-    def depth_sums(self) -> float:
-        """Training FLOPs that aggregate hidden states over depth."""
-        return 3 * sum(part.flops for part in self.parts if part.name == _DEPTH_SUMS)
+    def aggregation(self) -> float:
+        """Training FLOPs of depth aggregation."""
+        return 3 * sum(part.flops for part in self.parts if part.name == _AGGREGATION)
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with; a tied table counts as the head."""
+        """Weights multiplied with a token; a tied table counts as the head."""
         return int(self.weights) // 6
 
     @property
@@ -143,15 +143,15 @@ class FlopCount:
 
     def line(self, num_tokens: float) -> str:
         """Returns MaxText's line for a step of this many tokens per device."""
-        weights, sums = (100 * flops / self.per_token for flops in (self.weights, self.depth_sums))
+        weights, sums = (100 * flops / self.per_token for flops in (self.weights, self.aggregation))
         return (
             f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {weights:.2f}% "
             f"learnable weight flops and {100 - weights - sums:.2f}% attention flops"
-        ) + (f", and {sums:.2f}% sums over depth" if sums else "")
+        ) + (f", and {sums:.2f}% depth aggregation" if sums else "")
 
 
 def count_flops(model: Model, sequence_length: int) -> FlopCount:
-    """Counts FLOPs from abstract parameters: 2 per weight of each matmul (`num_in_dims`)."""
+    """Counts FLOPs from abstract parameters: 2 per weight of each matmul."""
     entries = list(_entries(model, sequence_length))
     held: collections.Counter[str] = collections.Counter()
     for info in model.parameters.values():
@@ -167,7 +167,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         if flops or held[name]:
             by_rule, executed = sum(f.by_rule for f in flops), sum(f.executed or 0 for f in flops)
             backward = flops[-1].backward if flops else 2
-            between = name in rows and name != _DEPTH_SUMS
+            between = name in rows and name != _AGGREGATION
             parts.append(Part(name, held[name], by_rule, executed, backward, between))
     return FlopCount(sequence_length, tuple(parts), _recomputed(model.section, entries))
 
@@ -219,7 +219,7 @@ def _declared(
 
 
 def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[float, float]:
-    """Returns FLOPs per token of a matrix over all layers, by the rule and executed."""
+    """Returns FLOPs per token of a matrix, by the rule and executed."""
     section, times = model.section, 1
     if section.block.share_parameters and info.owner == "layers":
         times = section.shape.dimensions.num_layers
@@ -235,7 +235,7 @@ def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[
 
 
 def _recomputed(section: ModelSection, entries: Sequence[_Entry]) -> float | None:
-    """Returns the FLOPs that the backward pass repeats: layers by policy, and a chunked head."""
+    """Returns the FLOPs repeated by the backward pass."""
     policy = section.memory.remat_policy
     if policy not in ("none", "full"):
         return None

@@ -1,4 +1,4 @@
-"""Hardware to plan for, by the names that vendors use.
+"""Hardware to plan for, by vendors' names.
 
 Figures are per chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
 sheets. Prices vary by region and contract: there are none.
@@ -36,7 +36,7 @@ class Chip:
     efficiency_source: str = "assumed: no published row"
 
 
-_ROWS = "docs/how-to/estimate_memory_and_cost.md, published rows"
+_ROWS = "benchmarks/plan.py, published runs"
 _TPUS = (
     Chip("v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2),
     Chip("v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2),
@@ -66,10 +66,10 @@ _GPUS = (
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 # No data sheet: a server's memory bandwidth, and the share of its measured peak that steps of small
-# models reached on two cores (docs/how-to/estimate_memory_and_cost.md).
+# models reached on two cores.
 CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
            30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8),
-           "docs/how-to/estimate_memory_and_cost.md")  # fmt: skip
+           "measured: small models on two cores")  # fmt: skip
 # Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
 # T4. Patterns match jax.Device.device_kind in order. TPU v2, v3 and 7x chips are two devices each.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (

@@ -1,4 +1,4 @@
-"""Parses a compiled program (loop counts, collectives, large arrays), or a lowered one.
+"""Parses a compiled program (loops, collectives, arrays), or lowered one.
 
 The text is XLA's HLO as returned by Compiled.as_text. Its format is not stable, so unknown syntax
 is skipped.
@@ -41,7 +41,7 @@ _NO_ARRAY = (
 
 
 class Instruction(NamedTuple):
-    """A line; `shape` is the text of its result type, `rest` follows the opening parenthesis."""
+    """A line; `shape` is its result type, `rest` follows the parenthesis."""
 
     name: str
     shape: str
@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Communication of one step by operations of one kind; loops count every iteration.
+    """Communication of one step by operation kind, over all iterations.
 
     `num_bytes` are of results on one device. If a result contains the operand, the larger of the
     two.
@@ -62,7 +62,7 @@ class Collective(NamedTuple):
 
 
 class LargeBuffer(NamedTuple):
-    """An array that the program creates `count` times on a device; `num_bytes` is unpadded."""
+    """An array created `count` times on a device; `num_bytes` is unpadded."""
 
     num_bytes: int
     shape: str

@@ -1,4 +1,4 @@
-"""A traced program as a compiler runs it: the arrays it writes, and their inputs.
+"""A traced program as a compiler runs it: written arrays and inputs.
 
 Fused operations take no memory: elementwise operations, casts and views are traced back to their
 inputs. Exceptions, each observed in XLA's TPU compiler on train steps:
@@ -57,7 +57,7 @@ def plain_size(shape: Sequence[int], width: int) -> float:
 
 
 def tiled_size(shape: Sequence[int], width: int) -> float:
-    """Returns an array's bytes on TPU: two dimensions (the best two) have tiles of 8 x 128."""
+    """Returns an array's bytes on TPU, in tiles of 8 x 128."""
     plain = plain_size(shape, width)
     if len(shape) < 2 or not plain:
         return plain
@@ -94,7 +94,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """An equation that is not a call."""
+    """An equation, except calls."""
 
     name: str
     inputs: list[Value]
@@ -253,7 +253,7 @@ def _updates_constant(node: Node) -> bool:
 
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
-    """Returns whether something other than a matmul or a fused reduction reads it."""
+    """Returns whether an operation other than a matmul or reduction reads it."""
     readers = {nodes[reader].name for reader in _consumers_through_views(value, nodes)}
     return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
@@ -287,7 +287,7 @@ def _makes_squares(node: Node) -> bool:
 
 
 def _consumers_through_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
-    """Yields nodes that read a value, through views of the same dtype."""
+    """Yields readers of a value, through views of the same dtype."""
     for reader in value.readers:
         node = nodes[reader]
         if node.name in _VIEWS and node.name != "convert_element_type":
@@ -304,7 +304,7 @@ def _body_of(loop: Any) -> Any:
 
 
 def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
-    """Returns the number of arrays before those sliced or stacked, with one dim less inside."""
+    """Returns the number of leading arrays sliced or stacked inside."""
     return next(
         (
             place
@@ -316,7 +316,7 @@ def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
 
 
 def _restacked_results(node: Node) -> dict[int, int]:
-    """Returns results of a loop that restack an argument slice by slice: XLA copies nothing."""
+    """Returns loop results restacking an argument: XLA copies nothing."""
     if node.name != "scan":
         return {}
     body = _body_of(node)

@@ -58,7 +58,7 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
 def make_plan(
     config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
 ) -> Plan:
-    """Returns the plan of a configuration; UserError if mesh, batch or sharding do not fit.
+    """Returns the plan of a configuration; UserError if it does not fit.
 
     `fused_attention` assumes a kernel that never writes attention scores to memory.
     """
@@ -79,5 +79,5 @@ def plan_of(
 
 
 def peak_of(hardware: Hardware) -> PeakFlops:
-    """Returns a device's peak: by data sheet, or measure_peak for this machine's CPU."""
+    """Returns a device's peak: by data sheet, or measured on this CPU."""
     return datasheet_peak(hardware.chip.device_kind) or measure_peak(jax.devices("cpu")[0])

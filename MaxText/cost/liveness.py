@@ -40,7 +40,7 @@ class PeakMemory:
 def peak_memory(
     program: Traced, kept: Sequence[float | None] = (), between: float = 0.0
 ) -> PeakMemory:
-    """Returns the memory that a program needs.
+    """Returns the memory needed by a program.
 
     Args:
       kept: Bytes of each result (gradient) that a device keeps if sharded; None for all. Empty for
@@ -65,7 +65,7 @@ _NOTHING = PeakMemory(0.0, 0.0, 0.0, ())
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """A node that writes."""
+    """A node with written arrays."""
 
     node: Node
     reads: frozenset[Value]
@@ -114,7 +114,7 @@ def _peak(
 def _greedy(
     steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
 ) -> list[_Step]:
-    """Orders steps so that the runnable one that frees most comes next."""
+    """Orders steps; the runnable one freeing most memory comes next."""
     readers: dict[Value, int] = {}
     for step in steps:
         for value in step.reads:

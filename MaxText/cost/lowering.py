@@ -39,7 +39,7 @@ class LoweredStep(NamedTuple):
 
 
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
-    """Traces train.py's step for these devices, for the last batch stage, without opening data.
+    """Traces train.py's step for these devices, without opening data.
 
     Batches have positions and segments unless the text is synthetic or attend_across_documents is
     set.
@@ -64,7 +64,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
-    """Returns the step and its compile time in seconds; raises RESOURCE_EXHAUSTED like XLA."""
+    """Returns the step and its compile seconds; raises like XLA."""
     # On CPU, JAX cannot serialize a program loaded from the cache.
     was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
     jax.config.update("jax_enable_compilation_cache", False)

@@ -1,4 +1,4 @@
-"""Descriptions of absent GPUs for the compiler: XLA's GpuTargetConfigProto as text.
+"""Descriptions of absent GPUs for the compiler: GpuTargetConfigProto.
 
 Numbers are from NVIDIA's data sheets and CUDA programming guide (limits by compute capability), as
 the driver reports them.
@@ -12,7 +12,7 @@ _CUDA = "major: 12 minor: 9 patch: 0"  # without a version XLA assumes that cuBL
 
 
 class _Gpu(NamedTuple):
-    """Properties of a GPU, in bytes and bytes per second; `cores` are SMs, `clock` is in GHz.
+    """Properties of a GPU in bytes, bytes per second, SMs and GHz.
 
     Per SM: `shared` memory and float32 `units`; `shared_of_block` is the opt-in limit per block.
     """

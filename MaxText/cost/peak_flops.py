@@ -20,14 +20,14 @@ _MEASURED_FILE = "peak_flops.json"
 
 
 class PeakFlops(NamedTuple):
-    """Peak TFLOP/s of one device, and the `source` to print beside every MFU that uses it."""
+    """Peak TFLOP/s of one device, and its `source` to print with each MFU."""
 
     tflops: float
     source: str
 
 
 def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFlops:
-    """Returns a known accelerator's data sheet peak, else a measurement (0.3 s).
+    """Returns an accelerator's data sheet peak, else a measurement (0.3 s).
 
     Measure while the machine is idle: MFU of later runs uses the number cached in `cache_folder`
     (may be gs://), by processor model and number of devices that share it. None measures each time.
@@ -69,7 +69,7 @@ def _name_of(device: Any) -> str:
 
 
 def datasheet_peak(device_kind: str) -> PeakFlops | None:
-    """Returns the peak by device name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown."""
+    """Returns the peak by device name, "NVIDIA H100 80GB HBM3"; else None."""
     for pattern, tflops in PEAK_TFLOPS:
         if re.search(pattern, device_kind, re.IGNORECASE):
             return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
@@ -77,7 +77,7 @@ def datasheet_peak(device_kind: str) -> PeakFlops | None:
 
 
 def measure_peak(device: Any) -> PeakFlops:
-    """Returns the speed of a float32 matmul, divided among devices simulated on one CPU."""
+    """Returns the speed of a float32 matmul per simulated device of a CPU."""
     n = _MEASURED_SIZE
     x = jax.device_put(jnp.ones((n, n), jnp.float32), device)
     product = jax.jit(lambda x: x @ x)

@@ -16,7 +16,7 @@ _GB = 1e9
 
 
 def describe(plan: Plan, tokens: float, price: float | None) -> str:
-    """Describes memory, communication, time and, given a price per chip-hour, cost of a run."""
+    """Describes memory, communication, time and cost of a run."""
     program = plan.program
     section = program.config.model
     lines = [
@@ -65,14 +65,14 @@ def _memory(plan: Plan) -> str:
     if memory.update:
         rows.append(("temporaries of the optimizer", memory.update, ""))
     share = memory.total / plan.hardware.memory
-    verdict = "fits" if plan.fits else "does not fit, try --fit"
+    result = "fits" if plan.fits else "does not fit, try --fit"
     table = format_table(
         ["memory per device", "GB", "largest"],
         [[name, f"{size / _GB:.3f}", note] for name, size, note in rows],
         [
             "peak",
             f"{memory.total / _GB:.3f}",
-            f"{share:.0%} of the device: {verdict}",
+            f"{share:.0%} of the device: {result}",
         ],
         right=(1,),
     )
@@ -158,7 +158,7 @@ def format_proposals(
     tokens: float,
     price: float | None,
 ) -> str:
-    """Describes plans that fit, fastest first."""
+    """Describes fitting plans, fastest first."""
     rows = [
         [
             _mesh_words(plan.program),

@@ -1,4 +1,4 @@
-"""Search for mesh, microbatch size and remat policy that fit, fastest first.
+"""Search for fitting mesh, microbatch and remat policy, fastest first.
 
 A step keeps its number of sequences: smaller microbatches are accumulated. (GPT-Neo's --auto_layout
 did this for its own model.) Meshes are visited by their lower bound of time, known without tracing,
@@ -44,7 +44,7 @@ class _Mesh:
 
 
 def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
-    """Returns at most MAX_PROPOSALS plans that fit, the shortest step first."""
+    """Returns at most MAX_PROPOSALS fitting plans, the shortest step first."""
     search = _Search(flatten(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None
@@ -73,7 +73,7 @@ def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> l
 
 
 class NothingFits(UserError):
-    """Raised if no mesh, microbatch and remat policy fits; same exit code as an unfit plan."""
+    """Raised if no mesh, microbatch and remat policy fits."""
 
     exit_code = 1
 
@@ -87,7 +87,7 @@ def searched_overrides(plan: Plan, config: Config) -> dict[str, str]:
 
 
 def command_with_plan(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
-    """Returns the command line of `config` with a plan's keys, each given once."""
+    """Returns the command line of `config` with a plan's keys, once each."""
     new = searched_overrides(plan, config)
     kept = [word for word in arguments if word.partition("=")[0] not in new]
     return [*kept, *(f"{name}={value}" for name, value in new.items())]
@@ -100,7 +100,7 @@ class _Search:
     peak: PeakFlops
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
-        """Yields meshes that divide model and batch and that no rule rejects."""
+        """Yields valid meshes for the model and the batch."""
         every = microbatches(config, self.hardware)
         for keys in candidate_meshes(config, self.hardware):
             for number, batch in enumerate(every):
@@ -112,7 +112,7 @@ class _Search:
                     break
 
     def plans(self, mesh: _Mesh) -> tuple[list[Plan], Plan | None]:
-        """Returns plans that fit, and the one that needs the least memory.
+        """Returns fitting plans, and the one with the least memory.
 
         Each policy has its largest microbatch, unless a faster one (that saves more) fits with an
         equal one.
@@ -143,7 +143,7 @@ class _Search:
         return found, closest
 
     def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
-        """Drops microbatches whose lower bound of memory is too large, except the last one."""
+        """Drops microbatches with a too large lower bound, except the last."""
         left, last = [], []
         for batch in mesh.batches:
             program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
@@ -262,7 +262,7 @@ def _experts(config: Config) -> list[int]:
 
 
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
-    """Returns numbers of sequence parts: several for long sequences or many devices."""
+    """Returns numbers of sequence parts, above 1 for long sequences."""
     length = config.model.shape.max_target_length
     most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
     waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
@@ -272,21 +272,21 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    """Returns numbers of stages: several if a slice cannot hold the weights otherwise."""
+    """Returns numbers of stages, above 1 if a slice lacks memory."""
     section, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * abstract_model(section).num_parameters / num_devices
     return _powers(MAX_STAGES if needed > hardware.memory else 1)
 
 
 def _transposed(within: Keys, across: Keys, width: int) -> Keys:
-    """Moves the part of fsdp that does not divide the model's width to fsdp_transpose."""
+    """Moves a factor of fsdp to fsdp_transpose, for divisible widths."""
     fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
     divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
     return within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:
-    """Yields repeats and microbatches: more microbatches idle less but need more sequences."""
+    """Yields repeats and microbatches of a pipeline."""
     several = (1, 2, 4) if num_stages > 1 else ()
     choices = itertools.product((1, -1), (n * num_stages for n in several))
     for repeats, parts in choices if several else [(-1, -1)]:

@@ -17,7 +17,7 @@ _SHOWN = 8  # differences listed
 
 
 def save(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
-    """Writes a step for train.py, returns the signature; UserError if it cannot be serialized."""
+    """Writes a step for train.py; returns the signature."""
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError) as error:
@@ -40,7 +40,7 @@ def save(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
 def open_saved(
     config: Config, section: Model, layout: Layout, state: Any
 ) -> Callable[[Any], Callable | None] | None:
-    """Returns a function from batch shapes to the saved step (None for other shapes), if any.
+    """Returns a function from batch shapes to the saved step, if any.
 
     `config` has the score zoom fixed, `section` has `auto` resolved. Raises UserError if the file
     is missing, unsigned, or for another configuration, program or machine, before executing any of

@@ -1,4 +1,4 @@
-"""File format of a compiled step, written by train_compile.py and loaded by train.py.
+"""File format of a compiled step, from train_compile.py to train.py.
 
 Loading one executes its contents: machine code and JAX's pickle around it. So nothing is unpickled
 before the signature is verified, an HMAC-SHA256 under the user's key: anybody could compute a mere
@@ -32,13 +32,13 @@ KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
 
 
 def key_file() -> pathlib.Path:
-    """Returns the signing key's path: $MAXTEXT_SIGNING_KEY_FILE or ~/.maxtext/signing_key."""
+    """Returns the signing key's path, by default ~/.maxtext/signing_key."""
     named = os.environ.get(KEY_VARIABLE)
     return pathlib.Path(named or "~/.maxtext/signing_key").expanduser()
 
 
 def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
-    """Signs and atomically writes a file, creating the key if needed; returns the signature."""
+    """Signs and atomically writes a file; returns the signature."""
     key = _read_key(may_make=True)
     content = json.dumps(facts, sort_keys=True).encode() + b"\n" + executable
     signature = _sign(key, content)
@@ -58,7 +58,7 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
 
 
 def read(path: str) -> tuple[dict[str, Any], bytes]:
-    """Returns (facts, executable) after verifying the signature; UserError if it fails."""
+    """Returns (facts, executable) of a verified file; else UserError."""
     try:
         content = parse_path(path, "compiled_trainstep_file").read_bytes()
     except FileNotFoundError as error:

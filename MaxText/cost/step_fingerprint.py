@@ -1,4 +1,4 @@
-"""Identity of a compiled step, so that it is loaded for matching runs only."""
+"""Identity of a compiled step, to load it for matching runs only."""
 
 import hashlib
 import importlib.metadata
@@ -31,7 +31,7 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 
 
 def fingerprint(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
-    """Returns JSON values that are equal for runs that can share a step; batches are left out.
+    """Returns JSON values, equal for runs with the same step.
 
     `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
     cuDNN.
@@ -73,7 +73,7 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Returns a line "group, name: old in the file, new in this run" per difference."""
+    """Returns a line "group, name: old in the file, new here" per difference."""
     lines = []
     for group, values in current.items():
         others = stored.get(group, {})

@@ -82,7 +82,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
 
 
 def min_memory(program: Program) -> float:
-    """Returns a lower bound without tracing: the state, and gradients or the layers' inputs."""
+    """Returns a lower bound without tracing: state, and gradients or inputs."""
     section, state = program.config.model, program.abstract_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
@@ -142,7 +142,7 @@ def _trace(
     num_hidden_parts: int,
     num_stages: int,
 ) -> Traced:
-    """Caches `trace` for equal local shapes; `weights` are the shares that a device gathers."""
+    """Caches `trace` for equal local shapes; `weights` are gathered shares."""
     model, objective = abstract_model(section), section.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -168,7 +168,7 @@ def _trace(
 
 
 def _gathered(program: Program, name: str) -> float:
-    """Returns the share of a parameter that a device gathers; of experts, only its own."""
+    """Returns the gathered share of a parameter; of experts, its own."""
     axes = program.model.parameters[name].logical_axes
     if "exp" not in axes:
         return 1.0
@@ -193,7 +193,7 @@ def _converted_bytes(program: Program) -> float:
 
 
 def _update_bytes(program: Program) -> float:
-    """Returns the bytes that the optimizer works with besides gradients."""
+    """Returns the optimizer's working bytes besides gradients."""
     state, layout = program.abstract_state, program.layout
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
     alike = Layout(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)

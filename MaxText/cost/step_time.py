@@ -1,4 +1,4 @@
-"""Seconds of a step, as an interval, from the traced program and the hardware.
+"""Seconds of a step, as an interval, from the program and hardware.
 
 Every matmul, reduction and copy takes the longer of two times: its FLOPs over the reachable share
 of peak, and its bytes over memory bandwidth. The interval spans the shares that published runs
@@ -69,7 +69,7 @@ def min_step_time(
 def list_ops(
     program: Traced, *, fused_attention: bool = False, splash_keys: float = 0.0
 ) -> list[OpCost]:
-    """Returns everything that a program runs, with loop bodies once per iteration.
+    """Returns all executed nodes, with loop bodies once per iteration.
 
     `splash_keys` is the average number of keys per query in splash attention over all layers.
     """
@@ -116,7 +116,7 @@ def _splash_keys(program: Program) -> float:
 
 
 def context_parallel_attention_flops(program: Program) -> float:
-    """Returns attention FLOPs that the traced microbatch lacks, on the busiest device.
+    """Returns attention FLOPs missing in the traced microbatch.
 
     With fewer sequences than parts the trace has too few keys. Under a causal mask the last part of
     a sequence sees more than the mean, except in a balanced ring. 0 for unsplit sequences.

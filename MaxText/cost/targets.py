@@ -1,4 +1,4 @@
-"""Machines to compile for, by the names under which they are rented.
+"""Machines to compile for, by their rental names.
 
 Google's names count differently by generation (https://cloud.google.com/tpu/docs): v5e-16 and
 v6e-16 have 16 chips, v4-16 and v5p-16 have 16 TensorCores, two on each of 8 chips. A chip is one
@@ -33,7 +33,7 @@ _GPUS_PER_HOST = 8
 
 
 class Target(NamedTuple):
-    """A machine to compile for; `topology` and `num_devices` are those of one slice.
+    """A machine to compile for; `num_devices` counts one slice.
 
     `platform` is JAX's name, `memory` in bytes per device, 0 if unknown.
     """
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 
 
 def find(name: str) -> Target:
-    """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4; UserError lists them."""
+    """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4."""
     kind, _, digits = name.strip().lower().rpartition("-")
     kind = ALIASES.get(kind, kind)
     number = int(digits) if re.fullmatch(r"[1-9]\d{0,5}", digits) else 0
@@ -78,7 +78,7 @@ def names() -> list[str]:
 
 
 def prepare_environment(target: Target) -> None:
-    """Sets variables that the plug-in reads at start; call it before JAX is imported."""
+    """Sets the plug-in's start variables; call it before importing JAX."""
     # The devices compiled for are not those of this process.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if target.platform == "tpu":
@@ -99,7 +99,7 @@ def prepare_environment(target: Target) -> None:
 
 
 def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
-    """Returns devices to compile for, which need not exist and cannot run anything.
+    """Returns devices to compile for, possibly absent ones.
 
     Raises UserError if the plug-in is missing or does not know the machine.
     """

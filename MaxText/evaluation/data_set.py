@@ -31,7 +31,7 @@ LossTotals = dict[str, jax.Array]
 def make_score_step(
     model: Model, *, count_correct: bool = False
 ) -> Callable[[Any, Batch, TokenByteCounts], LossTotals]:
-    """Returns a step that sums nats, targets and their bytes of a batch.
+    """Returns a step to sum nats, targets and their bytes of a batch.
 
     Nats are float32, counts int32. With `count_correct` it also counts `correct`, the argmax hits.
     """
@@ -61,7 +61,7 @@ def score_data_set(
     config: Config,
     show: Show = print,
 ) -> list[SourceScore]:
-    """Scores every source of open_eval_sources; without sources, random tokens.
+    """Scores every source of open_eval_sources, else random tokens.
 
     Raises UserError for batches that the devices do not divide, or unreadable data.
     """

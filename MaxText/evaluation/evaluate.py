@@ -26,7 +26,7 @@ _DATA_KEYS = ("dataset_path", "grain_eval_files", "dataset_mix", "dataset_type",
 
 
 class EvaluationRequest(NamedTuple):
-    """What eval.py scores."""
+    """The work of eval.py."""
 
     config: Config  # without the weights' settings that concern only their training
     scores_data: bool  # always without tasks; with tasks if the user set a data key
@@ -34,7 +34,7 @@ class EvaluationRequest(NamedTuple):
 
 
 def parse_request(loaded: LoadedConfig) -> EvaluationRequest:
-    """Separates user-set keys from those that the weights supplied."""
+    """Separates user-set keys from those of the weights."""
     config, origins = loaded.config, loaded.origins
     typed = any(map(loaded.typed, _DATA_KEYS))
     scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness.tasks)
@@ -46,7 +46,7 @@ def parse_request(loaded: LoadedConfig) -> EvaluationRequest:
 
 
 def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
-    """Scores what the command line requests; prints and writes the scores.
+    """Scores the requested data; prints and writes the scores.
 
     Returns the written JSON. Raises UserError for missing weights or data, and for unscorable
     input.
@@ -94,7 +94,7 @@ class _DataSet(NamedTuple):
 
 
 def _find_weights(config: Config) -> str:
-    """Returns the checkpoint step folder or Hugging Face folder of the weights."""
+    """Returns the step folder or Hugging Face folder of the weights."""
     from MaxText.checkpointing import checkpoint_files
     from MaxText.conversion import hf_checkpoint
 

@@ -50,7 +50,7 @@ _NEXT_ARGUMENT = re.compile(r",(?=\s*[A-Za-z_]\w*=)")
 
 @register_model("maxtext")
 class MaxTextLM(TemplateLM):
-    """A harness model that runs trained weights on the devices of this process.
+    """A harness model of trained weights on the devices of this process.
 
         lm = MaxTextLM.open("load_parameters_path=maxtext_output/quickstart")
         lm_eval.simple_evaluate(model=lm, tasks=["lambada_openai"])
@@ -132,7 +132,7 @@ class MaxTextLM(TemplateLM):
         return 256
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns metadata that the harness stores with its results."""
+        """Returns metadata for the harness's results."""
         return {
             "model_source": self._trained.source,
             "model_num_parameters": self._trained.model.num_parameters,
@@ -295,7 +295,7 @@ def _sampling_params(kwargs: Mapping[str, Any]) -> "SamplingParams":
 
 
 class _HarnessTokenizer:
-    """Tokenizer that maps control tokens in a text to control ids.
+    """Tokenizer mapping control tokens in a text to control ids.
 
     This is what transformers does. Training data encodes them as plain text (TextTokenizer), so
     that no document can forge one; the harness's tasks spell them out on purpose.

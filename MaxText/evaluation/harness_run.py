@@ -89,7 +89,7 @@ def run_harness(
 # Cached because listing the harness's tasks takes seconds and is needed twice.
 @functools.lru_cache(maxsize=1)
 def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
-    """Resolves task names and patterns; also returns the harness's TaskManager."""
+    """Resolves task names and patterns; returns the TaskManager as well."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "harness.tasks needs lm-evaluation-harness, which is not installed: "

@@ -23,7 +23,7 @@ KEY = "task_files.lambada"
 
 
 class Passage(NamedTuple):
-    """Text before the last space, and the last word including that space."""
+    """Text before the last space, and the last word including it."""
 
     context: str
     word: str

@@ -19,7 +19,7 @@ from MaxText.inference.model_tokenizer import ModelTokenizer
 
 
 class MaskIds(NamedTuple):
-    """Ids that masked language modeling adds to a text."""
+    """Ids added to a text by masked language modeling."""
 
     mask: int
     cls: int | None  # begins every row; None if the model was trained without it
@@ -59,7 +59,7 @@ def mask_ids(config: Config, tokenizer: ModelTokenizer) -> MaskIds:
 
 
 def strip_cls_prefix(tokenizer: ModelTokenizer, cls: int | None) -> ModelTokenizer:
-    """Removes CLS from the tokenizer's prefix, for texts that get CLS anyway."""
+    """Removes CLS from the tokenizer's prefix, for texts with their own."""
     if cls is None or tokenizer.prefix[:1] != (cls,):
         return tokenizer
     return dataclasses.replace(tokenizer, prefix=tokenizer.prefix[1:])

@@ -90,7 +90,7 @@ class PositionScorer:
     def _batches(
         self, requests: Sequence[ScoreRequest]
     ) -> Iterator[tuple[list[int], tuple[np.ndarray | None, ...], int]]:
-        """Yields (request numbers, (tokens_BT, positions_BC, targets_BC, segments_BT), B)."""
+        """Yields (request numbers, (tokens, positions, targets, segments), B)."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for number, one in enumerate(requests):
             assert 0 < len(one.ids) <= self.window, len(one.ids)
@@ -156,7 +156,7 @@ def _results(
 def _score_positions(
     model, params, tokens_BT, positions_BC, targets_BC, segments_BT, *, num_parts: int, vocab: int
 ):
-    """Returns -log p of the targets and whether they are the argmax, [B, C] each."""
+    """Returns -log p of the targets and whether they are argmax, [B, C]."""
     decoder = model.merge(params)
     batch = Batch(tokens_BT, targets_BT=None, weights_BT=None, segments_BT=segments_BT)
     h_BTD, _ = decoder.hidden(batch, drops_tokens=False)

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations (causal models) and of hidden tokens (masked models)."""
+"""Log-probabilities of continuations and of hidden tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Loglikelihood(NamedTuple):
 
 
 class LoglikelihoodScorer:
-    """Scores continuations under a causal model; `window` is max_target_length."""
+    """Scores continuations under a causal model."""
 
     def __init__(self, trained: TrainedModel):
         """Compiles nothing yet. Raises UserError for non-causal models."""
@@ -87,7 +87,7 @@ class LoglikelihoodScorer:
 
 
 def rolling_windows(ids: Sequence[int], prefix: int, window: int) -> list[Continuation]:
-    """Splits a text into continuations that score each id exactly once.
+    """Splits a text into continuations with each id exactly once.
 
     Windows are disjoint, except that the last one is moved left until it is full and scores only
     the remaining ids. The first id follows `prefix`. Same as loglikelihood_rolling of

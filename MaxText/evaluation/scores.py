@@ -22,8 +22,8 @@ class SourceScore:
     seconds: float  # wall time without compilation
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # split sizes and digests
     correct: int | None = None  # argmax hits; None except for masked language models
-    # loss_type if the loss is no log-probability, without perplexity and bits per byte. For entmax
-    # these would be infinite at ids of probability 0.
+    # loss_type if the loss is not a log-probability. Perplexity and bits per byte of entmax are
+    # infinite at ids of probability 0.
     other_loss: str = ""
 
     @property
@@ -33,7 +33,7 @@ class SourceScore:
 
     @property
     def perplexity(self) -> float | None:
-        """Exponential of the loss; None for losses that are no log-probability."""
+        """Exponential of the loss; None unless it is a log-probability."""
         return None if self.other_loss else perplexity(self.loss)
 
     @property
@@ -45,7 +45,7 @@ class SourceScore:
 
     @property
     def masked_accuracy(self) -> float | None:
-        """Share of hidden tokens that were the argmax."""
+        """Share of hidden tokens predicted as argmax."""
         if self.correct is None:
             return None
         return self.correct / self.num_targets if self.num_targets else math.nan
@@ -78,7 +78,7 @@ class SourceScore:
 
 
 def total_score(scores: Sequence[SourceScore]) -> SourceScore:
-    """Sums all sources, so that means are weighted by targets."""
+    """Sums all sources; means are weighted by targets."""
     sizes = [score.num_bytes for score in scores]
     missing = [score.bytes_unavailable_reason for score in scores if score.num_bytes is None]
     correct = [score.correct for score in scores]

@@ -70,7 +70,7 @@ def run_tasks(
 
 
 def log_progress(name: str, show: Show) -> "Progress":
-    """Returns a callback that logs progress every half minute."""
+    """Returns a callback for progress every half minute."""
     began = last = time.perf_counter()
 
     def progress(done: int, whole: int) -> None:

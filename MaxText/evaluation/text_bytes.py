@@ -40,7 +40,7 @@ class TextBytes:
         self._of_path = functools.cache(lambda path: load_tokenizer(path, num_threads=1))
 
     def byte_counts(self, source: "OpenDataSource | None") -> tuple[TokenByteCounts | None, str]:
-        """Returns bytes per id of a source, or None and the reason if they are undefined."""
+        """Returns bytes per id of a source, or None and the reason."""
         try:
             if source is None:
                 raise InexactByteCountError("random tokens are not text")
@@ -53,7 +53,7 @@ class TextBytes:
     def from_manifest(
         self, source: "OpenDataSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
-        """Returns the bytes of the scored targets by the manifest, or None and the reason.
+        """Returns the bytes of scored targets by the manifest, or None and why.
 
         `why` is the reason of byte_counts.
         """
@@ -71,7 +71,7 @@ class TextBytes:
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
     def _tokenizer(self, source: "OpenDataSource") -> TextTokenizer:
-        """Returns the tokenizer of a source's ids; InexactByteCountError or UserError if none."""
+        """Returns the tokenizer of a source's ids; raises if there is none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
             if isinstance(self._model_tokenizer, UserError):

@@ -53,7 +53,7 @@ class TokenByteCounts(NamedTuple):
 
 
 def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
-    """Returns the bytes of each id. Raises InexactByteCountError if they are not defined."""
+    """Returns the bytes of each id; InexactByteCountError if undefined."""
     if isinstance(tokenizer, ByteTokenizer):
         bytes_by_id, adds_dummy_prefix = {byte: bytes([byte]) for byte in range(256)}, False
     elif isinstance(tokenizer, TiktokenTokenizer):
@@ -73,7 +73,7 @@ def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
 
 
 def _file(tokenizer: TextTokenizer, name: str) -> bytes:
-    """Returns the contents of a file that the tokenizer saves."""
+    """Returns the contents of a file saved by the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         return (Path(folder) / name).read_bytes()

@@ -62,7 +62,7 @@ def sum_batches(outputs: Iterable[Mapping[str, jax.Array]]) -> tuple[dict[str, f
 def make_eval_step(
     model: Model, *, count_correct: bool = False
 ) -> Callable[[dict, Batch], dict[str, jax.Array]]:
-    """Returns a step that sums loss and weight over a batch, and optionally correct argmaxes."""
+    """Returns a step to sum loss, weight and optionally argmax hits."""
 
     def eval_step(params, batch: Batch) -> dict[str, jax.Array]:
         module, objective = model.merge(params), model.section.objective

@@ -1,4 +1,4 @@
-"""WikiText (Merity et al. 2016): perplexity per word and byte, page by page.
+"""WikiText (Merity et al. 2016): perplexity per word and byte, by page.
 
 Follows task wikitext of lm-evaluation-harness: the model reads detokenized text, but words and
 bytes are counted in the original file. Masked language models get a pseudo-perplexity, with tokens

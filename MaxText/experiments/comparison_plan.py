@@ -1,4 +1,4 @@
-"""Comparison plan, saved in comparison.json for the same command to resume.
+"""Comparison plan, saved in comparison.json for resuming.
 
 The file holds the request, measurements, solved keys and run folders. Requests that differ are
 refused, instead of mixing two comparisons in one folder; only the seeds may change.
@@ -25,7 +25,7 @@ _FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonSpec:
-    """CompareArgs that determines the plan, apart from the configurations."""
+    """Arguments determining the plan, apart from the configurations."""
 
     match: str
     budget: float | None  # None uses the amount of the first configuration
@@ -55,7 +55,7 @@ class SolvedConfig:
 
     @property
     def changed(self) -> set[str]:
-        """Keys that were solved for."""
+        """Solved keys."""
         return {name for stage in self.stages for name in stage.changes}
 
     @property
@@ -138,7 +138,7 @@ def stage_name(label: str, stage: int | None) -> str:
 
 
 def run_path(seed: int, stage: int | None = None) -> Path:
-    """Returns a run's folder, relative to that of its configuration."""
+    """Returns a run's folder, relative to its configuration's."""
     folder = Path(f"seed_{seed}")
     return folder if stage is None else folder / f"stage_{stage}"
 
@@ -258,7 +258,7 @@ Chain = Sequence[Run]  # one configuration and seed: a single run, or its stages
 
 
 def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[Chain]:
-    """Returns all chains, seed by seed, so that interruption leaves pairs."""
+    """Returns all chains, seed by seed; interruption leaves pairs."""
     return [_chain(plan, variant, seed) for seed in plan.seeds for variant in variants]
 
 

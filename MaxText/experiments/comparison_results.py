@@ -77,11 +77,11 @@ class ConfigResults:
 
     @property
     def diverged(self) -> int:
-        """Number of diverged runs, which are excluded from means."""
+        """Number of diverged runs, excluded from means."""
         return sum(result.state == DIVERGED for result in self.results)
 
     def mean(self, name: str) -> float | None:
-        """Mean of a field over completed runs that have it."""
+        """Mean of a field over completed runs."""
         numbers = [
             getattr(result, name)
             for result in self.results
@@ -91,7 +91,7 @@ class ConfigResults:
 
     @property
     def perplexity(self) -> float | None:
-        """Exponential of the mean loss; None if it is no cross-entropy."""
+        """Exponential of the mean loss; None unless it is a cross-entropy."""
         if self.loss.mean is None or not self.loss_kind.startswith("cross-entropy"):
             return None
         return perplexity(self.loss.mean)

@@ -62,7 +62,7 @@ MESHES: tuple[dict[str, int], ...] = (
 
 
 class Check(NamedTuple):
-    """One property; `problem` returns what is wrong with a subject, or None."""
+    """One property; `problem` describes its violation, or is None."""
 
     name: str
     problem: Callable[["Subject"], str | None]
@@ -86,7 +86,7 @@ class Subject:
     """
 
     def __init__(self, configure: Callable[..., Config], *, decodes: bool = True):
-        """Compiles nothing yet. `configure` maps overridden keys to a configuration."""
+        """Compiles nothing yet. `configure` maps keys to a configuration."""
         self.configure, self.decodes = configure, decodes
         self.config = config = configure()
         scans, model = config.model.memory.scan_layers, config.model
@@ -199,7 +199,7 @@ def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
 
 
 def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns logits of prompts, and of the following tokens decoded one by one."""
+    """Returns logits of prompts, and of the next tokens one by one."""
     lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
     h_BTD, states = decoder.prefill(padded_BT, lengths_B, capacity=LENGTH)
@@ -442,7 +442,7 @@ def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., A
 
 
 def _resume(subject: Subject) -> str | None:
-    """Checks that a step from a saved state is bitwise equal in a new program."""
+    """Checks a step from a saved state for equal bits in a new program."""
     config = subject.configure(learning_rate=0.01, steps=4)
     _, initialize, step = _trainer(config)
     step = jax.jit(step)
@@ -489,7 +489,7 @@ def _first_state(subject: Subject) -> str | None:
 
 
 def _updates(subject: Subject) -> str | None:
-    """Checks that steps are finite, move all parameters and reduce the loss."""
+    """Checks steps: finite, moving all parameters, reducing the loss."""
     _, initialize, step = _trainer(subject.configure(learning_rate=0.003, steps=8))
     step, first = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
     state, losses = first, []
@@ -512,7 +512,7 @@ def _updates(subject: Subject) -> str | None:
 
 
 def _step_on_devices(subject: Subject) -> str | None:
-    """Compares parameter updates of two steps on several meshes with one device."""
+    """Compares updates of two steps on several meshes with one device."""
     devices, batch = jax.devices(), random_batch(subject.config, 8)
     if len(devices) < 8:
         return None

@@ -1,4 +1,4 @@
-"""Report of a comparison: that of its runs, plus plan and results."""
+"""Report of a comparison: its runs, plan and results."""
 
 from collections.abc import Sequence
 from pathlib import Path

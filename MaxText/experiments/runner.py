@@ -47,7 +47,7 @@ def compare(
 
 
 def _num_devices(request: CompareArgs, hardware: str) -> int:
-    """Returns the device count that runs are planned for."""
+    """Returns the planned device count of runs."""
     if request.num_devices is not None and request.launch == "print":
         return request.num_devices
     present = train_subprocess.count_devices(hardware)
@@ -60,7 +60,7 @@ def _num_devices(request: CompareArgs, hardware: str) -> int:
 
 
 def default_folder(request: CompareArgs, variants: Sequence[Variant]) -> Path:
-    """Returns a folder that the same command reproduces."""
+    """Returns a folder reproduced by the same command."""
     swept = dict.fromkeys(name for variant in variants for name in variant.swept)
     stems = [Path(path).stem for path in request.configs]
     name = "_".join(["compare", *stems, *swept, request.match])

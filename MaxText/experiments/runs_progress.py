@@ -28,7 +28,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         show: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
-        """`finished` runs are from earlier commands; `show` takes lines without a terminal."""
+        """`finished` runs are from earlier commands."""
         self._total = sum(run.weight for run in runs)
         self._done = sum(run.weight for run in finished)
         self._numbers = {id(run): number for number, run in enumerate(runs, 1)}

@@ -1,4 +1,4 @@
-"""Solves for one key that meets a budget (parameters, FLOPs, tokens, time).
+"""Solves for one key under a budget (parameters, FLOPs, tokens, time).
 
 The amount grows with the key, so bisection over integers finds the two neighbors of the budget.
 Values that break a configuration rule (heads that do not divide the width, odd rotary dimensions)
@@ -77,7 +77,7 @@ def cost(config: Config, num_devices: int) -> Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """A configuration that meets the budget."""
+    """A configuration within the budget."""
 
     stages: Stages  # with the solved keys
     changes: tuple[dict[str, tuple[Any, Any]], ...]  # per stage: key -> (old, new)
@@ -85,7 +85,7 @@ class Solution:
 
 
 def budget_metric(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
-    """Returns the function of the stages whose value is made equal.
+    """Returns the function of the stages with the equalized value.
 
     Parameters are those of the last stage; other amounts are summed. `seconds_per_step` has one
     measurement per stage, for match=time.
@@ -164,7 +164,7 @@ def solve(
 
 
 def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
-    """Returns the keys that change an amount, most useful first."""
+    """Returns the keys affecting an amount, most useful first."""
     if match == "flops":
         return STEPS, WIDTH, DEPTH
     if match == "params":
@@ -173,14 +173,14 @@ def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
 
 
 def _has_fixed_width(config: Config) -> bool:
-    """Returns whether slot attention with a fixed head_dim determines the width."""
+    """Returns whether slot attention with a fixed head_dim sets the width."""
     return config.model.attention.attention_projections != "dense" and (
         config.model.shape.head_dim != -1
     )
 
 
 def _is_of_slots(config: Config) -> bool:
-    """Returns whether the feed-forward is slots, which ignore base_mlp_dim."""
+    """Returns whether the feed-forward has slots, without base_mlp_dim."""
     return config.model.feed_forward.feed_forward_type == "pattention"
 
 
@@ -272,7 +272,7 @@ class _Search:
         ]
 
     def _changes(self, number: int, part: int) -> dict[str, Any]:
-        """Returns the free key and the keys that follow it in a stage."""
+        """Returns the free key of a stage and its dependent keys."""
         keys, factor = self._flats[number], part / self._starts[number]
         changes: dict[str, Any] = {self.key: part}
         if self.free == WIDTH and not _is_of_slots(self._stages[number]):
@@ -350,7 +350,7 @@ def validation_errors(config: Config) -> list[str]:
 
 
 def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stages:
-    """Tunes the feed-forward (MLP width or slots) to absorb what is left.
+    """Tunes the feed-forward (MLP width or slots) to absorb the remainder.
 
     Widths come in multiples, so the best one misses the budget by up to half a multiple.
     """

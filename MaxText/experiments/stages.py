@@ -25,7 +25,7 @@ SET_PER_STAGE = {
 
 
 def read_stages(value: Any) -> list[dict[str, Any]]:
-    """Returns each stage's keys; InvalidValueError unless two or more mappings."""
+    """Returns each stage's keys; InvalidValueError below two mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
         raise values.InvalidValueError(
             f"{values.format_value(value)} is not a list of mappings; write one mapping of "
@@ -41,16 +41,16 @@ KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion"
 
 
 def keys_that_differ(stages: Sequence[Config]) -> set[str]:
-    """Returns the keys that differ between stages."""
+    """Returns the keys with different values in the stages."""
     first, *others = map(flatten, stages)
     return {name for name in first for other in others if other[name] != first[name]}
 
 
-def prefix_with_stage(stages: Sequence[Config], left_out: Sequence[str]) -> Mapping[str, Any]:
-    """Returns keys_that_differ keys named "<key> of stage <n>"; empty for a single run."""
+def prefix_with_stage(stages: Sequence[Config], excluded: Sequence[str]) -> Mapping[str, Any]:
+    """Returns keys named "<key> of stage <n>"; empty for a single run."""
     flats = [flatten(stage) for stage in stages]
     return {
         f"{name} of stage {number}": keys[name]
-        for name in sorted(keys_that_differ(stages) - set(left_out))
+        for name in sorted(keys_that_differ(stages) - set(excluded))
         for number, keys in enumerate(flats, 1)
     }

@@ -67,7 +67,7 @@ def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
 
 
 def short_config(config: Config, folder: Path) -> Config:
-    """Returns the configuration of a short run that only trains."""
+    """Returns the configuration of a short run with training only."""
     keys = flatten(run_config(config, {}, folder, seed=0))
     # Initial weights do not affect the step time, and may not exist yet.
     beginning = {

@@ -1,4 +1,4 @@
-"""Runs train.py in subprocesses, with a log, a lock on the folder, and step progress.
+"""Runs train.py in subprocesses, with log, folder lock and progress.
 
 The comparing program opens no accelerator itself, so that all are free for the runs.
 """
@@ -43,19 +43,19 @@ except UserError as error:
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
-    """Returns environment variables that would override a run's keys."""
+    """Returns environment variables overriding a run's keys."""
     names = {f"M_{name.upper()}" for name in (*all_keys(), *ALIASES)}
     return sorted(names.intersection(environment))
 
 
 def subprocess_env() -> dict[str, str]:
     """Returns the environment without key variables: keys are resolved."""
-    leave_out = key_variables(os.environ)
-    return {name: value for name, value in os.environ.items() if name not in leave_out}
+    excluded = key_variables(os.environ)
+    return {name: value for name, value in os.environ.items() if name not in excluded}
 
 
 def train_command(config: Path) -> list[str]:
-    """Returns the command that trains a configuration."""
+    """Returns the command to train a configuration."""
     # A relative path with "=" (labels contain it) would parse as key=value.
     is_like_key = "=" in str(config) and not config.is_absolute()
     return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
@@ -177,7 +177,7 @@ def _terminate(process: subprocess.Popen) -> None:
 
 
 def num_completed_steps(folder: Path) -> int:
-    """Returns the number of steps that a run has recorded so far."""
+    """Returns the number of steps recorded by a run so far."""
     try:
         with (folder / EVENTS_FILE).open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -60,12 +60,12 @@ class Variant:
 
     @property
     def config(self) -> Config:
-        """Last stage, whose loss is compared."""
+        """Last stage, with the compared loss."""
         return self.stages[-1]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Flat keys that can affect a run, except those set per run.
+        """Flat keys with an effect on a run, except those set per run.
 
         For a chain: keys of the last stage, total steps, and each stage's value of differing keys.
         """
@@ -193,7 +193,7 @@ def _check_names(
     given: Mapping[str, str],
     refused: Mapping[str, str],
 ) -> None:
-    """Refuses keys that are set per run, or also given elsewhere."""
+    """Refuses keys set per run, or also given elsewhere."""
     for name in assignment:
         own = _own_name(name)
         if own in refused:
@@ -277,7 +277,7 @@ def _stems(paths: Sequence[str]) -> list[str]:
 
 
 def _label(stem: str, assignment: Mapping[str, Any], several_sources: bool) -> str:
-    """Returns a label that names keys only for numbers and switches."""
+    """Returns a label, with key names only for numbers and switches."""
     parts = [stem] if several_sources or not assignment else []
     for name, value in assignment.items():
         items = value if isinstance(value, list) else [value]
@@ -311,7 +311,7 @@ def _deduplicate_notices():
 
 
 def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
-    """Returns lines on keys_that_differ keys that may invalidate the comparison.
+    """Returns warnings about different keys outside the model.
 
     These are keys outside the model that were neither swept nor solved for, and always those that
     make the losses incomparable. `variants` have solved keys applied; `solved` maps labels to

@@ -1,4 +1,4 @@
-"""Plans a change of slots or depth, parameter by parameter; reads no arrays.
+"""Plans a change of slots or depth, parameter by parameter.
 
 Only the logical axes decide what may change: `slots`, the parameter tokens of Pattention (Wang et
 al. 2024), and `layers`; every other size must agree.
@@ -56,7 +56,7 @@ class GrowthPlan(NamedTuple):
 
     @property
     def slots(self) -> dict[str, tuple[int, int]]:
-        """Parameter name -> (stored slots, new slots), where they differ."""
+        """Parameter name -> (stored slots, new slots), if different."""
         return {
             name: (leaf.slots.old, leaf.slots.new)
             for name, leaf in self.leaves.items()
@@ -83,7 +83,7 @@ class GrowthPlan(NamedTuple):
 
     @property
     def drops(self) -> list[str]:
-        """Descriptions of stored slots and layers that are dropped."""
+        """Descriptions of dropped stored slots and layers."""
         slots = {name: f"{old} -> {new}" for name, (old, new) in self.slots.items() if new < old}
         words = [f"{SLOTS} {slots_by_place(slots)}"] if slots else []
         if self.layers and self.layers[1] < self.layers[0]:
@@ -100,7 +100,7 @@ class IncompatibleShapesError(Exception):
 
 
 def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> GrowthPlan:
-    """Compares stored and wanted parameters; raises IncompatibleShapesError with all problems."""
+    """Compares stored and wanted parameters; IncompatibleShapesError."""
     if reason := _fixed_depth(stored, wanted):
         raise IncompatibleShapesError([reason])
     specs = {
@@ -193,7 +193,7 @@ def grow_shard(
     index: Index | None = None,  # a slice per axis of the new array; None for all of it
     fresh: np.ndarray | float = 0.0,  # like the part, or a scalar
 ) -> np.ndarray:
-    """Returns a part of a new array: stored values in the leading slots, then `fresh` ones.
+    """Returns a shard of a new array: stored slots, then `fresh` ones.
 
     Layer j of the new model copies layer floor(j * old / new): layers repeat or are omitted evenly.
     """

@@ -18,7 +18,7 @@ _OPT_STATE = "opt_state/"
 
 
 def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) -> Any:
-    """Returns the parameters of the larger model, with the shardings of `abstract_params`.
+    """Returns the parameters of the larger model, sharded as abstract ones.
 
     `fresh_params` are drawn for the larger model with these shardings, and deleted array by array.
     """
@@ -40,11 +40,11 @@ def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) 
 
 
 def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
-    """Returns a fresh optimizer state with the smaller model's moments and counts.
+    """Returns a fresh optimizer state with the smaller model's moments.
 
     First moments of new slots are zero. Their second moments are zero with growth.moments=reused;
     with warmed each is the mean over the old slots of its array, so that a new slot's first updates
-    are as large as an old one's. Counts are kept, or Adam would correct a bias that is not there.
+    are as large as an old one's. Counts are kept, or Adam would correct a missing bias.
     The schedule restarts. `fresh_opt_state` is deleted array by array. Raises UserError if the
     source has no such state.
     """

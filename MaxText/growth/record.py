@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, float]) -> Record:
-    """Returns the record of a growth that fixed the keys `zoom`."""
+    """Returns the record of a growth, with the fixed keys `zoom`."""
     rate = section.growth.old_slots_learning_rate
     return {
         "mode": section.growth.mode,
@@ -38,13 +38,13 @@ def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
 
 
 def existing_slots(record: Record | None) -> dict[str, int]:
-    """Returns parameter name -> pre-existing slots, which come first."""
+    """Returns parameter name -> number of leading, pre-existing slots."""
     slots = record["slots"] if record else {}
     return {name: old for name, (old, new) in slots.items() if old < new}
 
 
 def parent_folder(metadata: Mapping[str, Any]) -> str:
-    """Returns the folder that a checkpoint's run began from; empty if unknown."""
+    """Returns the source folder of a checkpoint's run; empty if unknown."""
     return _parent(metadata).get("folder", "")
 
 
@@ -53,7 +53,7 @@ def _parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def sizes(record: Record) -> dict[str, str]:
-    """Describes changed sizes: {"slots": "24 -> 40 (attention)", "layers": "18 -> 24"}."""
+    """Describes changed sizes: {"slots": "24 -> 40", "layers": "18 -> 24"}."""
     slots = {name: f"{old} -> {new}" for name, (old, new) in record["slots"].items()}
     found = {"slots": slots_by_place(slots)} if slots else {}
     if record["layers"]:

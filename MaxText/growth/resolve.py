@@ -1,4 +1,4 @@
-"""Resolves growth before a model is built: what grows, and the zoom."""
+"""Resolves growth before a model is built, with the zoom."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _RATE = "growth.old_slots_learning_rate"
 
 
 class PendingGrowth(NamedTuple):
-    """Parameters that are to grow."""
+    """Parameters to grow."""
 
     source: SourceCheckpoint  # the smaller model
     plan: GrowthPlan
@@ -50,7 +50,7 @@ class ResolvedGrowth:
 def resolve_growth(
     config: Config, own: Sequence[checkpoint_files.StoredCheckpoint]
 ) -> ResolvedGrowth:
-    """Resolves a run's growth without reading arrays; raises UserError if parameters do not fit.
+    """Resolves a run's growth without reading arrays; UserError on misfit.
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
     """
@@ -75,11 +75,11 @@ def resolve_growth(
 def _as_recorded(
     config: Config, checkpoints: Sequence[checkpoint_files.StoredCheckpoint], *, is_resumed: bool
 ) -> ResolvedGrowth:
-    """Resolves a run that restores a full state, its own or another run's."""
+    """Resolves a run with a restored full state, its own or another's."""
     newest_first = (stored.try_metadata() for stored in reversed(checkpoints))
     metadata = next(filter(None, newest_first), {})
     record = from_metadata(metadata)
-    # The zoom that the run was trained with, whoever fixed it. One that the user sets stays, and
+    # The zoom that the run was trained with. One that the user sets stays, and
     # restoring reports the difference.
     keys = zoom.inherited(zoom.stored_config(metadata), config)
     # Otherwise there is no run to resume, which restoring reports.
@@ -207,7 +207,7 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint
 
 
 def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]:
-    """Returns the numbers that may be called slot_num of a stored model."""
+    """Returns the possible slot_num values of a stored model."""
     counts = {slot_place(name): slots for name, slots in stored.items()}
     if config is not None:
         section = config.model.pattention

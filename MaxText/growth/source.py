@@ -1,4 +1,4 @@
-"""The smaller model that a run grows from; arrays are read one at a time."""
+"""The smaller source model of a growth; arrays are read one at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class SourceCheckpoint(NamedTuple):
 
 
 def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
-    """Opens what load_parameters_path names, without reading arrays; raises UserError if it cannot.
+    """Opens load_parameters_path without reading arrays.
 
     `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
     """

@@ -1,4 +1,4 @@
-"""The zoom of Pattention's scores, which must not change while slots are added.
+"""The zoom of Pattention's scores, constant while slots are added.
 
 Theta multiplies by sqrt(n). A larger n changes the function even if every new key is zero, unless
 zoom_dim (model.pattention in the configuration) keeps the n of training.
@@ -20,7 +20,7 @@ PRESERVING = (*ZOOMED, "gelu")
 
 
 def places(config: Config) -> list[SlotPlace]:
-    """Returns the places where a model has slots."""
+    """Returns the places of slots in a model."""
     found: list[SlotPlace] = []
     if config.model.attention.attention_projections == "pattention":
         found.extend(("qkv", "proj"))
@@ -39,7 +39,7 @@ def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
 
 
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
-    """Returns keys that keep the fixed zoom of `stored`; empty if the user sets one.
+    """Returns keys to keep the zoom of `stored`; empty if the user sets one.
 
     With `by_keys`, a place without a fixed zoom follows its new number of slots.
     """
@@ -62,7 +62,7 @@ def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
 
 
 def stored_config(metadata: Mapping[str, Any]) -> Config | None:
-    """Returns the configuration that a checkpoint was made with, or None."""
+    """Returns the configuration of a checkpoint, or None."""
     values = metadata.get("config")
     if not values:
         return None
@@ -95,7 +95,7 @@ def source_zoom_dims(
 
 
 def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
-    """Returns keys that fix the zoom of each place; empty if already set."""
+    """Returns keys to fix the zoom of each place; empty if already set."""
     if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention
@@ -108,7 +108,7 @@ def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict
 
 
 def other_changes(stored: Config | None, config: Config) -> list[str]:
-    """Describes keys of model.pattention that differ, besides sizes and zoom."""
+    """Describes differing keys of model.pattention, except sizes and zoom."""
     if stored is None or not places(config):
         return []
     old, new = stored.model.pattention, config.model.pattention

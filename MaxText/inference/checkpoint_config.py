@@ -1,4 +1,4 @@
-"""Loads configurations of programs that may be given only trained weights."""
+"""Loads configurations of programs with trained weights as input."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 
 
 def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
-    """Resolves a command line that may name only load_parameters_path.
+    """Resolves a command line, possibly of load_parameters_path alone.
 
     The weights supply the configuration if there is neither a config file nor a preset. Raises
     UserError for configuration problems, or if there are no weights at the path.

@@ -31,7 +31,7 @@ _LONGEST_SHOWN = 2000  # characters of a prompt on the terminal
 
 
 class UnexpectedOutputError(UserError):
-    """Generated text that differs from autoregressive_decode_assert."""
+    """Generated text unlike autoregressive_decode_assert."""
 
     exit_code = 1
 

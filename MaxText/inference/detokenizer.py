@@ -21,7 +21,7 @@ class IncrementalDetokenizer:
         stops: Sequence[str] = (),
         prompt: Sequence[int] = (),
     ):
-        """Starts after `prompt`: tokenizers may drop the space before a first word."""
+        """Starts after `prompt`: a first word may lose its space."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
         self._ids = list(prompt[-_KNOWN_OF_PROMPT:])
@@ -32,7 +32,7 @@ class IncrementalDetokenizer:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Takes the next id and returns the text that became final."""
+        """Takes the next id and returns the new final text."""
         self._ids.append(token)
         return self._advance(final=False)
 
@@ -62,7 +62,7 @@ class IncrementalDetokenizer:
         return certain
 
     def _overlap(self, text: str) -> int:
-        """Returns the number of trailing characters that may begin a stop string."""
+        """Returns the number of trailing characters of a possible stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):

@@ -126,7 +126,7 @@ class Engine:
         return self._decode_step(self._params, state)
 
     def ensure_cache_capacity(self, state: DecodeState, length: int) -> DecodeState:
-        """Grows to `length` tokens, at least fourfold: every capacity compiles another program."""
+        """Grows to `length` tokens, at least fourfold, for few programs."""
         capacity = capacity_of(state.cache)
         if capacity is None or length <= capacity:
             return state

@@ -40,7 +40,7 @@ class ModelTokenizer:
         return min(self.tokenizer.entry.vocab_size, rows)
 
     def encode(self, text: str) -> list[int]:
-        """Returns prefix and ids. An empty text without a prefix becomes an eos id."""
+        """Returns prefix and ids; an empty text without a prefix is an eos id."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
         return ids or list(self.eos_ids[:1])
 
@@ -126,10 +126,10 @@ def load_model_tokenizer(
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
     where = Path(path).expanduser()
-    beside = where if where.is_dir() else where.parent
-    adds_bos = _adds_bos(beside)
+    folder = where if where.is_dir() else where.parent
+    adds_bos = _adds_bos(folder)
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
-    prefix = _post_processor_prefix(beside) if adds_bos is None else ()
+    prefix = _post_processor_prefix(folder) if adds_bos is None else ()
     if (
         (adds_bos or config.preparation.add_bos)
         and not prefix
@@ -200,7 +200,7 @@ def _adds_bos(folder: Path) -> bool | None:
 
 
 def _post_processor_prefix(folder: Path) -> tuple[int, ...]:
-    """Returns the ids that a tokenizer.json prepends to every text."""
+    """Returns the ids prepended to every text by a tokenizer.json."""
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         return ()

@@ -17,7 +17,7 @@ ADDED_FIELDS = (
 
 
 class Prompt(NamedTuple):
-    """A text to continue, and its .jsonl fields, which the output repeats."""
+    """A text to continue, and its .jsonl fields for the output."""
 
     text: str
     extra_fields: dict[str, Any]
@@ -49,10 +49,10 @@ def read_prompts(section: Decoding) -> list[Prompt]:
 
 
 class JsonlWriter:
-    """JSON lines, one per finished text. Overwrites the file at the first text."""
+    """JSON lines, one per finished text. Overwrites the file."""
 
     def __init__(self, name: str, prompt_file: str):
-        """Checks that `name` is writable and not the prompt file; empty names mean none."""
+        """Checks that `name` is writable and not the prompt file."""
         self._path = Path(name).expanduser() if name else None
         self._file: IO[str] | None = None
         if self._path is None:

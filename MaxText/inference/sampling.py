@@ -110,7 +110,7 @@ def probabilities(
     *,
     num_ids: int | None = None,
 ) -> jax.Array:
-    """Returns the distribution that `sample` samples from, float32 [B, V]."""
+    """Returns the distribution of `sample`, float32 [B, V]."""
     logits_BV = _adjusted_logits(logits_BV, params, seen_BV, num_ids)
     if params.temperature == 0:
         return jax.nn.one_hot(_argmax(logits_BV), logits_BV.shape[-1])

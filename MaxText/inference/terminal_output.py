@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def stdout_writer() -> Callable[[str], None]:
-    """Returns a function that writes unbuffered to standard output.
+    """Returns a function for unbuffered writes to standard output.
 
     Escapes characters that the terminal's encoding lacks. Discards output after a broken pipe
     (head, less), so that the program still writes its files.

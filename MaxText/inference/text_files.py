@@ -1,4 +1,4 @@
-"""Text and JSON Lines files that a configuration key names."""
+"""Text and JSON Lines files named by a configuration key."""
 
 import json
 import os
@@ -32,12 +32,12 @@ def is_json_lines(path: str) -> bool:
 
 
 def nonblank_lines(text: str) -> list[tuple[int, str]]:
-    """Returns (line number from 1, line); other line separators than \\n do not split."""
+    r"""Returns (line number from 1, line); only \\n separates lines."""
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def json_rows(text: str, field: str, location: str) -> list[tuple[int, str, dict[str, Any]]]:
-    """Returns (line number from 1, text in `field`, object) of each non-blank line.
+    """Returns (line number from 1, text in `field`, object) by line.
 
     Raises UserError, citing `location`, if a line is not an object with text in that field.
     """
@@ -61,7 +61,7 @@ def json_rows(text: str, field: str, location: str) -> list[tuple[int, str, dict
 
 
 def check_not_input(output_key: str, output: str, input_key: str, input_file: str) -> None:
-    """Refuses to overwrite an input file, under any of its names, with the output."""
+    """Refuses to overwrite an input file with the output."""
     try:
         paths = Path(output).expanduser(), Path(input_file).expanduser()
         is_same = bool(output and input_file) and os.path.samefile(*paths)

@@ -63,7 +63,7 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
 
 
 def with_stored_zoom(config: Config, path: str, key: str) -> Config:
-    """Returns the configuration with the zoom that growth fixed during training.
+    """Returns the configuration with the zoom fixed by growth in training.
 
     A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """

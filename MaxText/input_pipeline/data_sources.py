@@ -1,4 +1,4 @@
-"""Opens the datasets of a run, slices them into sequences, and orders them."""
+"""Opens the datasets of a run, slices and orders their sequences."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ class DataSource:
 
 
 def train_sources(data: Data) -> list[DataSource]:
-    """Returns the datasets to train on. Raises UserError unless weights are positive."""
+    """Returns the datasets to train on; UserError unless weights are positive."""
     if data.dataset_mix:
         parts = map(mix_part, data.dataset_mix)
         return [
@@ -112,7 +112,7 @@ class OpenDataSource:
 
 @dataclasses.dataclass(frozen=True)
 class SourcesRequest:
-    """The datasets to open for training (shuffled and repeated as configured) or evaluation."""
+    """The datasets to open for training or evaluation."""
 
     data: Data
     preparation: Preparation
@@ -129,7 +129,7 @@ class SourcesRequest:
         return self.data.train_split if self.for_training else self.data.eval_split
 
     def open_tokens(self, entry: DataSource) -> TokenData:
-        """Opens a dataset. Raises UserError as open_token_data does, or for too large ids."""
+        """Opens a dataset; UserError as open_token_data, or for too large ids."""
         data, for_training = self.data, self.for_training
         tokens = open_token_data(
             OpenRequest(
@@ -149,7 +149,7 @@ class SourcesRequest:
 
 
 def prepare_sources(config: Config) -> None:
-    """Prepares the dataset that `prepare_source` describes, if any, and checks all local data."""
+    """Prepares the dataset of `prepare_source`, and checks all local data."""
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.preparation.prepare import prepare
@@ -164,7 +164,7 @@ def prepare_sources(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Opens the run's local data before devices are initialized, to fail early.
+    """Opens the run's local data before devices start, to fail early.
 
     Raises UserError if data is missing or damaged, or has no tokenizer or ids beyond the
     vocabulary.
@@ -281,7 +281,7 @@ def _slice(data: Data, entry: DataSource, tokens: TokenData, options: SequenceOp
 
 
 def _are_sequences(tokens: TokenData, length: int) -> bool:
-    """Returns whether records are training sequences pre-cut for this length by another program.
+    """Returns whether records are sequences pre-cut to this length.
 
     Records of other lengths are documents; otherwise each sequence would be partly empty.
     """
@@ -320,7 +320,7 @@ def _gpt_neox_samples(
 
 
 def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
-    """Returns the first window of each group of iter_file_nums files, and the end."""
+    """Returns the first window of each group of files, and the end."""
     files = tokens.store.file_of_document if data.iter_file_nums else None
     if files is None or len(files) <= 2:
         return None
@@ -351,7 +351,7 @@ def weights(data: Data, opened: list[OpenDataSource]) -> list[float]:
 
 
 def describe(data: Data, opened: list[OpenDataSource], num_rows: int | None) -> str:
-    """Describes the sources: contents, share, and epochs over `num_rows` sequences."""
+    """Describes the sources: contents, share, and epochs."""
     lines = []
     for source in opened:
         lines += [source.data.description, *_padding(data, source)]

@@ -1,4 +1,4 @@
-"""Prints statistics of a run's data, or the batch of one step, for inspect_data.py.
+"""Prints statistics of a run's data, or the batch of one step.
 
 Tokens are read in blocks, all or evenly spaced, so memory does not grow with their number.
 Duplicate detection keeps 16 bytes per document read.
@@ -277,7 +277,7 @@ class Inspection:
         self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, show)
 
     def show_batch(self, step: int) -> None:
-        """Shows one batch. Raises UserError past the end of the data or for too large ids."""
+        """Shows one batch; UserError past the end or for too large ids."""
         batches, masking = self._batches, self._config.masking
         if batches.num_steps is not None and step >= batches.num_steps:
             raise UserError(
@@ -307,7 +307,7 @@ class Inspection:
         self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
 
     def show_statistics(self, max_tokens: int) -> None:
-        """Shows statistics of each dataset, from at most `max_tokens` evenly spread tokens."""
+        """Shows statistics of each dataset, from about `max_tokens` tokens."""
         largest_id = -1
         for source in self._batches.opened:
             self._show(f"\n{source.entry.location}")
@@ -361,7 +361,7 @@ def _whole(per_device: float, num_devices: int) -> int:
 def _load(
     preparation: Preparation, folder: Path | None, show: Callable[[str], None]
 ) -> TextTokenizer | None:
-    """Returns the tokenizer of the dataset, else tokenizer_path; None if neither loads."""
+    """Returns the tokenizer of the dataset, else tokenizer_path, else None."""
     try:
         asked = preparation.tokenizer_path
         # tokenizer_type only applies to tokenizer_path.
@@ -375,7 +375,7 @@ def _load(
 
 
 def visible(text: str) -> str:
-    """Returns `text` on one line: control characters as symbols (␊), others escaped."""
+    """Returns `text` on one line: control characters as symbols (␊)."""
     return "".join(map(_visible_character, text))
 
 
@@ -482,7 +482,7 @@ def document_lines(
 
 
 def _histogram(lengths: Lengths) -> list[str]:
-    """Returns a line for each power of two, with a bar for its share of the documents."""
+    """Returns a line with a bar of the documents for each power of two."""
     bin_L = np.frexp(lengths.tokens_L.astype(np.float64))[1]
     counts = np.bincount(bin_L, lengths.documents_L).astype(np.int64)
     tokens = np.bincount(bin_L, lengths.documents_L * lengths.tokens_L)
@@ -557,7 +557,7 @@ def batch_lines(
 def show_sequence(
     tokens_T: np.ndarray, tokenizer: TextTokenizer | None, mask_id: int | None = None
 ) -> list[str]:
-    """Returns both ends of the text of a sequence, or of its ids without a tokenizer."""
+    """Returns both ends of the text of a sequence, or of its ids."""
     if tokenizer is None:
         words = [_MASK if token == mask_id else str(token) for token in tokens_T.tolist()]
         return _both_ends(words, _SHOWN_IDS, "ids", " ")

@@ -26,7 +26,7 @@ _KEY_OF = {
 
 
 class _HostBatches:
-    """Batches of one host, read ahead and with retries. Nothing is read before the first one."""
+    """Batches of one host, prefetched and with retries; lazy."""
 
     _what: str
 
@@ -46,7 +46,7 @@ class _HostBatches:
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes reads raise StopWaiting as soon as `when` returns true, even a blocked one."""
+        """Makes reads raise StopWaiting, even blocked ones, once `when` is true."""
         self._reader.stopping = when
 
     def _read(self, step: int) -> Batch:
@@ -80,7 +80,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         reuse_first: bool = False,
         description: str = "",
     ):
-        """Initializes the iterator before step 0; `reuse_first` yields its batch at every step."""
+        """Initializes before step 0; `reuse_first` repeats its batch."""
         super().__init__(source, opened, policy, log, num_workers)
         self.opened = opened
         self.identity = identity
@@ -95,12 +95,12 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
 
     @property
     def num_steps(self) -> int | None:
-        """Total batches of the run; None if unbounded. `seek`, `resume` and `exclude` change it."""
+        """Total batches of the run; None if unbounded."""
         return None if len(self._source) == sys.maxsize else len(self._source)
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Unigram entropy of the training data in nats per token; None if unknown or a mixture."""
+        """Unigram entropy of the training data in nats per token, or None."""
         return self.opened[0].data.unigram_entropy if len(self.opened) == 1 else None
 
     @property
@@ -117,15 +117,15 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         return self.opened[0].data.tokenizer_folder if self.opened else None
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """Returns (document, first token in it, number of tokens) for each sequence of a step."""
+        """Returns (document, first token, tokens) for each sequence of a step."""
         return self._source.origin(step)
 
     def sample_range(self, step: int) -> tuple[int, int]:
-        """Returns the range [first, end) of samples that a step reads over all hosts."""
+        """Returns a step's range [first, end) of samples over all hosts."""
         return self._source.sample_range(step)
 
     def exclude(self, first: int, end: int) -> None:
-        """Excludes samples [first, end) from the next batch on; batches already read do not change.
+        """Excludes samples [first, end) from the next batch on.
 
         Commutes with a seek to an earlier position. Raises UserError unless 0 <= first < end.
         """
@@ -134,7 +134,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         self._source.exclude(exclusions, self._step)
 
     def exclude_if_new(self, first: int, end: int) -> bool:
-        """Excludes samples unless all of them already are; returns whether anything changed."""
+        """Excludes samples; returns whether anything changed."""
         known = self._source.excluded
         if known | ExcludedRanges([(first, end)]) == known:
             return False
@@ -143,7 +143,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
 
     @property
     def position(self) -> dict[str, Any]:
-        """JSON-serializable state after the last batch yielded, the same on every host.
+        """JSON-serializable state after the last batch, equal on every host.
 
         `step` is the next step, `samples` the number of its first sample in the data, `excluded`
         all excluded ranges [first, end); the rest identifies the data.
@@ -193,7 +193,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
             self.retry_log.show(line)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Returns the reasons why a position belongs to different data; empty if it does not."""
+        """Returns the reasons against a position of other data, if any."""
         return [
             f"{words} was {position.get(name)!r} and is {self.identity.get(name)!r}"
             for name, words in _KEY_OF.items()
@@ -223,7 +223,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
 
 
 class EvalBatches(_HostBatches):
-    """One ordered pass over a split per iteration; `len` is the number of batches."""
+    """One ordered pass over a split per iteration; `len` counts batches."""
 
     _what = "evaluation data"
 

@@ -45,7 +45,7 @@ def open_batches(
     stopping: Callable[[], bool] = never,
     show: Callable[[str], None] = print,
 ) -> tuple[BatchIterator, EvalBatches | None]:
-    """Returns this process's training batches, and evaluation batches if enabled.
+    """Returns this process's training and (if enabled) evaluation batches.
 
     It reads shard `part` of `parts` of each batch. `eval_rows` is the global evaluation batch size.
     """
@@ -163,7 +163,7 @@ def make_eval_iterator(
     process_count: int = 1,
     show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """Returns this host's evaluation batches, which can be iterated repeatedly.
+    """Returns this host's evaluation batches, for repeated iteration.
 
     The last batch is padded with sequences of weight 0. `eval_steps` is the maximum number of
     batches; -1 is the whole split. Raises UserError as make_train_iterator does, and for an unknown
@@ -216,7 +216,7 @@ def open_source_batches(
     parts: int,
     show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """Returns this process's batches of one of open_eval_sources, or of random tokens.
+    """Returns this process's batches of one evaluation source.
 
     `stride` is the number of targets between the starts of windows, each counted once; -1 for
     adjacent windows, packed as in evaluation during training. With a stride, raises UserError for

@@ -36,7 +36,7 @@ _FILES_AT_ONCE = 4
 
 
 class Arrays:
-    """Named arrays, memory-mapped or in memory. Mapped ones are pickled as their path."""
+    """Named arrays, memory-mapped (and pickled as a path) or in memory."""
 
     def __init__(self, folder: Path | None, arrays: Mapping[str, np.ndarray] | None = None):
         self.folder = folder
@@ -57,7 +57,7 @@ class Arrays:
 def cached_arrays(
     cache_dir: Path, kind: str, key: str, compute: Callable[[], Iterable[dict[str, np.ndarray]]]
 ) -> Arrays:
-    """Returns the arrays that `compute` yields, from the cache if possible; caches only large ones.
+    """Returns the arrays of `compute`, cached if large.
 
     `compute` yields blocks, each with a chunk of every array. `kind` is the name and version of the
     computation, and `key` is everything that the result depends on. Raises UserError if `cache_dir`
@@ -111,7 +111,7 @@ def _load(folder: Path) -> Arrays | None:
 
 
 def _write(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, int]:
-    """Appends blocks to .npy files, fills in the headers, and returns the lengths."""
+    """Appends blocks to .npy files, fills in headers, returns lengths."""
     counts: dict[str, int] = {}
     dtypes: dict[str, np.dtype] = {}
     with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
 
 
 def delete_unused(folder: Path) -> None:
-    """Deletes cache folders that have not been opened for half a year."""
+    """Deletes cache folders not opened for half a year."""
     oldest = time.time() - _MAX_AGE_SECONDS
     for entry in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -168,7 +168,7 @@ def copies_folder(cache_dir: Path, *identity: str) -> Path:
 
 
 def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
-    """Copies remote files that are missing from a local folder.
+    """Copies missing remote files to a local folder.
 
     Raises UnreadableFile for the source and UserError for the target folder.
     """

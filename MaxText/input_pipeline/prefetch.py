@@ -64,7 +64,7 @@ class _Failure:
 
 
 class _StepsFrom:
-    """View of a source whose element 0 is step `first`, so that readers start anywhere at no cost.
+    """View of a source with step `first` as element 0, at no cost.
 
     Errors are returned as elements, so that they arrive intact from another process.
     """
@@ -84,7 +84,7 @@ class _StepsFrom:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Returns the error (or its text, if unpicklable), with the traceback of a bug as a note."""
+    """Returns the error (or its text), with a bug's traceback as a note."""
     if not isinstance(error, (UserError, OSError)):
         error.add_note(f"In the reader:\n{traceback.format_exc()}")
     try:
@@ -114,7 +114,7 @@ class Prefetcher:
         weakref.finalize(self, _stop, self._stopped, self._wanted)
 
     def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
-        """Returns the next batch, which must exist, within `timeout` seconds (None: no limit).
+        """Returns the next batch within `timeout` seconds (None: no limit).
 
         Raises ReadTimeout, StopWaiting if `stopping` returns true, WorkerDiedError, or any error
         from reading the batch.
@@ -126,7 +126,7 @@ class Prefetcher:
         return result
 
     def close(self) -> None:
-        """Stops reading, abandoning a read that hangs."""
+        """Stops reading; abandons a hanging read."""
         _stop(self._stopped, self._wanted)
         self._thread.join(_SECONDS_TO_CLOSE)
         # Grain's close() joins its processes, even one that hangs, before it terminates them.

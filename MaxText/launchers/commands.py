@@ -1,4 +1,4 @@
-"""The command line of train.py, and external commands, run or printed in a dry run."""
+"""The command line of train.py, and external commands or dry runs."""
 
 import re
 import shlex
@@ -92,7 +92,7 @@ class Commands:
             time.sleep(retry.seconds)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
-        """Returns the stripped output of a command; `in_dry_run` stands in for it in a dry run."""
+        """Returns the stripped output of a command, or `in_dry_run`."""
         self._show(f"+ {shlex.join(command)}")
         if self.dry_run:
             return in_dry_run

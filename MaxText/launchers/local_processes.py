@@ -50,7 +50,7 @@ def process_env(
 
 
 def free_port() -> int:
-    """Returns a TCP port of this machine that is currently free."""
+    """Returns a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

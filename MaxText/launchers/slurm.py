@@ -27,7 +27,7 @@ class SlurmJob(NamedTuple):
 
 
 def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
-    """Returns the batch script, which requeues itself on restartable codes."""
+    """Returns the batch script; it requeues itself on restartable codes."""
     logs = shlex.quote(str(job.logs))
     lines = [
         f"--job-name={job.name}",

@@ -1,4 +1,4 @@
-"""Restarts the processes of a run after failures that a restart may fix."""
+"""Restarts the processes of a run after restartable failures."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ class RestartPolicy(NamedTuple):
 
 
 class SupervisedJob(NamedTuple):
-    """Processes to run. Checkpoints in `run_folder`, if any, count as progress."""
+    """Processes to run; checkpoints in `run_folder` count as progress."""
 
     command: Sequence[str]
     number: int  # of processes
@@ -43,7 +43,7 @@ class SupervisedJob(NamedTuple):
 
 
 def combined_exit_code(codes: Sequence[int | None]) -> int:
-    """Combines the exit codes of all processes into one; negative for a signal.
+    """Combines the exit codes of all processes; negative for a signal.
 
     Errors that a restart cannot fix take precedence: 2, then 1, then other error codes; then
     signals, 76, SIGABRT, 75 and 0. SIGABRT ranks below 76 because jax aborts processes whose

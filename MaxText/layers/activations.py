@@ -13,7 +13,7 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def _elish(x):
-    """ELiSH (Basirat and Roth 2018); for x > 0 GPT-Neo has 1 + e^x, the paper 1 + e^-x as here."""
+    """ELiSH (Basirat and Roth 2018); 1 + e^-x as in the paper."""
     return jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0))) * jax.nn.sigmoid(x)
 
 
@@ -113,7 +113,7 @@ def _psoftplus(x, *, scale, rate, offset):
 
 
 def _proottanh(x, *, power, offset, root):
-    """Uses |x|: GPT-Neo raises x itself to a fractional power, which is NaN for x < 0."""
+    """Uses |x|: a fractional power of x itself is NaN for x < 0."""
     powered = jnp.abs(x) ** (2 + jax.nn.softplus(power)) + 1 + jax.nn.softplus(offset)
     return powered ** (1 / (3 + jax.nn.softplus(root))) * jnp.tanh(x)
 

@@ -31,7 +31,7 @@ State = KeyValueCache | SlidingWindowCache
 
 @register("mixer", "attention")
 class Attention(Mixer):
-    """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
+    """Multi-head or grouped-query attention (Vaswani 2017; Ainslie 2023)."""
 
     rows: ClassVar = {
         **dict.fromkeys(("query", "key", "value"), "query, key, value"),

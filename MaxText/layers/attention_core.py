@@ -61,7 +61,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns softmax(scores) v, [B, T, N, H] in the dtype of `q_BTNH`; computes in float32.
+    """Returns softmax(scores) v, [B, T, N, H]; computes in float32.
 
     Query head n reads key/value head n // G. Rows are computed in blocks of `block_size`, if causal
     with keys up to the last row, which skips about half of the products. With a window, blocks have
@@ -128,7 +128,7 @@ def _local_attention(
     segments_BT: jax.Array | None,
     run: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Attends in blocks of `rows` >= W queries, batched so that the program is small for any T."""
+    """Attends in batched blocks of `rows` >= W queries; small for any T."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
     behind, before = rows, 0 if spec.causal else rows
@@ -201,7 +201,7 @@ def attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns masked attention, [B, T, N, H] in the dtype of `q_BTNH`. Inside, R = G * T.
+    """Returns masked attention, [B, T, N, H]. Inside, R = G * T.
 
     `keys` and `values` are [B, K, S, H], or [K, S, H] for a batch of one (KeyValueCache).
     """

@@ -1,4 +1,4 @@
-"""The batch that the input pipeline yields and the model reads."""
+"""The batch between input pipeline and model."""
 
 import dataclasses
 from typing import Any

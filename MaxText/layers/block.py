@@ -21,7 +21,7 @@ ATTENTION, MLP, _PATH = 1, 2, 2
 
 
 class Block(nnx.Module):
-    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm(h))."""
+    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); ..."""
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
 

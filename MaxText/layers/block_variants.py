@@ -48,7 +48,7 @@ def mixer_class(layer: Layer) -> type[Mixer] | None:
 
 
 class ParallelBlock(Block):
-    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, 2.1.2); GPT-J shares one norm."""
+    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B; GPT-J)."""
 
     not_recomputed = ("self_attention", "mlp")
 
@@ -176,7 +176,7 @@ class Identity(nnx.Module):
 
 
 class ReZeroScale(nnx.Module):
-    """A learned scalar that multiplies a branch, initially 0."""
+    """A learned scalar factor of a branch, initially 0."""
 
     rows = "gates"
 

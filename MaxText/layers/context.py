@@ -1,4 +1,4 @@
-"""Facts about a batch that parts read besides their input."""
+"""Facts about a batch for parts, besides their input."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from MaxText.parallelism.logical_sharding import split_batch
 
 
 class Shared(dict[str, jax.Array]):
-    """Arrays that mixers share across layers."""
+    """Arrays shared by mixers across layers."""
 
     def __missing__(self, name: str) -> jax.Array:
         raise UserError(
@@ -21,7 +21,7 @@ class Shared(dict[str, jax.Array]):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Facts about the batch that several parts need."""
+    """Facts about the batch for several parts."""
 
     segments_BT: jax.Array | None = None  # document of each token, 0 is padding; None for one
     rotary: tuple[jax.Array, jax.Array] | None = None  # (sin, cos), float32 [B or 1, T, 1, R/2]
@@ -44,7 +44,7 @@ class Context:
         return self.capacity is not None or self.positions_BT is not None
 
     def split(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
-        """Returns index -> context of that part of the batch (`split_batch`)."""
+        """Returns index -> context of a slice of the batch (`split_batch`)."""
         assert not self.is_decoding, "states of mixers belong to whole batches"
 
         def cut(x: jax.Array) -> jax.Array:

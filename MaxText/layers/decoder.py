@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
-        """Prefills states of `capacity` >= T tokens from right-padded prompts, `lengths_B` >= 1."""
+        """Prefills states of `capacity` >= T from right-padded prompts."""
         positions_BT = _positions(tokens_BT)
         context = Context(
             capacity=capacity,

@@ -12,7 +12,7 @@ Axes = tuple[str | None, ...]
 
 
 class Dense(nnx.Module):
-    """y[..., outputs] = x[..., inputs] kernel[inputs, outputs] (+ bias[outputs])."""
+    """y[..., outputs] = x[..., inputs] kernel (+ bias)."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Dense(nnx.Module):
 
 
 def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    """Returns an einsum that accumulates and returns float32."""
+    """Returns an einsum in float32."""
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 

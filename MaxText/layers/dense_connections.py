@@ -34,7 +34,7 @@ from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
 
 class LayerOutput(NamedTuple):
-    """A hidden state that later layers read: embedding or layer output."""
+    """A hidden state for later layers: embedding or layer output."""
 
     x_BTD: jax.Array
     # float32 1 / sqrt(mean(x^2) + eps), set by the first aggregation that normalizes the state;
@@ -47,7 +47,7 @@ LayerOutputs = tuple[LayerOutput, ...]
 
 @register("connection", "dense")
 class DenseConnections(Connection):
-    """Multiway dynamic dense connections (Xiao et al. 2025, arXiv 2502.12170, section 2).
+    """Multiway dynamic dense connections (Xiao et al. 2025, section 2).
 
     X_0 is the embedding and X_i the output of layer i, counted from 1.
     """
@@ -92,7 +92,7 @@ class DenseConnections(Connection):
         kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
         if section.dense_kept_sums:
             kept = math.nan
-        return {"sums over depth": Flops(sum(sums.values()), kept=kept)}
+        return {"depth aggregation": Flops(sum(sums.values()), kept=kept)}
 
     def begin(self, x_BTD: jax.Array) -> LayerOutputs:
         return (LayerOutput(x_BTD),)
@@ -100,7 +100,7 @@ class DenseConnections(Connection):
     def read(
         self, index: int, carried: LayerOutputs, norms: Mapping[str, nnx.Module]
     ) -> tuple[Inputs, LayerOutputs]:
-        """Returns layer `index`'s inputs, fusing `norms` if that pays off."""
+        """Returns layer `index`'s inputs, fusing `norms` if profitable."""
         sources, x_BTD = carried, carried[-1].x_BTD
         if str(index) not in self.after:
             return Inputs.all(x_BTD), sources
@@ -239,7 +239,7 @@ class DepthAggregate(nnx.Module):
         post_norms: Mapping[str, jax.Array],
         fused: Norms,
     ) -> dict[str, Any]:
-        """Returns y_BTD by stream, PreNormalized if its norm was fused; x_BTD is None if unused."""
+        """Returns y_BTD by stream, PreNormalized if its norm was fused."""
         outputs: dict[str, Any] = {}
         for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
             if way in post_norms:
@@ -248,7 +248,7 @@ class DepthAggregate(nnx.Module):
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, *HIDDEN)
             if self.kept:
-                y_BTD = checkpoint_name(y_BTD, "depth_sum")
+                y_BTD = checkpoint_name(y_BTD, "depth_aggregate")
             outputs[way] = PreNormalized(y_BTD) if place in fused.ways else y_BTD
         return outputs
 
@@ -283,7 +283,7 @@ def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]
 def rms_norm_matmul(
     x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
 ) -> jax.Array:
-    """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps), in the dtype of x.
+    """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps).
 
     Of the size of x it writes only its gradient; normalizing first would write that of r x, too.
     """

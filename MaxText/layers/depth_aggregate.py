@@ -23,13 +23,13 @@ KERNEL_WIDTH = 128  # must divide emb_dim
 
 
 def chip_memory(device_kind: str) -> int:
-    """Returns the bytes of VMEM of a TPU core that a kernel may request."""
+    """Returns the bytes of VMEM per TPU core available to a kernel."""
     # 64 MiB or more from v5 on (TpuInfo.vmem_capacity_bytes of Pallas).
     return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
 def vmem_bytes_per_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
-    """Returns the most VMEM per token that a kernel's tile takes, in bytes."""
+    """Returns the largest VMEM per token of a kernel's tile, in bytes."""
     # Sources and gradients in and out, double-buffered; as much per stream; and weights.
     return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
 
@@ -37,7 +37,7 @@ def vmem_bytes_per_token(num_sources: int, num_ways: int, bytes_of_state: int) -
 def kernel_unsupported_reason(
     emb_dim: int, backend: str, *, bytes_per_token: int = 0, device_kind: str = ""
 ) -> str | None:
-    """Returns why no kernel fits, or None; the most VMEM per token is `bytes_per_token`."""
+    """Returns a reason against the kernel, or None."""
     if backend != "tpu":
         return "the kernel is for TPU only"
     if emb_dim % KERNEL_WIDTH:
@@ -50,7 +50,7 @@ def kernel_unsupported_reason(
 
 
 class Norms(NamedTuple):
-    """RMS norms y / sqrt(mean(y^2) + eps) * factor that a kernel fuses with its aggregations."""
+    """RMS norms to fuse: y / sqrt(mean(y^2) + eps) * factor."""
 
     ways: tuple[int, ...] = ()  # indices of the normalized streams
     epsilon: float = 0.0
@@ -60,7 +60,7 @@ NO_NORMS = Norms()
 
 
 def supports_fused_norms(form: str, state_BTD: jax.Array) -> bool:
-    """Returns whether `aggregate` can fuse norms, which saves XLA several passes."""
+    """Returns whether `aggregate` can fuse norms and save XLA passes."""
     sharding = current_sharding(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     whole = dims == state_BTD.shape[2]
@@ -84,7 +84,7 @@ def aggregate(
     norms: Norms = NO_NORMS,  # to fuse with the sums, if `supports_fused_norms` allows it
     factors_MD: jax.Array | None = None,
 ) -> AggregateOutput:
-    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c."""
+    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s."""
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
     if form != "kernel" or batch * length < KERNEL_TOKENS:

@@ -30,7 +30,7 @@ Operands = dict[str, Any]
 
 
 def forward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> list[jax.Array]:
-    """Returns norm_c(sum_s w_cs * scale_s * x_s) of each stream c, [N, D] in the sources' dtype.
+    """Returns norm_c(sum_s w_cs * scale_s * x_s) of each stream c, [N, D].
 
     Args:
       given: `weights` [N, K], w_cs at c * S + s; `sources`, [N, D] each; `scales` [S, D], optional;
@@ -51,7 +51,7 @@ def forward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> list[ja
 
 
 def backward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> dict[str, Any]:
-    """Returns gradients of `forward`, those of the sources accumulated in place.
+    """Returns gradients of `forward`, accumulating those of sources.
 
         grad_weights_cs = sum_D g_c * scale_s * x_s      grad_sources_s += sum_c w_cs g_c
 
@@ -98,7 +98,7 @@ def _call(
     flops_per_number: int,
     target: Target,
 ) -> dict[str, Any]:
-    """Runs a kernel over tiles of tokens; all tiles share "scales" and "factors".
+    """Runs a kernel over tiles of tokens with shared scales and factors.
 
     `body` takes (chunk, target, input refs, result refs, scratch). "accumulated" donates its memory
     to "grad_sources", for which both must come first by name.
@@ -184,7 +184,7 @@ def _fori_loop(number: int, do: Callable[[Any], Any]) -> None:
 
 
 class Tile(NamedTuple):
-    """A tile, processed in pieces that fit into registers."""
+    """A tile, processed in chunks of register size."""
 
     shape: tuple[int, ...]
     chunk: int
@@ -270,7 +270,7 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
 
 
 def _norm_vjp(tile: Tile, norms: Norms, given, results, normed, token) -> None:
-    """Writes gradients before the norms to `normed` [M, tokens, D], and adds those of factors.
+    """Writes gradients before norms to `normed`; adds those of factors.
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
     """

@@ -13,6 +13,6 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def drop_path(x_BTD: jax.Array, rate: float | jax.Array, key: jax.Array) -> jax.Array:
-    """Zeroes whole sequences with probability `rate` and scales the rest (Huang et al. 2016)."""
+    """Zeroes sequences with probability `rate` (Huang et al. 2016)."""
     keep_B11 = jax.random.bernoulli(key, 1.0 - rate, (x_BTD.shape[0], 1, 1))
     return jnp.where(keep_B11, x_BTD / (1.0 - rate), 0).astype(x_BTD.dtype)

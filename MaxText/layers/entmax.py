@@ -15,7 +15,7 @@ def entmax(logits_V: jax.Array, alpha: float) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def entmax_loss(logits_V: jax.Array, targets: jax.Array, alpha: float) -> jax.Array:
-    """Returns the Fenchel-Young loss of alpha-entmax, float32 [...], for 1 < alpha <= 2.
+    """Returns the Fenchel-Young loss of alpha-entmax, 1 < alpha <= 2.
 
     (p - onehot(target)) . logits + H(p), H the Tsallis entropy sum_j (p_j - p_j^alpha) / (alpha
     (alpha - 1)) (Peters et al. 2019, equation 9). Convex, nonnegative, finite even if p is 0 at the
@@ -68,7 +68,7 @@ def _probabilities(logits_V: jax.Array, shift_1: jax.Array, alpha: float) -> jax
 
 
 def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """Returns the shift [..., 1] with which p sums to 1, by Newton's method in about 5 steps.
+    """Returns the shift [..., 1] for sum 1, by about 5 Newton steps.
 
     p = max(0, (alpha - 1) (z - max z) + 1 - shift) ** q, q = 1 / (alpha - 1). The q-norm of these
     brackets is convex and decreases with the shift, so steps from 0 never overshoot.

@@ -1,4 +1,4 @@
-"""Softmax attention by fused kernels (Dao et al. 2022): JAX's splash attention, or cuDNN's on GPU.
+"""Softmax attention by fused kernels: splash attention or cuDNN.
 
 Both kernels are written for one device; this module partitions the work.
 
@@ -120,7 +120,7 @@ def flash_attention(
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes attention_core.dot_product_attention without ALiBi, memories and dropout.
+    """Computes dot_product_attention without ALiBi, memories and dropout.
 
     The output, and on TPU the log-sum-exp, are tagged "context" for remat policies.
     """
@@ -166,7 +166,7 @@ def block_size(length: int) -> int:
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
-    """Returns the FLOPs of a splash attention call, which declares none."""
+    """Returns the FLOPs of a splash attention call."""
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 
@@ -207,7 +207,7 @@ def _splash_kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """Returns the kernel of a whole mask. Cached: slow to build, and a key of jit's cache."""
+    """Returns the kernel of a whole mask. Cached: slow to build."""
     # Pallas takes a second to import.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

@@ -1,4 +1,4 @@
-"""Head-QK: pointer scores for tokens of the context (fattorib/transformer, after B. Peng).
+"""Head-QK: pointer scores for tokens of the context.
 
     c_tj = (h_t Wq) . (h_j Wk) / E for j <= t of the same segment;  logits_t[token_j] += c_tj
 
@@ -119,7 +119,7 @@ class HeadQKScores(nnx.Module):
         pointers: HeadQKCache,
         positions_BT: jax.Array,
     ) -> jax.Array:
-        """Adds scores of tokens up to `positions_BT`, positions within `pointers`; B may be 1."""
+        """Adds scores of tokens up to `positions_BT`; B may be 1."""
         query_BTE = self.query(h_BTD)
         scores_BTS = einsum_f32("bte,bse->bts", query_BTE, pointers.keys_BSE, self.precision)
         sees_BTS = positions_BT[:, :, None] >= jnp.arange(pointers.capacity)

@@ -15,7 +15,7 @@ _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyValueCache:
-    """A cache whose slot s holds the token at position s of its sequence.
+    """A cache with position s of the sequence in slot s.
 
     Slots beyond a sequence's length hold anything: a query sees only slots up to its own position.
     Memories, which every query sees, precede the slots. A batch of one has no dimension B: with it,
@@ -30,7 +30,7 @@ class KeyValueCache:
     def from_prefill(
         cls, k_BTKH: jax.Array, v_BTKH: jax.Array, capacity: int, memory: PersistentKV | None = None
     ) -> "KeyValueCache":
-        """Returns a cache of `capacity` slots, of which the first T are filled."""
+        """Returns a cache of `capacity` slots with the first T in use."""
 
         def slots(x_BTKH: jax.Array, kept_MKH: jax.Array | None) -> jax.Array:
             x_BKTH = x_BTKH.transpose(0, 2, 1, 3)

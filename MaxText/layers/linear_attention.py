@@ -1,4 +1,4 @@
-"""Linear attention: a state of fixed size instead of all earlier keys and values.
+"""Linear attention: a state of fixed size instead of a KV cache.
 
     o_t = phi(q_t) S_t / (phi(q_t) z_t + eps),  S_t = sum_{s<=t} exp(k_s) v_s^T,  z_t = sum exp(k_s)
 
@@ -50,7 +50,7 @@ def causal_linear_attention(
     lengths_B: jax.Array | None = None,  # later tokens (padding) do not enter the state
     precision: str | None = None,
 ) -> tuple[jax.Array, LinearAttentionState]:
-    """Returns causal linear attention [B, T, N, H] in O(T), and the state after the last token."""
+    """Returns causal linear attention in O(T), and the last state."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
     chunk = min(chunk, length)
@@ -206,7 +206,7 @@ def _running_max(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False)
 
 
 def _safe_divide(above: jax.Array, below: jax.Array) -> jax.Array:
-    """Returns above / below, 0 for 0 / 0; its gradient divides by `below` twice, not by below^2."""
+    """Returns above / below, 0 for 0 / 0, with a stable gradient."""
     size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
     return (above / size) / jnp.maximum(below / size, _TINY)
 

@@ -28,7 +28,7 @@ _RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
 
 @register("feed_forward", "mlp")
 class MLP(FeedForward):
-    """wo(prod_i activation_i(wi_i x)), the MLP of Vaswani et al. 2017 for one activation.
+    """wo(prod_i activation_i(wi_i x)); Vaswani et al. 2017 for one.
 
     (silu, linear) is the SwiGLU of Shazeer 2020, equation 6. Several activations have kernels wi_0,
     wi_1, ... instead of wi, and their learned scalars are in activation_0, ...

@@ -22,11 +22,11 @@ _TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints
 
 
 def _as_stored(tree: Any) -> Parameters:
-    """Returns a decoder's parameters under the names that checkpoints have."""
+    """Returns a decoder's parameters under their checkpoint names."""
     head = dict(tree.get("head", {}))
-    beside = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
+    top_level = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
     rest = {name: tree[name] for name in tree if name != "head"}
-    return rest | beside | ({"head": head} if head else {})
+    return rest | top_level | ({"head": head} if head else {})
 
 
 def _as_built(parameters: Parameters) -> Parameters:
@@ -89,7 +89,7 @@ class Model:
         return within, plan.layers_of(int(run))
 
     def layer_of(self, name: str) -> Layer | None:
-        """Returns the first layer that a parameter belongs to, or None."""
+        """Returns the first layer of a parameter, or None."""
         layers = self.placed(name)[1]
         return None if layers is None else self.section.layers[layers[0]]
 
@@ -109,7 +109,7 @@ class Model:
         return nnx.merge(self._graphdef, _as_built(parameters))
 
     def unstack_params(self, parameters: Parameters) -> Parameters:
-        """Returns parameters for generation: an array per layer, in the dtype that it is used in.
+        """Returns parameters for generation: an array per layer, as used.
 
         Deletes the given arrays one by one, so that there is never a second copy of all.
         """

@@ -1,4 +1,4 @@
-"""Mixture of experts: a feed-forward of many experts, of which each token visits a few.
+"""Mixture of experts: a feed-forward of experts, few per token.
 
 Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, k experts per token, G
 groups, S tokens of a group, C capacity of an expert for a group.
@@ -24,7 +24,7 @@ from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
 
 
 def expert_capacity(section: MoESection, length: int, factor: float) -> tuple[int, int]:
-    """Returns the tokens of a group and C; the factor counts tokens, not choices (GShard)."""
+    """Returns the tokens of a group and C; the factor counts tokens (GShard)."""
     group = length
     if section.moe_group_size != -1 and length % section.moe_group_size == 0:
         group = section.moe_group_size
@@ -111,7 +111,7 @@ class RoutedMoE(nnx.Module):
         self.experts = Experts(section.num_experts, width, chosen, init, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns y_BTD, and losses summed over tokens that are not padding."""
+        """Returns y_BTD, and losses summed over tokens without padding."""
         section = self.section
         batch, length, width = x_BTD.shape
         factor = section.capacity_factor if context.training else section.eval_capacity_factor

@@ -81,7 +81,7 @@ def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def effective_scale(scale: nnx.Param, zero_centered: bool) -> jax.Array:
-    """Returns a norm's factor in float32: bfloat16 cannot hold 1 plus a small difference."""
+    """Returns a norm's factor in float32, for precision near 1."""
     stored = scale[...].astype(jnp.float32)
     return 1.0 + stored if zero_centered else stored
 

@@ -71,7 +71,7 @@ class Part(nnx.Module):
 
     @classmethod
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-        """Builds the part of a layer; parts of the whole model get its keys and sizes."""
+        """Builds the part of a layer, or of the model from its keys and sizes."""
         return cls(cls.keys_of(layer), init, rngs)
 
     @classmethod
@@ -82,7 +82,7 @@ class Part(nnx.Module):
 
     @classmethod
     def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
-        """Returns why keys or sizes are invalid, and on line 2 what to set."""
+        """Returns why keys or sizes are invalid, and on line 2 a remedy."""
         return None
 
     @classmethod
@@ -112,7 +112,7 @@ class Mixer(Part):
         raise NotImplementedError
 
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
-        """Returns the output of right-padded prompts and the state after each, a tree of arrays.
+        """Returns the output of right-padded prompts and the states after them.
 
         State that grows with tokens has room for `context.capacity` and can be enlarged: a
         KeyValueCache, or another registered dataclass with `capacity` and `with_capacity`.
@@ -144,7 +144,7 @@ class Nothing(Mixer):
 
 
 class FeedForward(Part):
-    """A part that changes each token independently."""
+    """A part applied to each token independently."""
 
     rows = "feed-forward"
 
@@ -160,16 +160,16 @@ class Position(Part):
     rows = "position embedding"
 
     def embed(self, positions_BT: jax.Array) -> jax.Array | None:
-        """Returns what to add to the embedding, [B or 1, T, D]."""
+        """Returns the addend to the embedding, [B or 1, T, D]."""
         return None
 
     def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        """Returns fields of Context that mixers read: `rotary` or `slopes_N`."""
+        """Returns fields of Context for mixers: `rotary` or `slopes_N`."""
         return {}
 
 
 class PreNormalized(NamedTuple):
-    """An input that is already normalized by the layer's own norm."""
+    """An input, normalized by the layer's own norm."""
 
     x_BTD: jax.Array
 
@@ -188,7 +188,7 @@ class Inputs(NamedTuple):
 
 
 class Connection(Part):
-    """The state carried from layer to layer, from which layers take their inputs.
+    """The state carried from layer to layer, the source of their inputs.
 
     It is a tree of arrays [B, T, ...], carried through scan, pipeline stages and decoding steps.
     """
@@ -209,7 +209,7 @@ class Connection(Part):
         raise NotImplementedError
 
     def shared(self, carried: Any) -> dict[str, jax.Array]:
-        """Returns what mixers read, and may replace, in `context.shared`."""
+        """Returns the replaceable input of mixers in `context.shared`."""
         return {}
 
     def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
@@ -268,7 +268,7 @@ class Head(Part):
     def state(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, context: Context, earlier: Any = None
     ) -> Any:
-        """Returns a tree of arrays that logits read besides their hidden state, or None.
+        """Returns a tree of arrays for logits besides hidden states, or None.
 
         Args:
           h_BTD: Hidden states: of whole sequences (`context.segments_BT`), of prompts

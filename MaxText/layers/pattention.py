@@ -1,4 +1,4 @@
-"""Pattention: attention from tokens to learned slots, in place of matrices.
+"""Pattention: attention from tokens to learned slots.
 
 TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its JAX and PyTorch programs,
 whose constants differ. More slots (n of them) make a larger model of the same width.
@@ -101,7 +101,7 @@ class Theta:
 
 
 class Pattention(nnx.Module):
-    """y = Theta(x K) V, with n key slots K [inputs, n] and n value slots V [n, outputs].
+    """y = Theta(x K) V, with n key slots K and n value slots V.
 
     Scores are not divided by the root of the width. Optional biases are added to both products.
     """
@@ -139,7 +139,7 @@ class Pattention(nnx.Module):
 
 @register("projection", "pattention")
 class PattentionProjection(Pattention):
-    """Pattention as an attention projection; dimension h of head n has index n * H + h."""
+    """Pattention as an attention projection; h of head n is n * H + h."""
 
     def __init__(
         self,

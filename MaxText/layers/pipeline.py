@@ -37,7 +37,7 @@ def pipeline_apply(
     schedule: PipelineSchedule,  # with as many stages as the current mesh
     policy: RematPolicy,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """Applies all layers on the stages of a mesh; returns the output and summed scalars.
+    """Applies all layers on the stages of a mesh.
 
     Equals `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
     """
@@ -118,7 +118,7 @@ def pipeline_apply(
 
 
 def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
-    """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages; R = 1 is omitted.
+    """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages.
 
     With several repeats, layers move between stages once per forward and once per backward pass,
     because checkpoints store them in order. `per_stage` is K.

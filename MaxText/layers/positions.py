@@ -29,7 +29,7 @@ class LearnedPositions(Embedding, Position):
 
 @register("position", "axial")
 class AxialPositions(Position):
-    """Positions from two small tables of a and b rows: (first[p // b] + second[p % b]) / 2.
+    """Positions from two tables: (first[p // b] + second[p % b]) / 2.
 
     Ho et al. 2019 with the mean of GPT-Neo; (a, b) is axial_pos_shape.
     """
@@ -48,7 +48,7 @@ class AxialPositions(Position):
 
 @register("position", "alibi")
 class ALiBi(Position):
-    """ALiBi: slopes that lower attention scores with distance (Press et al. 2022)."""
+    """ALiBi: attention scores fall with distance (Press et al. 2022)."""
 
     def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
         self.num_heads = init.dimensions.num_query_heads

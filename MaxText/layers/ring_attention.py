@@ -44,7 +44,7 @@ def ring_attention(
     block_size: int | None = None,  # query rows whose scores are in memory at once; None is all
     balanced: bool = True,  # whether causal work without a window is divided evenly
 ) -> jax.Array:
-    """Computes dot_product_attention without dropout, [B, T, N, H] in the dtype of `q_BTNH`."""
+    """Computes dot_product_attention without dropout, [B, T, N, H]."""
     mesh = query_sharding.mesh
     batch, ring, heads = (split_axes(query_sharding, dim) for dim in range(3))
     assert ring == split_axes(key_sharding, 1), (query_sharding, key_sharding)
@@ -128,7 +128,7 @@ class _Ring:
 
     @property
     def steps(self) -> range:
-        """Offsets of the devices whose shards are visited; a window limits them."""
+        """Offsets of the visited devices; a window limits them."""
         window, last = self.spec.window, self.num_parts - 1
         if window is None:
             return range(self.num_parts)
@@ -358,7 +358,7 @@ class _Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def _zigzag(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
-        """Moves pieces 2 i and 2 i + 1 of 2 C from device i to i and 2 C - 1 - i, or back."""
+        """Moves chunks 2 i and 2 i + 1 from device i to i and 2 C - 1 - i."""
         halves, last = [], 2 * self.num_parts - 1
         for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
             pieces = range(parity, last + 1, 2)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, equation 34), halves convention.
+"""Rotary position embedding (Su et al. 2021), halves convention.
 
 Dimension i of the R rotary ones pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama.
 """
@@ -33,7 +33,7 @@ class Rotary(Position):
 def rotary_table(
     positions_BT: jax.Array, num_dims: int, section: PositionSection
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns sin and cos of position * frequency, each float32 [B, T, 1, R/2].
+    """Returns sin and cos of position * frequency, float32 [B, T, 1, R/2].
 
     rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
     """
@@ -52,7 +52,7 @@ def rotary_table(
 
 
 def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarray:
-    """Returns radians per token of each pair of dimensions, float32 [R/2], by rope_type.
+    """Returns radians per token of each pair of dimensions, float32 [R/2].
 
     default   f_i = theta^(-2i/R)
     linear    f_i / s with s = rope_factor (Chen et al. 2023)
@@ -105,7 +105,7 @@ def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.A
 
 @jax.custom_vjp
 def apply_rotary_tpu(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotates on TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
+    """Rotates on TPU: y = x cos + swapped(x) sin.
 
     TPUs pad 64 lanes to 128, and XLA would write halves to memory, in the backward pass in float32.
     The table gets no gradient.
@@ -130,9 +130,9 @@ def _rotate_backward(table, grad_y_BTNH):
 apply_rotary_tpu.defvjp(_rotate_forward, _rotate_backward)
 
 
-def _join_halves(halves: list[jax.Array], rest: int, filling: float) -> jax.Array:
+def _join_halves(halves: list[jax.Array], rest: int, fill: float) -> jax.Array:
     shape = (*halves[0].shape[:-1], rest)
-    return jnp.concatenate([*halves, jnp.full(shape, filling, halves[0].dtype)], axis=-1)
+    return jnp.concatenate([*halves, jnp.full(shape, fill, halves[0].dtype)], axis=-1)
 
 
 def _swap_halves(x_BTNH: jax.Array, half: int) -> jax.Array:

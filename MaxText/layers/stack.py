@@ -33,7 +33,10 @@ _SAVED: dict[str, tuple[str, ...]] = {  # policy -> names of checkpoint_name
     "save_qkv_proj": _PROJECTIONS,
     "save_out_proj": ("out_proj",),
 }
-_ALWAYS_SAVED = ("depth_product", "depth_sum")  # small, but costly to recompute; dense_kept_sums
+_ALWAYS_SAVED = (
+    "depth_product",
+    "depth_aggregate",
+)  # costly to recompute; dense_kept_sums
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
@@ -60,7 +63,7 @@ def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Ca
 
 @jax.custom_vjp
 def _unstacked(stacked: Any) -> list[Any]:
-    """Splits a stacked tree into one tree per layer; its gradient is one concatenation.
+    """Splits a stacked tree into layers; its gradient is one concatenation.
 
     Gradients of plain slices would each have the stacked size: on CPU, adding them up costs more
     than the layers themselves.
@@ -100,7 +103,7 @@ class Blueprint:
     def layer_weights(
         self, weights: dict, unstack: Callable[[Any], list[dict]] = _unstacked
     ) -> list[dict]:
-        """Returns each layer's weights; `unstack` splits a stacked tree into layers."""
+        """Returns each layer's weights; `unstack` splits a stacked tree."""
         indices = range(self.plan.num_layers)
         if self.is_stacked:
             rows = unstack(weights)
@@ -193,7 +196,7 @@ def _shapes(layer: Any) -> list[Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sequential(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
-    """Returns a layer's weights, the stacked weights for the next layer, and `carried`.
+    """Returns a layer's weights, the remaining stack, and `carried`.
 
     In the backward pass a layer's gradients are written into the stacked ones as soon as the layer
     is done, as in a scan, not once those of all layers exist. `index` is None if not stacked.
@@ -340,7 +343,7 @@ def scan_cycle(
 
 
 def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
-    """Splits weights by run, outside of the loop that would save slices."""
+    """Splits weights by run, outside of the loop, to save no slices."""
     plan = blueprint.plan
     if not blueprint.is_stacked:
         return [weights[str(run)] for run in range(len(plan.runs))]
@@ -408,7 +411,7 @@ def apply_unrolled(
 
 
 def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
-    """Returns each layer's weights as a tree of its own, for `Blueprint.join` inside a trace.
+    """Returns each layer's weights as a tree of its own, in a trace.
 
     Decoding cannot afford to slice them for every token. Deletes each stacked array once split.
     """

@@ -1,4 +1,4 @@
-"""Static SGU: a sum over earlier tokens with fixed weights, in place of attention.
+"""Static SGU: a sum over earlier tokens with fixed weights.
 
     y_t = sum_d x_(t-d) / (d+2), for distances d from 0 to `kernel`
 
@@ -55,7 +55,7 @@ class SplitMixerState:
 
 
 class BesideStaticSGU(Mixer):
-    """Static SGU on the first half of the channels; `combine` it with the mixer of the other."""
+    """Static SGU on half of the channels, to `combine` with a mixer."""
 
     sgu_kernel: int
     sgu_precision: str | None

@@ -1,4 +1,4 @@
-"""Declaration of a weight on one line: shape, logical axes and initializer.
+"""Declares a weight on one line: shape, logical axes and initializer.
 
 Logical axes are metadata of the nnx.Param under our own key, so that building needs no mesh.
 """
@@ -22,7 +22,7 @@ Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 
 
 class AbstractRngs(nnx.Rngs):
-    """A stand-in for nnx.Rngs: modules hold a jax.ShapeDtypeStruct in each nnx.Param.
+    """A stand-in for nnx.Rngs, for modules of jax.ShapeDtypeStruct.
 
     Takes a tenth of the time of jax.eval_shape, which traces every draw.
     """

@@ -1,4 +1,4 @@
-"""An object in storage that a thread overwrites with the newest contents."""
+"""An object in storage, overwritten by a thread with the newest text."""
 
 import sys
 import threading
@@ -11,7 +11,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 class BackgroundUploader:
-    """Writes contents on a thread, skipping outdated ones, with retries and backoff."""
+    """Writes contents on a thread, skipping outdated ones, with retries."""
 
     def __init__(self, path: epath.Path):
         self._path = path
@@ -37,13 +37,13 @@ class BackgroundUploader:
         return self._done >= self._asked
 
     def wait_durable(self, until: float) -> None:
-        """Waits until the newest contents are stored or failed, or until `until` (monotonic)."""
+        """Waits until the newest contents are stored or failed, or `until`."""
         with self._changed:
             asked = self._asked
             self._changed.wait_for(lambda: self._tried >= asked, max(0.0, until - time.monotonic()))
 
     def close(self, until: float) -> None:
-        """Settles and ends the thread. Idempotent; `write` restarts it."""
+        """Waits for pending writes and ends the thread. Idempotent."""
         self.wait_durable(until)
         with self._changed:
             self._ends, self._thread = True, None

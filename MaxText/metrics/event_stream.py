@@ -38,7 +38,7 @@ class EventStream:
         flush_every: int = 100,
         callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ):
-        """Takes sinks and callbacks (called with rows of events.jsonl) in order of delivery."""
+        """Takes sinks and callbacks, in order of delivery."""
         self.lost = lost or {"steps": 0, "seconds": {}}
         self._sinks = sinks
         self._callbacks = callbacks
@@ -56,7 +56,7 @@ class EventStream:
         report: Any = None,
         **facts: Any,
     ) -> None:
-        """Records an event that just ended; `report` is for the terminal and not stored."""
+        """Records an event at its end; `report` is for the terminal only."""
         event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
         for sink in self._sinks:
             sink.write(event)
@@ -77,7 +77,7 @@ class EventStream:
 
     @contextlib.contextmanager
     def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Emits an event with the seconds of the block, if it succeeds; yields its facts."""
+        """Emits an event with the seconds of the block; yields its facts."""
         began = time.perf_counter()
         yield facts
         self.emit(kind, seconds=time.perf_counter() - began, **facts)
@@ -114,7 +114,7 @@ def open_stream(
     terminal: Sink,
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
 ) -> EventStream:
-    """Opens the event stream of a run that starts or resumes; UserError if a package is missing.
+    """Opens the event stream of a new or resumed run.
 
     Process 0 records rows with `run_name`, after removing those from `first_step`
     (`first_evaluation`) on. The other processes feed only the terminal.

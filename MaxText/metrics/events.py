@@ -1,4 +1,4 @@
-"""Events of a run, as rows of events.jsonl, from which all other records derive.
+"""Events of a run, as rows of events.jsonl, the source of all records.
 
 A row is a JSON object with these fields and the facts of its kind
 (docs/reference/run_folder_and_events.md):
@@ -40,7 +40,7 @@ REPEATED = ("step", "skip", "rewind", "retry", "evaluation", "checkpoint", "samp
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A row of events.jsonl, plus a `report` for the terminal that is not stored."""
+    """A row of events.jsonl, plus a `report` for the terminal."""
 
     kind: str
     time: float

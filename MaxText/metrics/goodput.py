@@ -1,7 +1,7 @@
-"""Goodput: share of a run's time in useful steps, and where the rest went.
+"""Goodput: share of a run's time in useful steps, and the rest.
 
 The base is the program's running time over all attempts, without the downtime between them, which
-says nothing about the program. docs/how-to/inspect_runs.md defines every part.
+says nothing about the program. docs/reference/run_folder_and_events.md defines every part.
 """
 
 import dataclasses
@@ -71,13 +71,13 @@ class Goodput:
         return self.seconds[part] / self.running_seconds if self.running_seconds else 0.0
 
     def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """Returns the running time in seconds at each row, without downtime: float [N]."""
+        """Returns running seconds at each row, without downtime, float [N]."""
         before = {each.number: each.running_before - each.launched for each in self.attempts}
         return np.array([row["time"] + before[row["attempt"]] for row in rows], float)
 
 
 def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int] = ()) -> Goodput:
-    """Sums the time of all rows by part; the time of `replaced` rows (indices) is lost."""
+    """Sums the time of all rows by part; `replaced` rows count as lost."""
     parts = dict.fromkeys(PARTS, 0.0)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for index, row in enumerate(rows):
@@ -128,14 +128,14 @@ def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
-    """Returns the seconds of earlier attempts' work that this one repeats."""
+    """Returns the seconds of repeated work of earlier attempts."""
     return sum(((first_row.get("lost") or {}).get("seconds") or {}).values())
 
 
 def _attempts(
     by_attempt: Sequence[tuple[int, Sequence[Mapping[str, Any]]]],
 ) -> tuple[tuple[Attempt, ...], float]:
-    """Returns the attempts, and the time inside them that no row accounts for."""
+    """Returns the attempts, and their time without rows."""
     found: list[Attempt] = []
     other = pending = 0.0
     next_launch = None

@@ -1,4 +1,4 @@
-"""JSON Lines files that survive a crash and can be truncated to a step."""
+"""Crash-safe JSON Lines files, with truncation to a step."""
 
 import json
 import math
@@ -18,7 +18,7 @@ SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
 
 class JsonlFile(Sink):
-    """A growing file of JSON rows. A local row is in the kernel when `append` returns.
+    """A growing file of JSON rows; `append` is durable against crashes.
 
     Object stores (gs://) cannot append, so rows go into segments of 4 MiB, `name.jsonl`,
     `name.1.jsonl` and so on; a thread rewrites the newest one as a whole after `flush`. Failures
@@ -31,7 +31,7 @@ class JsonlFile(Sink):
         keep: Callable[[dict[str, Any]], bool] | None,
         segment_bytes: int = 4 << 20,
     ):
-        """Opens the file; drops malformed rows and, atomically, those for which `keep` is false.
+        """Opens the file; drops malformed rows and those without `keep`.
 
         `keep` None keeps all rows, for a file shared by runs.
         """
@@ -69,7 +69,7 @@ class JsonlFile(Sink):
         self._full: list[BackgroundUploader] = []  # full segments still being written
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Atomically removes the newest rows, for which `keep` is false."""
+        """Atomically removes the newest rows by `keep`."""
         if self._file is None:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
             if kept or self._number == 0:
@@ -81,7 +81,7 @@ class JsonlFile(Sink):
         self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row. NaN and infinity, which JSON lacks, become null."""
+        """Adds a row; NaN and infinity become null."""
         line = self._last = _line(row)
         if self._file is None:
             self._lines.append(line)
@@ -110,7 +110,7 @@ class JsonlFile(Sink):
         self._last = new
 
     def flush(self) -> None:
-        """Makes rows durable: locally at once, in an object store soon (see `wait_durable`)."""
+        """Makes rows durable: locally at once, else soon (`wait_durable`)."""
         if self._object is not None:
             if self._changed:
                 lines = list(self._lines)  # a copy, because rows may change during the write
@@ -181,12 +181,12 @@ def _ends_within_a_line(path: epath.Path) -> bool:
 
 
 def last_change(path: str | epath.Path) -> float:
-    """Returns the newest segment's modification time in Unix seconds; 0 without one."""
+    """Returns the newest segment's modification time; 0 without one."""
     return max((segment.stat().mtime for segment in _segments(epath.Path(path))), default=0.0)
 
 
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
-    """Returns all complete rows, over all segments; none if the file does not exist."""
+    """Returns all complete rows, over all segments."""
     return list(stream_rows(path))
 
 
@@ -213,7 +213,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """Converts mappings, sequences and arrays' scalars; non-finite numbers become None."""
+    """Converts containers and array scalars; non-finite numbers to None."""
     if isinstance(value, Mapping):
         return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

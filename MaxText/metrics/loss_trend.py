@@ -1,4 +1,4 @@
-"""Detects runs that end with a loss worse than that of an untrained model."""
+"""Detects runs with a final loss worse than an untrained model's."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ class LossTrend:
     """
 
     def __init__(self, baseline: float | None = None, state: Mapping[str, Any] | None = None):
-        """Starts or resumes from `state`; `baseline` is the unigram entropy in nats per token."""
+        """Starts or resumes from `state`; `baseline` is in nats per token."""
         state = state or {}
         self._baseline = baseline
         self._first: float | None = state.get("first")

@@ -35,7 +35,7 @@ _LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """Recorded data of a run; rows are those of events.jsonl (docs/how-to/inspect_runs.md).
+    """Recorded data of a run; rows are those of events.jsonl.
 
     `facts` is the newest start or resume row, `events` all rows except steps and evaluations.
     """
@@ -52,12 +52,12 @@ class RunRecord:
 
     @property
     def final_loss(self) -> float | None:
-        """Validation loss of the last evaluation in nats per token; None without one."""
+        """Validation loss of the last evaluation in nats per token, or None."""
         return self.evaluations[-1].get("eval/avg_loss") if self.evaluations else None
 
     @property
     def training_loss(self) -> tuple[float, int] | None:
-        """Mean loss (nats per token) of the last 1/25 of the reports, at least 9, and its steps."""
+        """Mean loss of the last 1/25 of the reports (9 at least), and its steps."""
         last = self.steps[-max(len(self.steps) // 25, _LEAST_REPORTS) :]
         counted = [
             (row["learning/lm_loss"], row.get("updates") or 1)
@@ -110,7 +110,7 @@ class RunRecord:
 
 
 def read_run(folder: str | PathLike[str]) -> RunRecord:
-    """Reads a run, ignoring a partial last line; UserError if there is no valid event file."""
+    """Reads a run, ignoring a partial last line."""
     path = parse_path(str(folder), "RUN")
     file = path / EVENTS_FILE
     if not file.exists():
@@ -151,7 +151,7 @@ def resolve_run_dir(folder: str | PathLike[str]) -> str:
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
-    """Rejects another program's file, before a missing field becomes a traceback."""
+    """Rejects another program's file, before a field is missing."""
     for number, row in enumerate(rows, 1):
         kinds: dict[str, Any] = {"time": int | float, "event": str, "phase": str, "attempt": int}
         if row.get("event") in ("step", "evaluation"):
@@ -179,7 +179,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
 
 
 def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Returns the indices of steps and evaluations that were rolled back."""
+    """Returns the indices of rolled back steps and evaluations."""
     replaced: set[int] = set()
     standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
 

@@ -65,7 +65,7 @@ class StepReport:
 
     @property
     def has_perplexity(self) -> bool:
-        """False for objectives that are not log-probabilities, such as entmax."""
+        """False for losses other than log-probabilities, such as entmax."""
         return "lm_loss" in self.metrics
 
     @property
@@ -75,7 +75,7 @@ class StepReport:
         return float(next(self.metrics[name] for name in names if name in self.metrics))
 
     def line(self) -> str:
-        """Returns MaxText's line, which scripts parse, plus additional fields."""
+        """Returns MaxText's line for scripts, plus additional fields."""
         metrics = self.metrics
         parts = [
             f"completed step: {self.step}",
@@ -101,7 +101,7 @@ class StepReport:
         return ", ".join(parts)
 
     def compact_line(self, num_steps: int) -> str:
-        """Returns a line of about 90 columns; `num_steps` is that of the whole run."""
+        """Returns a line of about 90 columns, with `num_steps` of the run."""
         metrics, done = self.metrics, self.step + 1
         parts = [
             f"step {done}/{num_steps} ({done / num_steps:.0%})",

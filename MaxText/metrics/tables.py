@@ -12,7 +12,7 @@ WIDTH = 110  # characters of a line
 def parameter_table(
     parameters: Mapping[str, Any], sharding_of: Callable[[str], str] | None = None
 ) -> str:
-    """Returns a table of parameters; repeated layers share a row, with size ranges "8..24"."""
+    """Returns a table of parameters; repeated layers share a row."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
         pattern = "/".join("*" if part.isdigit() else part for part in name.split("/"))
@@ -60,7 +60,7 @@ def format_table(
     right: Collection[int] | None = None,
     max_width: int | None = WIDTH,
 ) -> str:
-    """Returns aligned columns, with rules below the header and above the total.
+    """Returns aligned columns, with rules around the rows.
 
     `right` are the right-aligned columns, by default all but the first.
     """
@@ -110,7 +110,7 @@ def byte_count(number: int) -> str:
 
 
 def derived_quantities(rows: Iterable[tuple[str, str, str, Any]]) -> str:
-    """Formats rows as "name = formula = numbers = value"; empty formulas are left out.
+    """Formats rows as "name = formula = numbers = value", without blanks.
 
     tokens per step = per_device_batch_size x devices x length = 12 x 1 x 2048 = 24,576
     """

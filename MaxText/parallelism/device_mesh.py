@@ -1,4 +1,4 @@
-"""Arrangement of devices: mesh sizes inside a slice (ICI) and across slices (DCN).
+"""Arrangement of devices: mesh sizes in a slice (ICI) and across (DCN).
 
 A slice has a fast network: a TPU slice, or the GPUs of a server (`slice_index` in jax). If jax
 knows one slice and `dcn_*` sizes ask for several, devices are split evenly in process order.
@@ -47,7 +47,7 @@ def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
 
 
 def create_device_mesh(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
-    """Returns the devices as a mesh, close ones adjacent; raises UserError like mesh_sizes.
+    """Returns the devices as a mesh, close ones adjacent.
 
     Along each axis slices are contiguous: of 2 slices of 4, the first has positions 0 to 3.
     """
@@ -63,7 +63,7 @@ def create_device_mesh(section: MeshSection, devices: Sequence[Any]) -> np.ndarr
 
 
 def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
-    """Returns the devices of a slice as a mesh; raises UserError if that needs `allow_split`.
+    """Returns the devices of a slice as a mesh; UserError if it must split.
 
     Mesh axes take whole axes of the physical network if possible, else split ones. If jax knows no
     such arrangement, devices are in their order: slower collectives, but every mesh can be built.
@@ -126,9 +126,9 @@ def _size_error(
     sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     several = "a multiple of " if -1 in sizes.values() else ""
-    filling = "fsdp" if network == "ici" else "data"
-    asked = {axis: size for axis, size in sizes.items() if size != 1} or {filling: 1}
-    proposal = {filling: -1} if network == "dcn" else {"data": 1, filling: -1}
+    filled = "fsdp" if network == "ici" else "data"
+    asked = {axis: size for axis, size in sizes.items() if size != 1} or {filled: 1}
+    proposal = {filled: -1} if network == "dcn" else {"data": 1, filled: -1}
     rest = number
     # Axes that are hardest to do without come first.
     for axis in ("expert", *reversed(MESH_AXES)):

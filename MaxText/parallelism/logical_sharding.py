@@ -56,7 +56,7 @@ def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
 def logical_to_mesh_axes(
     names: Sequence[str | None], shape: Sequence[int], rules: Rules, mesh: Mesh
 ) -> PartitionSpec:
-    """Returns the mesh axes of each dimension of an array with logical `names`.
+    """Returns the mesh axes of each dimension of an array by `names`.
 
     Rules apply in order: each gives its mesh axes to the first dimension of its name that has none
     yet, unless another dimension has one of them or they do not divide this one. A name may occur
@@ -91,7 +91,7 @@ def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
 
 
 def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """Returns the current mesh, and the axes that split each name, or None."""
+    """Returns the current mesh, and the axes of each name, or None."""
     in_force = _current.get()
     if in_force is None or in_force[0].size == 1:
         return None
@@ -111,7 +111,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def with_token_major_layout(tree: Any) -> Any:
-    """Constrains arrays to a token-major layout on TPU; otherwise XLA inserts transposes.
+    """Constrains arrays to a token-major layout on TPU, without transposes.
 
     No effect without a mesh, as exported programs are for other machines, too.
     """
@@ -158,7 +158,7 @@ def merge_batch(x: jax.Array) -> jax.Array:
 
 
 def platform() -> str:
-    """Returns the platform that is compiled for: "cpu", "gpu" or "tpu"."""
+    """Returns the target platform: "cpu", "gpu" or "tpu"."""
     return _device().platform
 
 
@@ -168,6 +168,6 @@ def device_kind() -> str:
 
 
 def _device() -> Any:
-    """Returns a device of the current mesh, which may be of another machine."""
+    """Returns a device of the current mesh, maybe of another machine."""
     in_force = _current.get()
     return jax.devices()[0] if in_force is None else in_force[0].devices.flat[0]

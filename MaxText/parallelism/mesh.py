@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the sequences of a batch are split."""
+        """Mesh axes for the sequences of a batch."""
         return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
 
     @property
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def length_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the tokens of a sequence are split."""
+        """Mesh axes for the tokens of a sequence."""
         return tuple(next(axes for name, axes in self.rules if name == "activation_length"))
 
     @property
@@ -100,7 +100,7 @@ class Layout:
         return words
 
     def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParamSpec]) -> Any:
-        """Returns a tree like `abstract_state`: moments are sharded like their parameters.
+        """Returns a tree like `abstract_state`, moments sharded as parameters.
 
         Everything else (counters, factored moments) is small and replicated. `optimizer_state_axis`
         splits the optimizer state further: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
@@ -146,7 +146,7 @@ class Layout:
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
     def batch_slice(self, process: int | None = None) -> tuple[int, int]:
-        """Returns (part, parts): a process reads part `part` of the sequences of each batch.
+        """Returns (part, parts): a process reads one part of each batch.
 
         Processes that hold the same sequences (tensor parallelism across machines) read the same.
         """
@@ -189,7 +189,7 @@ class Layout:
     def init_state(
         self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
     ) -> Any:
-        """Returns a fresh state, of which each device draws its own part."""
+        """Returns a fresh state; each device draws its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         options = {}
         if self.mesh.devices.flat[0].platform == "cpu":
@@ -214,7 +214,7 @@ class Layout:
         abstract_batch: Any,
         compiler_options: dict[str, Any] | None = None,
     ) -> tuple[Callable, float]:
-        """Returns the compiled step, which donates its state, and its seconds."""
+        """Returns the compiled step (donating its state), and its seconds."""
         began = time.perf_counter()
         lowered = self.lower_step(train_step, abstract_state, abstract_batch, compiler_options)
         compiled = lowered.compile()
@@ -238,7 +238,7 @@ class Layout:
 
 
 def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
-    """Returns (part, parts) of a batch's sequences that a process reads, by first sequence.
+    """Returns (part, parts) of a batch's sequences for a process.
 
     Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
     returns (0, 1): each reads all sequences and places what it holds. `held` maps processes to

@@ -106,5 +106,5 @@ def color_of(index: int) -> str:
 
 
 def dash_of(index: int) -> str:
-    """Returns a run's dash style, which changes when the colors repeat."""
+    """Returns a run's dash style, different for repeated colors."""
     return DASHES[index // len(PALETTE) % len(DASHES)]

@@ -126,13 +126,12 @@ def _column(rows: Sequence[Row], name: str) -> np.ndarray:
 
 
 def column(name: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
-    """Returns a function that reads a field of rows."""
+    """Returns a function for a field of rows."""
     return lambda _run, rows: _column(rows, name)
 
 
 def ratio(name: str, other: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
     """Returns a function that divides a field of rows by another; NaN where that is zero."""
-
     return lambda _run, rows: (
         _column(rows, name) / np.where((below := _column(rows, other)) == 0, np.nan, below)
     )

@@ -1,4 +1,4 @@
-"""Finds the runs named on a command line: run folders, and folders of runs."""
+"""Finds the runs of a command line: run folders, folders of runs."""
 
 import dataclasses
 import json
@@ -33,9 +33,9 @@ class DiscoveredRuns:
 
 
 def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
-    """Reads the runs in folders of runs at any depth.
+    """Reads the runs in folders at any depth.
 
-    Groups are those of a comparison.json, or of the runs with the same value of a key.
+    Groups are those of comparison.json, or of the runs with the same value of a key.
 
     Raises:
       UserError: A folder is missing or has no run, a named run cannot be read, or no run has the
@@ -119,7 +119,7 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
 
 
 def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
-    """Returns the groups in comparison.json, with full paths; none without the file."""
+    """Returns the groups in comparison.json, with full paths."""
     file = folder / COMPARISON_FILE
     if not file.exists():
         return {}

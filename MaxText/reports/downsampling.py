@@ -1,4 +1,4 @@
-"""Thinning that keeps spikes, and smoothing."""
+"""Thinning (keeping spikes) and smoothing."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ _WINDOWS = 25  # the window is 1/_WINDOWS of all points
 
 
 def downsample(values_N: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
-    """Returns ascending indices of points to draw, at most `most`, including both ends.
+    """Returns ascending indices of points to draw, at most `most`.
 
     Keeps minimum, maximum and the first NaN (so that the gap shows) of equal ranges.
     """
@@ -34,12 +34,12 @@ def downsample(values_N: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
 
 
 def median_window(count: int) -> int:
-    """Returns the window of a running median: 1/25 of the values, at least nine."""
+    """Returns the window of a running median: 1/25, nine at least."""
     return 2 * max(count // (2 * _WINDOWS), _MIN_HALF) + 1
 
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (indices [M], medians [M]) with M at most 600; NaN counts as absent.
+    """Returns (indices [M], medians [M]), M at most 600, without NaN.
 
     Robust against one-step spikes; the window is centered, so it does not lag behind a falling
     loss.

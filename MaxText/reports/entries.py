@@ -1,4 +1,4 @@
-"""Compared items of a report: runs, and groups of runs that differ only in their seed."""
+"""Compared items of a report: runs, and groups of seeds."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ _NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A run, or a group of runs that differ only in seed (maybe one run so far).
+    """A run, or a group of runs with different seeds.
 
     `label` is unique on the page, `color` an index of color and dashes, `runs` maps names to
     records.
@@ -91,7 +91,7 @@ def alike(entries: Sequence[Entry], fact: Callable[[RunRecord], Any]) -> list[tu
 
 
 def shown_parts(runs: Iterable[RunRecord]) -> dict[str, str]:
-    """Returns the parts of the time that some run spent enough on to show, with labels."""
+    """Returns the visible parts of the time, with labels."""
     goodputs = [run.goodput for run in runs]
     return {
         part: label
@@ -113,14 +113,14 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def averaged(entry: Entry) -> list[RunRecord]:
-    """Returns the runs in an entry's means: those that did not diverge, or its only run."""
+    """Returns the runs in an entry's means, without diverged ones."""
     if not entry.is_group:
         return [*entry.runs.values()]
     return [run for run in entry.runs.values() if run.state != "diverged"]
 
 
 def differing_peaks(entries: Sequence[Entry]) -> list[float]:
-    """Returns device peaks in TFLOP/s if they differ and at least one was measured; else none.
+    """Returns different device peaks in TFLOP/s, if one was measured.
 
     MFU is not compared then: a machine that was busy during the measurement would look better.
     """

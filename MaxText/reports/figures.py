@@ -28,7 +28,7 @@ _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 def draw_chart(
     chart: Chart, axis: Axis, title: str = "", *, above: Axis | None = None
 ) -> bytes | None:
-    """Draws a chart over one of its axes as PNG; None if no curve has points there.
+    """Draws a chart over one of its axes as PNG; None without points.
 
     `title` precedes the chart's own; `above` is a second axis on top, if proportional to the first.
     """

@@ -28,7 +28,7 @@ def share(value: float | None) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """Formats bytes in the largest binary unit that fits."""
+    """Formats bytes in the largest fitting binary unit."""
     if num_bytes is None:
         return ABSENT
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

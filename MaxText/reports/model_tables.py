@@ -93,7 +93,7 @@ def _memory_of(run: RunRecord) -> dict[str, str]:
 
 
 def lineage(entries: Sequence[Entry]) -> list[Section]:
-    """Returns the ancestry of runs as a tree; nothing if all started from scratch."""
+    """Returns the ancestry of runs as a tree; none without ancestors."""
     runs = all_runs(entries)
     if not any(run.facts.get("lineage") for run in runs.values()):
         return []
@@ -143,7 +143,7 @@ def samples(entries: Sequence[Entry]) -> list[Section]:
 
 
 def warnings(entries: Sequence[Entry]) -> list[str]:
-    """Returns why the losses of the runs cannot be compared, or only with care."""
+    """Returns warnings against comparing the losses of the runs."""
     found = []
     for key, what, consequence in (
         (

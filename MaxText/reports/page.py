@@ -262,7 +262,7 @@ def _chip(color: int) -> str:
 
 
 def _kind(cells: Sequence[str]) -> str:
-    """Returns the class of a column's cells: numbers align right, long texts wrap."""
+    """Returns the class of a column's cells by their alignment."""
     filled = [text for text in cells if text]
     if filled and all(text.lstrip("+-")[:1].isdigit() or text == ABSENT for text in filled):
         return ' class="number"'

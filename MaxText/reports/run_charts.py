@@ -16,7 +16,7 @@ from MaxText.reports.downsampling import median_window
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 from MaxText.reports.run_tables import event_text
 
-# Share of initial steps left out of the y range: their high loss would flatten the rest.
+# Share of initial steps excluded from the y range: their high loss would flatten the rest.
 _BEGINNING = 0.05
 
 _ROOM = 0.5  # a reference line is in the initial view if it raises the chart by at most this share
@@ -135,7 +135,7 @@ def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
 
 
 def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Returns tokens per second over all devices, whose number may vary between attempts."""
+    """Returns tokens per second over all devices of each attempt."""
     devices = {
         attempt.number: attempt.first_row.get("num_devices") or 1
         for attempt in run.goodput.attempts

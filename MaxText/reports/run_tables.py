@@ -20,7 +20,7 @@ _MAX_LISTED = 40  # maximum events listed per run, the last ones
 
 
 def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns one row per run; groups have mean and standard deviation before their runs.
+    """Returns one row per run; groups have mean and deviation first.
 
     `keys` are hyperparameters with their values by run.
     """
@@ -110,7 +110,7 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def goodput_table(entries: Sequence[Entry]) -> Table:
-    """Returns the time of each part, one row per run."""
+    """Returns the time of each part, per run."""
     runs = all_runs(entries)
     present = shown_parts(runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]

@@ -1,4 +1,4 @@
-"""Writes report.html and its figures for one or several runs, and a run's loss_curve.png."""
+"""Writes report.html with its figures, and a run's loss_curve.png."""
 
 import datetime
 import os
@@ -43,7 +43,7 @@ def write_report(
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
-    """Writes report.html and the figures, each atomically; returns the path of report.html.
+    """Writes report.html and the figures atomically; returns the path.
 
     Args:
       output: Folder for all files; created if absent.
@@ -99,13 +99,13 @@ def write_report(
         output.mkdir(parents=True, exist_ok=True)
         loss = next((chart for chart in charts if chart.name == "loss"), None)
         for axis in _PICTURES:
-            picture = draw_chart(loss, axes.axis(axis), title) if loss else None
+            figure = draw_chart(loss, axes.axis(axis), title) if loss else None
             file = output / f"loss_{axis}.png"
-            if picture is None:
+            if figure is None:
                 # A figure of an earlier report would be mistaken for one of this report.
                 file.unlink(missing_ok=True)
             else:
-                _replace(file, picture)
+                _replace(file, figure)
         _replace(output / PAGE_FILE, render(page).encode("utf-8"))
     except OSError as error:
         raise UserError(
@@ -115,7 +115,7 @@ def write_report(
 
 
 def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
-    """Draws loss over steps and tokens; returns the path, or None if there is nothing to draw.
+    """Draws loss over steps and tokens; returns the path, or None.
 
     Raises UserError if the folder has no readable events.
     """
@@ -124,18 +124,18 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     chart = loss_chart(group_runs([run]), axes)
     if chart is None:
         return None
-    picture = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
-    if picture is None:
+    figure = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
+    if figure is None:
         return None
     path = run.folder / _LOSS_CURVE
-    path.write_bytes(picture)
+    path.write_bytes(figure)
     return path
 
 
 def warnings_about(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """Returns why the losses of these runs cannot be compared, or only with care."""
+    """Returns warnings against comparing the losses of these runs."""
     return model_tables.warnings(group_runs(runs, groups))
 
 

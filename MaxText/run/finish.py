@@ -1,4 +1,4 @@
-"""Final outputs of a run: validation loss, sample, loss curve, next commands."""
+"""Final outputs of a run: loss, sample, loss curve, next commands."""
 
 import contextlib
 import shlex
@@ -88,7 +88,7 @@ def _next_steps(
 
 @contextlib.contextmanager
 def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
-    """Logs a failure of an optional output as a warning: the run itself is complete."""
+    """Logs a failure of an optional output as a warning."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""convert.py grow: initializes a larger model from a smaller one, as a run to train from."""
+"""convert.py grow: initializes a larger model from a smaller one."""
 
 import math
 import os
@@ -31,7 +31,7 @@ Show = Callable[[str], None]
 
 class GrownWeights(WeightSource):
     def __init__(self, growth: PendingGrowth, config: Config):
-        """Initializes what new slots need, as train.py does with the same seed."""
+        """Initializes the new slots, as train.py with the same seed."""
         self.config = config
         self.model = abstract_model(config)
         self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
@@ -56,7 +56,7 @@ class GrownWeights(WeightSource):
 
 
 def grow(request: Request, show: Show) -> None:
-    """Grows a model and writes it as a run with one checkpoint of its parameters."""
+    """Grows a model and writes a run with one checkpoint of parameters."""
     imported_run.require_absent(request.target)
     # Checked first, so that a wrong path is reported as typed.
     if request.source_kind == "hf":
@@ -86,7 +86,7 @@ def grow(request: Request, show: Show) -> None:
     show_memory(weights.peak_bytes(), show)
     comment = [f"Model grown by convert.py from {source.folder}."]
     lineage = ancestors_of(source.metadata, source.folder, source.step, "growth", resolved.record)
-    # The new parameters themselves have cost nothing.
+    # The new parameters themselves own cost.
     spent = {"tokens": 0, "flops": 0.0}
     metadata = {"lineage": [ancestor._asdict() for ancestor in lineage], "spent": spent}
     with imported_run.atomic_directory(request.target) as partial:

@@ -1,4 +1,4 @@
-"""Ancestors of a run, and the tokens and FLOPs that they all used.
+"""Ancestors of a run, with the sum of their tokens and FLOPs.
 
 Saved with each checkpoint, because the ancestors' folders may be gone.
 """
@@ -23,7 +23,7 @@ _NOTHING = TrainingCost(0, 0.0)
 
 
 class Ancestor(NamedTuple):
-    """A checkpoint that a run was started from.
+    """The starting checkpoint of a run.
 
     Attributes:
       step: The step after which it was saved, if known.
@@ -64,12 +64,12 @@ class Lineage:
         return cls(stats, ancestors, start.first_step)
 
     def spent_before(self, step: int) -> TrainingCost:
-        """Returns what this run, without its ancestors, used before a step."""
+        """Returns this run's usage before a step, without its ancestors."""
         since = _by_plan(self.stats, self.first_step, step)
         return TrainingCost(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
 
     def progress(self, step: int) -> dict[str, float]:
-        """Returns what this run used up to and including a step, by event tag."""
+        """Returns this run's usage up to a step, by event tag."""
         spent = self.spent_before(step + 1)
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 

@@ -1,4 +1,4 @@
-"""The training loop: batch, step, evaluation, checkpoint, until the run ends."""
+"""The training loop: batch, step, evaluation, checkpoint."""
 
 import contextlib
 import dataclasses
@@ -118,7 +118,7 @@ class Loop:
         return COMPLETED
 
     def next_batch(self) -> Any:
-        """Returns the next step's batch on the devices; None if a stop was requested meanwhile."""
+        """Returns the next step's batch on the devices; None on a stop request."""
         self.watchdog.enter("data", self.step)
         batch = None
         with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
@@ -150,7 +150,7 @@ class Loop:
         self.log.start(self.step)
 
     def evaluate(self, step: int) -> bool:
-        """Evaluates the state after a step; returns False if a stop was requested meanwhile."""
+        """Evaluates the state after a step; False on a stop request."""
         self.eval_loss = None
         watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (

@@ -73,7 +73,7 @@ def open_records(
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     show: Callable[[str], None] = print,
 ) -> Records:
-    """Opens the records of a run, continuing earlier ones, and records this start.
+    """Opens the records of a run, and records this start.
 
     `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
     UserError if a package is missing.
@@ -168,14 +168,14 @@ def _growth_facts(start: RestoreResult) -> dict[str, Any]:
         assert start.growth is not None
         return event_facts(start.growth, start.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
-    # is no growth.
+    # does not count.
     if start.how == "parameters" and start.growth and sizes(start.growth):
         return event_facts(start.growth, parent_folder(start.metadata), start.folder)
     return {}
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
-    """Writes config.yml and the tokenizer on process 0, so that the run needs no dataset."""
+    """Writes config.yml and the tokenizer on process 0."""
     from MaxText.conversion.tokenizer_copy import keep_tokenizer
 
     if jax.process_index() != 0:

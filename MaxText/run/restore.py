@@ -1,4 +1,4 @@
-"""Start of a run: its own checkpoint, another run's, initial weights, or scratch."""
+"""Start of a run: own checkpoint, another run's, weights, or scratch."""
 
 import dataclasses
 import time
@@ -62,7 +62,7 @@ def restore_or_initialize(
     show: Show = print,
     resolved: ResolvedGrowth | None = None,
 ) -> RestoreResult:
-    """Restores own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
+    """Restores the run's state from the first available source.
 
     Args:
       abstract_state: A train state of jax.ShapeDtypeStruct with target shardings, on any mesh.
@@ -136,7 +136,7 @@ def _show_order(
 
 
 def _check_has_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
-    """Rejects parameters that convert.py wrote into a folder of this name."""
+    """Rejects a folder with parameters written by convert.py."""
     if stored.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
         raise UserError(
             f"{stored} contains imported parameters and no train state, so it cannot be resumed. "
@@ -221,7 +221,7 @@ def _grow(
 def restore_data_position(
     start: RestoreResult, batches: BatchIterator, steps: int, show: Callable[[str], None] = print
 ) -> int:
-    """Moves the data to a start, applies the exclusions of rollbacks, returns the last step.
+    """Moves the data to a start, with exclusions; returns the last step.
 
     Raises UserError if the stored position counts in other data.
     """
@@ -246,12 +246,12 @@ def restore_data_position(
 
 
 def active_rollbacks(start: RestoreResult, batches: BatchIterator) -> list[Rollback]:
-    """Returns the recorded rollbacks that apply to the run's current data."""
+    """Returns the recorded rollbacks of the run's current data."""
     return [each for each in start.rollbacks if not batches.differences(each.data)]
 
 
 def final_step(batches: BatchIterator, steps: int) -> int:
-    """Returns the last step of the run, from 0: of `steps`, or the last one with data."""
+    """Returns the last step of the run, by `steps` or by the data."""
     num_steps = batches.num_steps
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 

@@ -1,4 +1,4 @@
-"""Rollback: restore the last healthy state when steps are skipped or the loss rises.
+"""Rollback: restores the last healthy state after skips or a rise.
 
 Data since the first suspicious step are excluded, and training continues bit for bit like a run
 whose data never contained them.
@@ -31,7 +31,7 @@ _RISE_FACTOR = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class RollbackTrigger:
-    """Reason for a rollback, the step that revealed it, and the first suspicious step."""
+    """Reason for a rollback, its step, and the first suspicious step."""
 
     noticed: int
     began: int
@@ -40,7 +40,7 @@ class RollbackTrigger:
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """A state in host memory; `shards` has the addressable shards of each leaf."""
+    """A state in host memory, by addressable shards of each leaf."""
 
     step: int
     shards: Any
@@ -99,7 +99,7 @@ class RollbackController:
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Processes the metrics of a report, which cover all steps since the last one.
+        """Processes the metrics of a report, of all steps since the last one.
 
         Raises Diverged if training cannot continue and rollback is disabled.
         """
@@ -163,7 +163,7 @@ class RollbackController:
         if self.num_rollbacks >= self._section.rollback.maximum:
             healthy = self._checkpoints.last_healthy(before=trigger.began)
             if healthy is not None:
-                # A restart takes the newest checkpoint, which must predate the trouble.
+                # A restart takes the newest checkpoint, which must predate the divergence.
                 self._checkpoints.roll_back_to(healthy)
                 signs = f"{signs} A restart resumes from step {healthy}."
             raise Diverged(
@@ -204,7 +204,7 @@ class RollbackController:
         return state
 
     def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:
-        """Returns step, source, state and data position of the newest usable healthy state."""
+        """Returns step, source, state and position of the healthy state."""
         snapshot = next((s for s in reversed(self._snapshots) if s.step < trigger.began), None)
         while True:
             healthy = self._checkpoints.last_healthy(before=trigger.began)
@@ -228,7 +228,7 @@ class RollbackController:
             )
 
     def _warning_signs(self, began: int) -> str:
-        """Describes metrics that rose shortly before a step."""
+        """Describes metrics with a rise shortly before a step."""
         rows = [row for row in self._history if row["step"] < began]
         late = rows[-_LATE_STEPS:]
         early = rows[-_LATE_STEPS - _EARLY_STEPS : -_LATE_STEPS]
@@ -253,7 +253,7 @@ def copy_to_host(state: Any) -> Any:
 
 
 def copy_to_devices(shards: Any, abstract_state: Any) -> Any:
-    """Restores the result of `copy_to_host` with the shardings of `abstract_state`."""
+    """Restores the result of `copy_to_host` as `abstract_state`."""
 
     def place(leaf: jax.ShapeDtypeStruct, parts: list[tuple[Any, np.ndarray]]) -> jax.Array:
         # Copies, because a CPU device may alias the buffer and then donate it.

@@ -1,4 +1,4 @@
-"""Reports metrics of train steps one step late, so that the device never idles.
+"""Reports metrics of train steps one step late, for busy devices.
 
 Reading metrics blocks on the device, so they are read after the next step was dispatched. Losses
 are means over the steps since the last report; other metrics are of the newest step.
@@ -49,7 +49,7 @@ class MetricLogger:
         self._data_seconds = 0.0
 
     def start(self, first_step: int) -> None:
-        """Starts the clock before the first step or after a rollback; drops pending reports."""
+        """Starts the clock before the first step or after a rollback."""
         if self._has_reported:
             self._records.trend.roll_back()
         self._losses = MeanLoss()
@@ -58,7 +58,7 @@ class MetricLogger:
         self._since = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records the scalars of a dispatched step; reports the previous one if pending."""
+        """Records the scalars of a step; reports the previous one if pending."""
         self.flush()
         self._losses.add(metrics)
         self._newest, self._newest_step = metrics, step
@@ -75,7 +75,7 @@ class MetricLogger:
         return time.perf_counter() - self._since
 
     def flush(self) -> None:
-        """Blocks on a pending step and reports it; Diverged if the guard forbids its loss."""
+        """Blocks on a pending step and reports it; Diverged on a bad loss."""
         if not self._waiting:
             return
         self._waiting = False
@@ -120,7 +120,7 @@ class MetricLogger:
         self._observe(step, metrics)
 
     def complete(self) -> None:
-        """Blocks on the newest step and reports it, even between two periods. Raises like `flush`.
+        """Blocks on the newest step and reports it. Raises like `flush`.
 
         Called before a checkpoint, so that no broken state is saved and the rows cover every step
         that a restart does not repeat, and at the end of the run.
@@ -130,7 +130,7 @@ class MetricLogger:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time inside as data wait if the devices are idle after it: an upper bound."""
+        """Counts the time inside as data wait if the devices are idle after it."""
         began = time.perf_counter()
         yield
         if self._newest is None or self._newest["loss"].is_ready():
@@ -138,7 +138,7 @@ class MetricLogger:
 
     @contextlib.contextmanager
     def paused(self, *, complete: bool = False) -> Iterator[None]:
-        """Reports a pending step (the newest with `complete`), then excludes the time inside.
+        """Reports a pending step, then excludes the time inside.
 
         Waits for the newest step first, or its computation would count as part of the pause.
         """

@@ -1,4 +1,4 @@
-"""Sizes derived from configuration, model and devices, with their formulas."""
+"""Sizes of configuration, model and devices, with their formulas."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from MaxText.metrics.tables import byte_count, derived_quantities
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStats:
-    """Sizes of a run; `peak` is that of one device."""
+    """Sizes of a run; `peak` is per device."""
 
     model: Model
     batch: Batch
@@ -106,9 +106,9 @@ class TrainingStats:
         if flops.attention != alike:
             formula = "6 x matmul parameters + products of tokens with tokens, by kind of layer"
             numbers = f"6 x {flops.matmul_parameters} + {flops.attention:.0f}"
-        if flops.depth_sums:
+        if flops.aggregation:
             formula += " + 6 x outputs summed x width"
-            numbers += f" + 6 x {int(flops.depth_sums) // (6 * d.emb_dim)} x {d.emb_dim}"
+            numbers += f" + 6 x {int(flops.aggregation) // (6 * d.emb_dim)} x {d.emb_dim}"
         rows = [
             (
                 "sequences per step",

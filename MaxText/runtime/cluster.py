@@ -52,7 +52,7 @@ class Cluster:
 
 
 def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
-    """Returns the cluster in the environment, None for a single process; UserError if unclear."""
+    """Returns the cluster in the environment, None for a single process."""
     for count_name, rank_name in (*_EXPLICIT, _SLURM, *_MPI):
         pair = (count_name, rank_name)
         if pair == _SLURM and _SLURM_STEP_NODES not in environment:
@@ -123,7 +123,7 @@ def _first_host(nodes: str) -> str:
 def _local_device_ids(
     environment: Mapping[str, str], pair: tuple[str, str]
 ) -> tuple[int, ...] | None:
-    """Assigns one GPU to each process of a machine, unless the environment or scheduler did."""
+    """Assigns one GPU per process, unless the environment did."""
     if environment.get("JAX_LOCAL_DEVICE_IDS"):
         return None  # read by JAX
     if pair == _SLURM:

@@ -25,7 +25,7 @@ _hits = collections.Counter[int]()  # thread -> programs loaded from the cache
 
 
 def enable(run: Run, platform: str, *, may_make: bool = True) -> str:
-    """Enables the compilation cache and returns a log line. Call it once devices are known.
+    """Enables the compilation cache and returns a log line.
 
     CPU programs go to a folder per processor type, because they use its instructions. `may_make`:
     "auto" may create base_output_directory. Nothing is cached if the folder cannot be written.
@@ -64,7 +64,7 @@ def folder_in_use() -> str | None:
 
 
 def remove_truncated_entries(folder: str) -> list[str]:
-    """Removes truncated entries of a local folder changed since the last call; returns names."""
+    """Removes truncated entries of a local folder; returns their names."""
     marker = os.path.join(folder, _CHECKED)
     since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
     removed = []
@@ -98,7 +98,7 @@ def _is_whole(path: str) -> bool:
 
 
 def cpu_fingerprint() -> str:
-    """Returns a short name that differs between processors with different instructions."""
+    """Returns a short name for the processor's instruction set."""
     features = ""
     try:
         with open("/proc/cpuinfo") as file:

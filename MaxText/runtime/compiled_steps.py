@@ -12,7 +12,7 @@ from MaxText.runtime import compilation_cache
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """Result of compiling for one batch shape; `rows` is the global batch size.
+    """Compilation result of one batch shape; `rows` is the global size.
 
     `source` is "" if compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
     """
@@ -25,7 +25,7 @@ class Compilation:
 
 
 class CompiledSteps:
-    """(state, batch) -> (state, metrics), compiled on demand for each batch shape."""
+    """(state, batch) -> (state, metrics), compiled per batch shape."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class CompiledSteps:
 
 
 def memory_stats(compiled: Any) -> dict[str, int]:
-    """Returns bytes per device by XLA's memory analysis; empty if the backend has none.
+    """Returns bytes per device by XLA's memory analysis, if available.
 
     Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU
     (docs/explanation/memory_model.md).
@@ -72,7 +72,7 @@ def memory_stats(compiled: Any) -> dict[str, int]:
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporaries, aliased = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
     devices = jax.tree.leaves(compiled.input_shardings)[0].device_set
-    if next(iter(devices)).platform != "cpu":  # CPU's peak leaves out temporaries
+    if next(iter(devices)).platform != "cpu":  # CPU's peak omits temporaries
         temporaries = analysis.peak_memory_in_bytes - (arguments + outputs - aliased)
     return {
         "arguments": arguments,

@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, Ctrl-C and preemption notices: save after the step and stop.
+"""SIGTERM, Ctrl-C and preemption notices: save after the step and stop.
 
 Does not import JAX: the handler must be installed before JAX starts.
 """
@@ -16,7 +16,7 @@ _ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the shell's exit code of a process k
 
 
 class PreemptionHandler:
-    """Decides after each step, identically in every process, whether to save and stop.
+    """Decides after each step, equally in all processes, whether to stop.
 
         stop = PreemptionHandler.install()             # in main(), before anything slow
         for step in range(first_step, last_step + 1):
@@ -42,7 +42,7 @@ class PreemptionHandler:
 
     @classmethod
     def install(cls) -> "PreemptionHandler":
-        """Handles SIGTERM and Ctrl-C unless the parent ignores them. Call it before `connect`."""
+        """Handles SIGTERM and Ctrl-C unless the parent ignores them."""
         stop = cls()
         handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
         taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
@@ -61,7 +61,7 @@ class PreemptionHandler:
         return stop
 
     def requested(self, step: int) -> bool:
-        """Returns whether to save and stop after `step`; stays true. Collective, once per step."""
+        """Returns whether to save and stop after `step`. Collective."""
         self._in_loop = True
         # Not `step`: the service compares call counts, and steps repeat after a rollback.
         self._calls += 1
@@ -85,7 +85,7 @@ class PreemptionHandler:
         return True
 
     def is_pending(self) -> bool:
-        """Returns whether a single process got SIGTERM, so that blocking waits should end.
+        """Returns whether a single process got SIGTERM, to end waits.
 
         Never true with several processes: the others already need this one's data for a step.
         """
@@ -129,7 +129,7 @@ class PreemptionHandler:
 
 
 def _say(line: str) -> None:
-    """Writes in one system call, so that lines do not mix with the main thread's."""
+    """Writes in one system call, unmixed with the main thread's lines."""
     # stdout may be closed, or in use by the interrupted thread.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()

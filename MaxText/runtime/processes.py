@@ -1,4 +1,4 @@
-"""Exit of one process of several, so that the others do not wait for it."""
+"""Exit of one process of several, without blocking the others."""
 
 import contextlib
 import os
@@ -34,12 +34,12 @@ def mark_initialized(num_processes: int) -> None:
 
 
 def count() -> int:
-    """Returns the number of processes, 1 before they are connected and after `shutdown`."""
+    """Returns the number of processes; 1 before connecting."""
     return _count
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exits without waiting for threads, nor 5 minutes in JAX's shutdown barrier."""
+    """Exits without waiting for threads or JAX's shutdown barrier."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -47,7 +47,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def mark_thread_hung() -> None:
-    """Records that a thread would block a normal exit."""
+    """Records a thread as blocking a normal exit."""
     global _leaves_threads
     _leaves_threads = True
 
@@ -65,7 +65,7 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
-    """Exits after an exception in a run of several processes; returns in a run of one.
+    """Exits after an exception in a run of several processes.
 
     Call it before anything collective. Prints the message of a UserError, else the traceback, and
     the state of every process if another one died. Exit codes: 2 for a UserError, 76 if another
@@ -93,7 +93,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Waits for all processes, after which they are independent: call it after collective work."""
+    """Waits for all processes, after the last collective work."""
     global _count
     if _count > 1:
         import jax
@@ -103,7 +103,7 @@ def shutdown() -> None:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Returns whether an error or its cause says that another process died."""
+    """Returns whether an error or its cause reports a dead process."""
     for cause in causes(error, with_context=True):
         # gloo raises ValueError, devices JaxRuntimeError; an OSError is from storage.
         if type(cause) is ValueError or isinstance(cause, RuntimeError):
@@ -138,7 +138,7 @@ def all_processes_agree(done: bool) -> bool:
 
 
 def all_succeed(what: str, work: Callable[[], Result]) -> Result:
-    """Runs `work` (not collective) on every process; OSError if it fails on another one."""
+    """Runs `work` on every process; OSError if it fails on another one."""
     try:
         result = work()
     except Exception:

@@ -50,7 +50,7 @@ def launch_time() -> float:
 
 
 def reexec_with_malloc_tuning() -> None:
-    """Restarts this process with malloc settings that glibc reads only at startup, if unset."""
+    """Restarts this process with malloc settings for glibc, if unset."""
     present = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in present:
         return
@@ -70,7 +70,7 @@ def reexec_with_malloc_tuning() -> None:
 
 
 def choose_platform(hardware: str) -> list[str]:
-    """Selects JAX's platform; returns relevant environment variables as log lines."""
+    """Selects JAX's platform; returns relevant variables as log lines."""
     if hardware != "auto":
         os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(hardware, hardware)
     names = ("GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -78,7 +78,7 @@ def choose_platform(hardware: str) -> list[str]:
 
 
 def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
-    """Connects the processes that the environment describes (see cluster.py); returns log lines.
+    """Connects the processes of the environment; returns log lines.
 
     Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
     devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
@@ -145,7 +145,7 @@ def _first_line(error: BaseException, default: str = "") -> str:
 
 
 def find_devices(hardware: str) -> list[Any]:
-    """Returns all processes' devices; UserError if none, unequal, or not the number requested."""
+    """Returns all processes' devices; UserError if none or unequal."""
     import jax
 
     try:
@@ -177,7 +177,7 @@ def find_devices(hardware: str) -> list[Any]:
 
 
 def assert_same_config(config_flat: Mapping[str, Any]) -> None:
-    """Raises UserError if configurations differ between processes, which would hang. Collective."""
+    """Raises UserError if configurations differ between processes."""
     if processes.count() == 1:
         return
     import numpy as np

@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress, and reports the state of all processes.
+"""Ends a process without progress, and reports all processes.
 
 A process whose peer is stuck waits in a collective forever: neither JAX nor the network notices.
 """
@@ -71,7 +71,7 @@ class Watchdog:
         say: Callable[[str], Any] | None = None,
         read_seconds: float = 20.0,
     ):
-        """Takes the run folder (None writes no files) and heartbeat_timeout (0 never ends it).
+        """Takes the run folder (or None) and heartbeat_timeout (0: never).
 
         `read_seconds` limits the reading of all status files: storage may be what is stuck.
         """
@@ -109,7 +109,7 @@ class Watchdog:
         self.close(_ENDED if error is None else _failed(error))
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Reports progress: start_up, compile, data, step, checkpoint, evaluation or finish."""
+        """Reports progress by phase, such as start_up, compile or step."""
         before, step_before, since = self._phase
         if (phase, step) != (before, step_before):
             since = time.time()
@@ -135,12 +135,12 @@ class Watchdog:
                 thread.join(_MIN_WRITE_SECONDS)  # storage that hangs must not block the exit
 
     def fail(self, error: BaseException | None) -> None:
-        """Writes an error (None: a peer died) to the status file, and keeps watching."""
+        """Writes an error (None: a peer died), and keeps watching."""
         self._state = _LOST if error is None else _failed(error)
         self._write_now()
 
     def describe_all(self, *, wait: bool = False) -> str:
-        """Returns a table of all processes; `wait` lets the silence of a dead one show first."""
+        """Returns a table of all processes; `wait` reveals dead ones."""
         if self._folder is None:
             return ""
         if wait:
@@ -195,7 +195,7 @@ class Watchdog:
 
     def _end(self, phase: str, step: int | None, silent: float) -> None:
         self._state = _STUCK
-        # Exits even if printing blocks, e.g. on a pipe that nobody reads.
+        # Exits even if printing blocks, e.g. on a full pipe.
         last_resort = threading.Timer(self._read_seconds + _MIN_WRITE_SECONDS, os._exit, (STUCK,))
         last_resort.daemon = True
         last_resort.start()
@@ -247,7 +247,7 @@ class Watchdog:
 
 
 def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
-    """Returns a table of processes and the one that the others wait for.
+    """Returns a table of processes and the slowest one.
 
     That is the first by: dead or frozen (its file is `silent_seconds` older than the newest),
     failed, stuck on its own, lowest step, in a phase that is not collective, longest in its phase.
@@ -293,7 +293,7 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 def peer_in_long_phase(
     rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
 ) -> bool:
-    """Returns whether another live process is in a phase that may take longer than a step."""
+    """Returns whether another live process is in a long phase."""
     now = max((row.get("written", 0.0) for row in rows), default=0.0)
     return any(
         row["process"] != process

@@ -23,7 +23,7 @@ _HEARTBEAT_SECONDS = 20.0
 
 
 def sync_file(path: Path) -> None:
-    """Blocks until a file's contents, or a folder's directory entries, are on disk."""
+    """Blocks until a file, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,7 +32,7 @@ def sync_file(path: Path) -> None:
 
 
 def writing_name(path: Path) -> Path:
-    """Returns a temporary path for `publish`, unique per writer in case its lease expired."""
+    """Returns a temporary path for `publish`, unique per writer."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{WRITING_SUFFIX}")
 
 
@@ -64,7 +64,7 @@ def write_json_with_digest(path: epath.Path, name: str, value: Any) -> None:
 
 
 def read_json_with_digest(path: epath.Path, name: str) -> Any:
-    """Returns the value, or None without a file; ValueError if it is not what was written."""
+    """Returns the value, or None without a file; ValueError for damage."""
     try:
         content = json.loads(path.read_text())
         if content["sha256"] != _digest(content[name]):
@@ -83,7 +83,7 @@ def _digest(value: Any) -> str:
 
 @contextlib.contextmanager
 def lock(path: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock file `path`, which machines may share; deletes it afterwards.
+    """Holds the shared lock file `path`; deletes it afterwards.
 
     Waits for another holder, and logs that with `show`. Raises OSError if it cannot be written.
     """

@@ -34,7 +34,7 @@ _TIMEOUT, _TOO_MANY = 408, 429  # HTTP status codes
 
 
 class ObjectStoreError(OSError, UserError):
-    """An object store that fails after retries: errno EIO if transient, else EINVAL.
+    """An object store error after retries: EIO if transient, else EINVAL.
 
     An OSError for file readers and writers, a UserError for programs that exit with it.
     """
@@ -50,7 +50,7 @@ class ObjectStoreError(OSError, UserError):
 
 
 class UnreadableFile(UserError):
-    """A file that cannot be read now: missing, not permitted, or on failing storage."""
+    """A file unreadable now: missing, not permitted, or storage failed."""
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(message)
@@ -86,12 +86,12 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def is_permission_denied(error: BaseException) -> bool:
-    """Returns whether an error or its cause is an object store that denies access."""
+    """Returns whether an error or its cause is a denied access."""
     return _message_matches(error, _PERMISSION_DENIED, errno.EINVAL)
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Returns whether storage failed (EIO, EACCES, ...), unlike damaged or missing files."""
+    """Returns whether storage failed (EIO, EACCES, ...), without damage."""
     for cause in causes(error, with_context=True):
         if isinstance(cause, ObjectStoreError):
             return True
@@ -111,7 +111,7 @@ def is_transient(error: BaseException, remote: bool) -> bool:
 
 
 def is_client_error(error: Exception) -> bool:
-    """Returns whether a remote client's error blames the request: retries cannot help."""
+    """Returns whether a remote client's error blames the request."""
     # gcsfs has `code`, aiohttp `status`; google.auth has neither if credentials are missing.
     status = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:

@@ -31,7 +31,7 @@ _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
 
 class FileInfo(NamedTuple):
-    """A listed file; `tag` is a timestamp or ETag that changes with the contents."""
+    """A listed file; `tag` is a timestamp or ETag of its contents."""
 
     path: str
     size: int
@@ -49,12 +49,12 @@ def local_path(path: str) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns a path that is independent of the working directory."""
+    """Returns a path independent of the working directory."""
     return path if is_url(path) else os.path.abspath(local_path(path))
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """Returns fsspec's file system and the path in it; UserError for an unusable protocol."""
+    """Returns fsspec's file system and the path in it."""
     if not is_url(path):
         return LocalFileSystem(), local_path(path)
     protocol = path.split("://")[0]
@@ -66,13 +66,13 @@ def file_system(path: str) -> tuple[Any, str]:
         raise UserError(f"{path} needs a package that is not installed ({error}).") from error
     except ValueError as error:
         raise UserError(
-            f"{path}: {protocol}:// is no kind of address that fsspec knows ({error}). Use a local "
+            f"{path}: {protocol}:// is not a protocol that fsspec knows ({error}). Use a local "
             "path or gs://."
         ) from error
 
 
 def list_files(location: str, key: str) -> list[FileInfo]:
-    """Returns the files of a location in natural order, with one listing per folder.
+    """Returns the files of a location in natural order.
 
     Args:
       location: A file; a folder (recursive, without hidden files); a pattern with *, ?, [] and **;
@@ -110,7 +110,7 @@ def list_files(location: str, key: str) -> list[FileInfo]:
 
 
 def path_type(path: str | os.PathLike[str]) -> str:
-    """Returns `file`, `directory` or `other`, empty if missing; raises OSError if storage fails."""
+    """Returns `file`, `directory`, `other` or "" (missing)."""
     entry = _look(*file_system(os.fspath(path)))
     return entry["type"] if entry else ""
 
@@ -137,7 +137,7 @@ def _listed(list_file: str, key: str) -> list[FileInfo]:
         lines = [line.strip() for line in content.decode().splitlines()]
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{key}=@{list_file} is no text file ({error}). Name a file with one path per line."
+            f"{key}=@{list_file} is not a text file ({error}). Name a file with one path per line."
         ) from error
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
@@ -145,7 +145,9 @@ def _listed(list_file: str, key: str) -> list[FileInfo]:
     files = []
     for name, found in zip(names, _matches(names, key, literal=True), strict=True):
         if len(found) != 1:
-            raise UserError(f"{key}=@{list_file} lists {name}, which is no file. Correct the list.")
+            raise UserError(
+                f"{key}=@{list_file} lists {name}, which is not a file. Correct the list."
+            )
         files += found
     return files
 
@@ -232,7 +234,7 @@ def _info(system: Any, like: str, entry: dict[str, Any]) -> FileInfo:
 
 
 def file_info(path: str) -> FileInfo:
-    """Returns size and tag of a file; raises UnreadableFile, or UserError for a folder."""
+    """Returns size and tag of a file; UserError for a folder."""
     try:
         system, name = file_system(path)
         entry = system.info(name)
@@ -261,7 +263,7 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Returns whether an error is a UserError but not an ObjectStoreError, which is both."""
+    """Returns whether an error is a UserError but no ObjectStoreError."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
 
@@ -305,7 +307,7 @@ def forget(paths: Sequence[str]) -> None:
 
 
 def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
-    """Fills contiguous arrays with byte ranges of files, remote ones in one call.
+    """Fills arrays with byte ranges of files, remote ones in one call.
 
     Reads instead of mapping: past the end of a truncated file, a map would kill the process.
     """
@@ -351,14 +353,14 @@ def _read_remote(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np
 
 def _cut_short(path: str, size: int, missing: int) -> UnreadableFile:
     return UnreadableFile(
-        f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was cut short. "
+        f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was truncated. "
         "Copy it again.",
         path,
     )
 
 
 def names_below(files: Sequence[str]) -> Iterator[str]:
-    """Yields each file's path relative to the deepest folder that all share."""
+    """Yields each file's path relative to the common folder."""
     paths = [file.split("/") for file in files]
     folders = zip(*(path[:-1] for path in paths), strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda names: len(set(names)) == 1, folders))
@@ -366,7 +368,7 @@ def names_below(files: Sequence[str]) -> Iterator[str]:
 
 
 def fingerprint(files: Sequence[FileInfo], contents: list) -> str:
-    """Returns a location-independent digest of file names and sizes, and of `contents`."""
+    """Returns a location-independent digest of names, sizes, `contents`."""
     names = names_below([file.path for file in files])
     sizes = [[name, file.size] for name, file in zip(names, files, strict=True)]
     return hashlib.sha256(json.dumps([sizes, contents]).encode()).hexdigest()[:16]

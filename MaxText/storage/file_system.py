@@ -1,4 +1,4 @@
-"""The gs:// file system used by etils.epath and the data pipeline through fsspec."""
+"""The gs:// file system of etils.epath and of fsspec."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ if "GCSFS_DEBUG" not in os.environ:
 
 
 class RetryingGCSFileSystem(GCSFileSystem):
-    """gcsfs that retries requests for half a minute, then raises an OSError.
+    """gcsfs with retries for half a minute, then an OSError.
 
     Listings are not cached, because other processes, TensorStore and other machines write to the
     same folders. An outage is never taken for a missing file: a run whose checkpoints cannot be

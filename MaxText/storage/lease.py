@@ -1,4 +1,4 @@
-"""Lock of a run folder in a bucket: an object that its owner rewrites every few seconds.
+"""Lock of a run folder in a bucket: an object with a heartbeat.
 
 Clocks are never compared; a lease unchanged for half a minute belongs to a dead owner.
 """
@@ -41,7 +41,7 @@ class Lease:
         self._storage, self._path = fsspec.core.url_to_fs(url)
 
     def acquire(self) -> None:
-        """Acquires and keeps the lease, if need be from a dead owner; UserError if it is alive."""
+        """Acquires and keeps the lease; UserError if its owner is alive."""
         while not self._create():
             found = self._read()
             if found is None:
@@ -63,7 +63,7 @@ class Lease:
                 self._storage.rm_file(self._path)
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """Watches a lease; returns False once it expires, raises UserError if it is renewed."""
+        """Watches a lease; False once it expires, UserError if renewed."""
         who = describe_holder(found)
         seconds = f"{self._timeout_seconds:g} s"
         sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who}\n")

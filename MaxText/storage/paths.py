@@ -13,18 +13,18 @@ COMMIT_MARK = "commit_success.txt"
 
 
 def is_object_store_path(path: object) -> bool:
-    """Returns whether a path is in an object store: no folders or renames, atomic objects."""
+    """Returns whether a path is in an object store."""
     return "://" in str(path)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Returns a sort key that orders numbers by value: shard-2 before shard-10."""
+    """Returns a sort key for numbers by value: shard-2 before shard-10."""
     parts = re.split(r"(\d+)", name)
     return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
 
 
 def parse_path(text: str, key: str) -> epath.Path:
-    """Returns a local or gs:// path as typed by a user, ~ expanded; UserError names `key`."""
+    """Returns a user's local or gs:// path; UserError names `key`."""
     if text.startswith("gs://"):
         register_filesystems(f"{key}={text}")
     elif is_object_store_path(text):
@@ -40,7 +40,7 @@ def parse_path(text: str, key: str) -> epath.Path:
 
 
 def register_filesystems(what: str) -> None:
-    """Registers RetryingGCSFileSystem with fsspec and etils.epath; UserError without gcsfs."""
+    """Registers RetryingGCSFileSystem with fsspec and etils.epath."""
     if not _register():
         raise UserError(
             f"{what} needs the package gcsfs, which is not installed: pip install 'MaxText[gcs]'"

@@ -24,7 +24,7 @@ from MaxText.training.state import TrainState
 
 
 class TrainSetup(NamedTuple):
-    """A train step to run or to compile, and what belongs to it."""
+    """A train step to run or to compile, with its parts."""
 
     model: Model  # with `auto` values resolved
     optimizer: optax.GradientTransformation

@@ -110,14 +110,14 @@ def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> 
         return "sum", "fastest on CPU"
     dimensions = section.shape.dimensions
     depths = range(1, dimensions.num_layers + 1)
-    most_sources = max(
+    max_sources = max(
         (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0
     )
     of_state = dimensions.emb_dim * jnp.dtype(dtype).itemsize
     refused = kernel_unsupported_reason(
         dimensions.emb_dim,
         backend,
-        bytes_per_token=vmem_bytes_per_token(most_sources, len(dense.dense_ways), of_state),
+        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_ways), of_state),
         device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
     )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

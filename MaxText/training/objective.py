@@ -20,7 +20,7 @@ Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [
 
 @jax.custom_vjp
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns -log softmax(logits)[target] and the log-normalizer, float32 [B, T] each.
+    """Returns -log softmax(logits)[target] and log Z, float32 [B, T] each.
 
     Has its own gradient, softmax(logits) - onehot(target), so that the backward pass is one sweep
     over [B, T, V]: no scatter, no one-hot array, only the logits are saved.
@@ -76,7 +76,7 @@ class LossSums(NamedTuple):
 
 
 def num_tokens(batch: Batch) -> jax.Array:
-    """Returns the tokens of a batch that are not padding, at least 1."""
+    """Returns the number of tokens in a batch without padding, at least 1."""
     if batch.segments_BT is None:
         return jnp.float32(batch.tokens_BT.size)
     return jnp.maximum(jnp.sum(batch.segments_BT > 0).astype(jnp.float32), 1.0)
@@ -84,7 +84,7 @@ def num_tokens(batch: Batch) -> jax.Array:
 
 @register("objective", "cross_entropy")
 def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Returns cross entropy in nats, and z_loss_multiplier * log(Z)^2 (PaLM, section 5)."""
+    """Returns cross entropy in nats, and z-loss (PaLM, section 5)."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     z_losses_BT = keys.z_loss_multiplier * jnp.square(log_z_BT)
     return {IN_NATS: losses_BT, "z_loss": z_losses_BT}, log_z_BT
@@ -122,7 +122,7 @@ def per_token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, section: Obje
 
 
 def is_in_nats(section: Objective) -> bool:
-    """Returns whether a loss is in nats, so that it has a perplexity."""
+    """Returns whether a loss is in nats and has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     losses, _ = jax.eval_shape(functools.partial(per_token_losses, section=section), *shapes)
     return IN_NATS in losses
@@ -137,7 +137,7 @@ def loss_sums(
     training: bool = False,
     count_correct: bool = False,
 ) -> LossSums:
-    """Returns the losses as sums, so that parts of a batch can be added up."""
+    """Returns the losses as sums, to add up microbatches."""
     h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
     head_state = decoder.head_state(h_BTD, batch)
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])

@@ -23,7 +23,7 @@ BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments 
 def make_optimizer(
     section: Optimizer, schedule: optax.Schedule, parameters: Names
 ) -> optax.GradientTransformation:
-    """Chains clipping, the rule's direction, decoupled decay, and the learning rate.
+    """Chains clipping, the rule's direction, decay, and learning rate.
 
     Patterns match anywhere in a parameter's name. Raises UserError if nothing is trainable.
     """
@@ -81,7 +81,7 @@ def scale_existing_slot_updates(
     existing_slots: Mapping[str, int] | None,
     factor: float,
 ) -> optax.GradientTransformation:
-    """Multiplies updates of old slots, weight decay included, by `factor`; 0 freezes them.
+    """Multiplies updates of old slots by `factor`; 0 freezes them.
 
     The state is that of `optimizer`, so a checkpoint does not depend on the factor.
     """
@@ -204,7 +204,7 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
 
 @register("optimizer", "adafactor")
 def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
-    """Adafactor (Shazeer and Stern 2018, algorithm 4): updates relative to a parameter's size.
+    """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
 
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
     second moment). Momentum precedes the learning rate. Stacked layers count as one parameter.
@@ -224,7 +224,7 @@ def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransforma
 
 
 def _muon_dimensions(info: ParamSpec) -> Any:
-    """Returns the dimensions that form the matrix; None leaves a parameter to Adam.
+    """Returns the matrix dimensions; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
     dense connections: in a 4-layer MUDDFormer, Muon there ended at a higher validation loss.

@@ -9,7 +9,7 @@ from MaxText.config.training_sections import Schedule
 
 
 def learning_rate_schedule(section: Schedule) -> optax.Schedule:
-    """Returns warm-up from 0, the body, then 0 or the last value; a constant body never ends.
+    """Returns warm-up from 0, the body, then 0 or the last value.
 
     With a warm-up the first update has learning rate 0, as in MaxText. The body follows it, or with
     `learning_rate_decay.multiplies_warmup` starts at step 0 and is multiplied by it, as in GPT-Neo.

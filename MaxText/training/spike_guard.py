@@ -30,7 +30,7 @@ _SIGMA = 1.4826  # standard deviation / median absolute deviation of normal nois
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardState:
-    """State of the guard, stored so that a resumed run decides the same."""
+    """State of the guard, stored for equal decisions after a resume."""
 
     values_QW: Any  # float32, of the last accepted updates; a ring buffer
     num_sound: Any  # int32, accepted updates so far
@@ -95,8 +95,8 @@ def decide(
     count = jnp.minimum(state.num_sound, window)
     median_Q = _median(state.values_QW, count)
     distance_QW = jnp.abs(state.values_QW - median_Q[:, None])
-    least_Q = jnp.array(_LEAST_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
-    deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), least_Q)
+    min_Q = jnp.array(_LEAST_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
+    deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), min_Q)
     is_outlier = jnp.any(values_Q > median_Q + section.skip_step_scaling_factor * deviation_Q)
     # Until a quarter of the window is filled, only an exploding loss is caught.
     early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
@@ -138,7 +138,7 @@ def decide(
 
 
 def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
-    """Returns the first step of the stretch of skips that leads up to `step`; -1 without any.
+    """Returns the first step of the skips before `step`; -1 without any.
 
     The stretch is the suffix of the window in which skips exceed the tolerated rate, `limit` per W,
     by the most (cumulative sum test; Page 1954). An isolated earlier skip is not part of it.

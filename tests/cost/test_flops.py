@@ -89,7 +89,7 @@ def test_xla_counts_the_same_within_5_percent(name):
 def test_products_of_the_traced_program_equal_the_formula(name):
     count, found, tokens = traced_products(SMALL | TRACED[name])
     assert found == count.executed_per_token * tokens
-    assert count.per_token == count.weights + count.attention + count.depth_sums
+    assert count.per_token == count.weights + count.attention + count.aggregation
 
 
 def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
@@ -208,7 +208,7 @@ def test_a_part_of_ones_own_has_rows(monkeypatch):
 
 
 def test_line_of_maxtext(told):
-    flops = {"feed-forward": 8e9, "attention scores": 1e9, "sums over depth": 1e9}
+    flops = {"feed-forward": 8e9, "attention scores": 1e9, "depth aggregation": 1e9}
     parts = tuple(Part(n, 1, x, x, between_tokens="scores" in n) for n, x in flops.items())
     counts = [FlopCount(sequence_length=8, parts=of, recomputed=0.0) for of in (parts[:2], parts)]
     told("\n".join(count.line(1000) for count in counts))

@@ -14,6 +14,7 @@ from MaxText.cost.plan_args import PlanOptions
 from MaxText.experiments import compare_args
 from tests import programs
 from tests.house.sources import REPOSITORY, main_of
+from tests.house.test_language import ANY_RETIRED
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # A fence, and the arguments that make its commands small enough to run: <!-- run: steps=2 -->
@@ -99,3 +100,5 @@ def test_commands_run(page, clone, users_environment):
             words = [*arguments, *small]
             ended = programs.run(program, words, clone, users_environment, timeout=600)
             assert ended.returncode == 0, (words, ended.stderr[-2000:])
+            if program == "train.py":
+                assert not ANY_RETIRED.search(ended.stdout + ended.stderr)

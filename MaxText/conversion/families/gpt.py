@@ -118,7 +118,7 @@ def _write_types(values: Mapping[str, Any]) -> Any:
 
 
 def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
-    """Checks the expanded list that transformers writes next to attention_types."""
+    """Checks the expanded attention list written by transformers."""
     types = config["attention_types"]
     return _read_types(types, config) if value == _kinds(types) else REQUIRED
 
@@ -129,7 +129,7 @@ def _write_layers(values: Mapping[str, Any]) -> Any:
 
 
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
-    """Returns the window if no layer is local: our keys refuse an unused window."""
+    """Returns the window if no layer is local; unused windows are refused."""
     has_local = "local" in (_kinds(config["attention_types"]) or ())
     return REQUIRED if has_local else config["window_size"]
 

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023; Grattafiori et al. 2024) and its descendants.
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024) and descendants.
 
 Mistral's (Jiang et al. 2023) first version has a sliding window. Mixtral (Jiang et al. 2024) has
 experts, named as in the published files, which transformers 5 still reads and writes. Qwen2 (Yang
@@ -140,7 +140,7 @@ def _descendant(
     without: Collection[str] = (),
     **fields: Any,
 ) -> Family:
-    """Returns a family that differs from Llama.
+    """Returns a family different from Llama.
 
     `own` and `settings` add to or replace Llama's; `without` names Llama settings it lacks.
     """
@@ -175,7 +175,7 @@ def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _unused_window(config: Mapping[str, Any]) -> Any:
-    """Returns the window if no layer is local: our keys refuse an unused window."""
+    """Returns the window if no layer is local; unused windows are refused."""
     return REQUIRED if _read_window(config[_WINDOW], config) else config[_WINDOW]
 
 
@@ -186,7 +186,7 @@ def _write_window(values: Mapping[str, Any]) -> Any:
 
 
 def _window(default: int | None) -> tuple[ConfigMapping, ...]:
-    """Returns the two window settings, which depend on length and layer count."""
+    """Returns the two window settings, by length and layer count."""
     return (
         ConfigMapping(
             (_WINDOW,),

@@ -1,4 +1,4 @@
-"""MUDDFormer and MUDDPythia (Xiao et al. 2025, arXiv 2502.12170) as released.
+"""MUDDFormer and MUDDPythia (Xiao et al. 2025) as released.
 
 The aggregation after layer i, from 0, is dense_bs.i and dynamic_dense.i there and
 connections/after/{i + 1} here. The first layer has one norm for queries, keys and values, which all

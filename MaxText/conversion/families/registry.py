@@ -31,14 +31,14 @@ FAMILIES: dict[str, Family] = {
 WITHOUT_PARTS = {
     "gemma2": "it has norms after its parts as well, and alternating windows",
     "gemma3_text": "it has norms after its parts as well, and alternating windows",
-    "gemma3": "it reads pictures, and its text part has norms after its parts and alternating "
+    "gemma3": "it reads images, and its text part has norms after its parts and alternating "
     "windows",
     "phi3": "its fused projections have no table",
     "phi": "its head has a bias, and its norm is shared by attention and MLP",
     "olmo": "its norms have no weights, and it clips queries, keys and values",
     "olmo2": "its norms stand after the parts, and those of queries and keys span all heads",
     "olmoe": "its norms of queries and keys span all heads",
-    "qwen2_moe": "it has a shared expert beside those that are chosen",
+    "qwen2_moe": "it has a shared expert besides the routed ones",
     "qwen3_moe": "experts together with norms of queries and keys have no table",
     "falcon": "its queries, keys and values are one projection, grouped by head",
     "gptj": "its rotary embedding turns neighboring dimensions, and its head has a bias",

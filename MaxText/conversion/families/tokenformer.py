@@ -1,4 +1,4 @@
-"""TokenFormer (Wang et al. 2024, arXiv 2410.23168) as its PyTorch program stores it.
+"""TokenFormer (Wang et al. 2024), as stored by its PyTorch program.
 
 Covers the published Pile models, TokenFormer-150M to 1.5B. Tensors are numbered by pipeline module:
 0 is the embedding, 1 and the one after the layers reshape, then comes the final norm. Layer norms

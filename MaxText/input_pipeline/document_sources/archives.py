@@ -1,4 +1,4 @@
-"""Reads documents from streams of text, rows and archives, including nested ones.
+"""Reads documents from streams and archives, including nested ones.
 
 Members are streamed from the archive: nothing is written to disk, and member names never become
 paths.
@@ -109,7 +109,7 @@ def stream_texts(
     skipped: Skipped,
     depth: int = 0,
 ) -> Iterator[tuple[int, str]]:
-    """Yields (number, text) of each document of a stream, numbered across archive members.
+    """Yields (number, text) of documents, across archive members.
 
     `file_format` must be streamable, or zip; `where` names the file and enclosing members in
     messages; `depth` counts enclosing archives. Raises UserError if it cannot be read.

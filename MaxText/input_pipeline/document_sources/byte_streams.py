@@ -1,4 +1,4 @@
-"""Opens local, remote and compressed files, with errors that name the file."""
+"""Opens local, remote and compressed files, with the file in errors."""
 
 import bz2
 import functools
@@ -43,7 +43,7 @@ READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
 
 
 def describe_error(error: Exception) -> str:
-    """Returns text for one of READ_ERRORS, to follow the file name in a message."""
+    """Returns text for one of READ_ERRORS, to follow the file name."""
     if isinstance(error, _COMPRESSION_ERRORS):
         return f"is not a complete compressed file: {error}"
     if isinstance(error, _ARCHIVE_ERRORS):
@@ -53,7 +53,7 @@ def describe_error(error: Exception) -> str:
 
 @contextmanager
 def read_errors_as_user_error(where: str) -> Iterator[None]:
-    """Converts READ_ERRORS to a UserError that names `where`."""
+    """Converts READ_ERRORS to a UserError about `where`."""
     try:
         yield
     except UserError:
@@ -67,7 +67,7 @@ def read_errors_as_user_error(where: str) -> Iterator[None]:
 
 
 def decode(data: bytes, where: str, offset: int | None = None) -> str:
-    """Decodes UTF-8; raises UserError naming `where` and the first wrong byte."""
+    """Decodes UTF-8; UserError with `where` and the first wrong byte."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def decode(data: bytes, where: str, offset: int | None = None) -> str:
 
 
 def open_bytes(path: str, size: int | None = None) -> BinaryIO:
-    """Opens a seekable file or URL. Raises UserError if a local file's size is not `size`."""
+    """Opens a seekable file or URL; UserError if the size is not `size`."""
     if is_url(path):
         return open_stream(path)
     file = open(local_path(path), "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - the caller closes
@@ -109,7 +109,7 @@ def local_file(path: str) -> Iterator[str]:
 
 
 def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
-    """Returns a reader of all frames of a stream; `file` stays open when it is closed.
+    """Returns a reader of all frames of a stream; `file` stays open.
 
     Compression is "gz", "zst", "xz", "bz2" or "". Raises EOFError for empty compressed data, and on
     reading if the file is truncated.

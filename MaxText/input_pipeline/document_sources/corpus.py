@@ -1,4 +1,4 @@
-"""The corpus that `prepare_source` names, divided into independent shards."""
+"""The corpus of `prepare_source`, divided into independent shards."""
 
 import os
 import platform
@@ -49,7 +49,7 @@ _SPLIT_NAMES = {
 
 
 class Document(NamedTuple):
-    """A text document that is not blank."""
+    """A text document, except blank ones."""
 
     text: str
     file: str  # name without machine-specific folders
@@ -58,7 +58,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a corpus that is read independently.
+    """An independently read part of a corpus.
 
     Shards depend only on file names and sizes, never on the number of processes.
     """
@@ -142,7 +142,7 @@ def open_corpus(
 
 
 def _splits(files: list[SourceFile]) -> list[str]:
-    """Returns the split of each file; empty unless all have one and not all are training."""
+    """Returns the split of each file, or nothing without several splits."""
     splits = [split for file in files if (split := _split_of(file.name))]
     if len(splits) < len(files) or set(splits) == {"train"}:
         return []
@@ -150,7 +150,7 @@ def _splits(files: list[SourceFile]) -> list[str]:
 
 
 def _split_of(name: str) -> str | None:
-    """Returns the split that a file or folder name starts with, or None."""
+    """Returns the split at the start of a name, or None."""
     words = (re.split(r"[-_.]", part)[0] for part in name.lower().split("/"))
     return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), None)
 
@@ -198,7 +198,7 @@ def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
 
 
 def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
-    """Yields (number, text) of each document of a file range, including empty ones."""
+    """Yields (number, text) of documents of a file range, with empty ones."""
     file, start, stop = part.file, part.start, part.stop
     layout = file.format.layout
     if layout in TABLE_LAYOUTS:

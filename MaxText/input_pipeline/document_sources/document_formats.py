@@ -75,7 +75,7 @@ READ_ENDINGS = (
 
 
 def known_format(name: str) -> FileFormat | None:
-    """Returns the format of a file or member with a known extension, else None."""
+    """Returns the format of a known extension, else None."""
     name = name.rsplit("/", 1)[-1].lower()
     if _OPENWEBTEXT_PART.fullmatch(name):
         return FileFormat(Layout.TAR, "xz")
@@ -94,20 +94,20 @@ def known_format(name: str) -> FileFormat | None:
 
 
 def format_of(name: str) -> FileFormat:
-    """Returns the format of any file: unknown extensions are plain text, compressed or not."""
+    """Returns the format of any file; unknown extensions are plain text."""
     compression = _COMPRESSIONS.get(os.path.splitext(name)[1].lower(), "")
     return known_format(name) or FileFormat(Layout.TEXT, compression)
 
 
 def format_of_member(archive: str, member: str) -> FileFormat:
-    """Returns the format of an archive member, which needs no extension in a .jsonl.zst.tar."""
+    """Returns the format of an archive member."""
     if archive.lower().endswith(".jsonl.zst.tar"):
         return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
     return format_of(member)
 
 
 def check_not_compressed(path: str, file_format: FileFormat) -> None:
-    """Rejects a compressed file whose layout needs random access."""
+    """Rejects a compressed file with a random-access layout."""
     if file_format.layout in SEEKING and file_format.compression:
         raise UserError(
             f"{path}: {file_format.layout.value} files are not read when they are compressed as a "

@@ -1,4 +1,4 @@
-"""Reads text or token ids from TFRecord and ArrayRecord files and archives of tensors."""
+"""Reads text or ids from TFRecord, ArrayRecord and tensor archives."""
 
 import contextlib
 import dataclasses
@@ -131,7 +131,7 @@ def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
 def read_ids(
     path: str, kind: str, fields: Sequence[str] = (), *, shift_labels: bool | None = None
 ) -> Iterator[TokenDocument | BadRecord]:
-    """Yields the documents of one file in order, or a BadRecord for each damaged one.
+    """Yields the documents of one file, or a BadRecord for damaged ones.
 
     TFRecord and ArrayRecord files have one tf.train.Example per document, tables a row with a list
     of integers (see table_documents), webdataset archives a tensor (torch.save or numpy) per
@@ -156,7 +156,7 @@ def read_ids(
 
 
 def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
-    """Reads a token file of a dataset prepared as ArrayRecord; raises as read_ids does."""
+    """Reads a token file of a dataset prepared as ArrayRecord."""
     stored = np.dtype(dtype).newbyteorder("<")
     with _read_errors_as_bad_record(path, "arrayrecord"):
         for number, record in _scan_file(path, "arrayrecord"):
@@ -172,7 +172,7 @@ def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
 def holds_text(
     files: Sequence[str], kind: str, fields: Sequence[str] = (), text_field: str = "text"
 ) -> bool:
-    """Returns whether files hold text instead of ids, by their first record or columns.
+    """Returns whether files hold text, by their first record or columns.
 
     Raises BadRecord for initial damage, and UserError if they hold neither.
     """
@@ -298,7 +298,7 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
 
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
-    """Yields the first member's name, and {field: (offset, bytes)} of each sample's tensors."""
+    """Yields the first member's name, and {field: (offset, bytes)}."""
     part = FileRange.whole(path)
     with part.open() as file, decompressed(file, part.file.format.compression) as contents:
         first_name, key, sample = "", None, {}

@@ -1,4 +1,4 @@
-"""Resolves `prepare_source`: files, folders, patterns, URLs and saved datasets.
+"""Resolves `prepare_source`: files, patterns, URLs, saved datasets.
 
 Of a local folder, all files with known extensions are read, except hidden ones and subfolders that
 prepare_data.py wrote (with manifest.json, records.json or export.json), so results may be written
@@ -71,7 +71,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Documents that start in bytes [start, stop) of a file.
+    """Documents starting in bytes [start, stop) of a file.
 
     JSON rows are numbered from the first line in the range (as `name` says), because counting
     earlier ones would mean reading them. All other numbers are relative to the file.
@@ -100,7 +100,7 @@ class FileRange:
         return open_bytes(self.file.path, None if self.file.size < 0 else self.file.size)
 
     def partition(self, count: int) -> range:
-        """Returns which of `count` equal parts of the file start in the range.
+        """Returns the equal parts of the file with a start in the range.
 
         Ranges that partition the file give each part exactly once.
         """
@@ -163,7 +163,7 @@ def _listed(entry: str) -> dict[str, str]:
 
 
 def _source_file(path: str, name: str) -> SourceFile:
-    """Returns a file that was named or matches a pattern: any extension but NOT_TEXT."""
+    """Returns a named or matched file: any extension but NOT_TEXT."""
     file_format = format_of(name)
     ending = os.path.splitext(name)[1].lower()
     if ending in NOT_TEXT:
@@ -188,7 +188,7 @@ def _source_file(path: str, name: str) -> SourceFile:
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
-    """Returns the error for a folder, suggesting a pattern for the names `found` in it."""
+    """Returns the error for a folder, with a pattern for `found` names."""
     endings = Counter(os.path.splitext(name)[1] for name in found)
     unreadable = bool(endings) and all(each.lower() in NOT_TEXT for each in endings)
     if not unreadable:
@@ -206,7 +206,7 @@ def _nothing_to_read(entry: str, found: list[str]) -> UserError:
 
 
 def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
-    """Returns whether prepare_data.py wrote a folder, by a file of it with these fields."""
+    """Returns whether prepare_data.py wrote a folder."""
     for name, fields in fields_by_name.items():
         try:
             content = json.loads((folder / name).read_bytes())
@@ -218,7 +218,7 @@ def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
 
 
 def _folder_files(entry: str) -> list[SourceFile]:
-    """Returns files of a folder with a known extension, in natural order of their names."""
+    """Returns files of a folder with a known extension, in natural order."""
     saved: dict[str, list[str]] = {}
     if file_access.is_url(entry):
         found = _listed(entry)
@@ -256,7 +256,7 @@ def _folder_files(entry: str) -> list[SourceFile]:
 
 
 def _saved_files(state: Path) -> list[str] | None:
-    """Returns the Arrow files that a `datasets` state.json lists; None for other files.
+    """Returns the Arrow files of a `datasets` state.json, or None.
 
     Raises UserError if one is missing, or the dataset is a selection of rows.
     """
@@ -280,7 +280,7 @@ def _saved_files(state: Path) -> list[str] | None:
 
 
 def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
-    """Returns the visible files below `folder`, sorted, except in skipped subfolders."""
+    """Returns the visible files below `folder`, sorted."""
 
     def stop(error: OSError) -> None:
         raise error

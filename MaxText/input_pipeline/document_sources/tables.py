@@ -1,4 +1,4 @@
-"""Reads text or token ids from parquet and Arrow files with one document per row."""
+"""Reads text or token ids from parquet and Arrow files, by row."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Table(NamedTuple):
 
 @contextmanager
 def open_table(part: FileRange) -> Iterator[Table]:
-    """Opens a parquet file, an Arrow file, or an Arrow stream as written by `datasets`.
+    """Opens a parquet file, an Arrow file, or an Arrow stream.
 
     The first bytes determine the format. Errors of pyarrow, even inside the context, become
     OSError. Raises UserError if the file has changed, or pyarrow is not installed.
@@ -127,7 +127,7 @@ def _is_list_of_integers(column_type: Any) -> bool:
 
 
 def table_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
-    """Yields (row number in the file, text or "" for null) for the rows of a range.
+    """Yields (row number, text or "" for null) for rows of a range.
 
     `text_field` is a column of strings, UTF-8 bytes, or lists of strings (paragraphs). Raises
     UserError if the file is damaged, has no such column, or pyarrow is not installed.
@@ -185,7 +185,7 @@ class TokenDocument(NamedTuple):
 
 
 def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarray:
-    """Converts integers [N] to int32 ids; raises BadRecord if one is negative or too large."""
+    """Converts integers [N] to int32 ids; BadRecord if out of range."""
     if values_N.size:
         low, high = int(values_N.min()), int(values_N.max())
         if low < 0 or high > _MAX_ID:
@@ -196,7 +196,7 @@ def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarra
 
 
 def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = "") -> str | None:
-    """Returns the first of `fields` that is a column of ids; None if there is text instead.
+    """Returns the first of `fields` with ids; None if there is text.
 
     Raises UserError, listing the columns, if there is neither.
     """
@@ -248,7 +248,7 @@ def table_documents(
 
 
 def labels_are_ids(table: Table, column: str) -> bool:
-    """Returns whether labels are the ids of their own positions, by the first rows with labels."""
+    """Returns whether labels equal the ids at their own positions."""
     for _, batch in table.batches([column, _LABELS]):
         num_counted = 0
         for ids, labels in zip(_rows(batch, column), _rows(batch, _LABELS), strict=True):
@@ -264,7 +264,7 @@ def labels_are_ids(table: Table, column: str) -> bool:
 
 
 def _rows(batch: Any, name: str) -> list[np.ndarray | str]:
-    """Returns the values of each row of a list column, or an error message instead."""
+    """Returns the values of each row of a list column, or an error."""
     column = batch.column(name)
     # Arrow files have no checksums, and corrupt offsets would read arbitrary memory.
     column.validate(full=True)

@@ -1,4 +1,4 @@
-"""Splits streams of JSON rows, plain text, lines and counted texts into documents.
+"""Splits streams of JSON rows, plain text and lines into documents.
 
 A JSON row is an object with the text in one field, or the text itself. The text may be a list of
 paragraphs. Plain text is split at the end of the line at each multiple of LONGEST_TEXT bytes;
@@ -31,7 +31,7 @@ _COUNTED_CHUNK_BYTES = 2**24
 
 
 class Skipped(Counter[str]):
-    """Skipped documents by reason, and errors of malformed ones in `bad`, at most `limit`."""
+    """Skipped documents by reason, and errors of malformed ones."""
 
     def __init__(self, limit: int = 0):
         super().__init__()
@@ -39,7 +39,7 @@ class Skipped(Counter[str]):
         self.bad: list[str] = []
 
     def count_bad(self, what: str, error: UserError) -> None:
-        """Counts a malformed row or unreadable file; raises UserError beyond the limit."""
+        """Counts a malformed row or unreadable file; UserError at the limit."""
         if len(self.bad) >= self.limit:
             raise too_many_error(self.limit, self.bad[0]) from error
         self[what] += 1
@@ -67,7 +67,7 @@ def json_texts(
     stop: int | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yields (line number or list index, text or "" for null) for rows of a JSON file.
+    """Yields (line number or index, text or "" for null) of a JSON file.
 
     Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
     Blank lines count but are not yielded. If `may_be_list`, the file may be one list, which is read
@@ -222,7 +222,7 @@ def missing_text_error(where: str, text_field: str, fields: list[str]) -> UserEr
 
 
 def token_ids_error(where: str, path: str, found: str) -> UserError:
-    """Returns the error for a file of token ids, which need no preparation."""
+    """Returns the error for a file of token ids: nothing to prepare."""
     return UserError(
         f"{where} holds {found}, not text: these are token ids. Train on them directly with "
         f"dataset_path={path}"
@@ -232,7 +232,7 @@ def token_ids_error(where: str, path: str, found: str) -> UserError:
 def text_chunks(
     file: BinaryIO, where: str, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Yields (number, text) of the chunks [first, last) of a UTF-8 file, line ends included.
+    """Yields (number, text) of the chunks [first, last) of a UTF-8 file.
 
     `file` must be seekable if `first` > 0. A byte order mark is dropped. An empty file has one
     empty chunk. Raises UserError unless it is UTF-8.
@@ -263,7 +263,7 @@ def text_chunks(
 
 
 def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
-    """Returns the rest of the chunk before a split, and the partial character after it."""
+    """Returns the rest of the chunk before a split."""
     line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
     if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
         return line, b""
@@ -297,7 +297,7 @@ def line_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]
 
 
 def counted_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
-    """Yields documents preceded by their lengths in bytes, 16 decimal digits each."""
+    """Yields documents with lengths in bytes, 16 decimal digits each."""
     at = number = 0
     while count := file.read(_COUNT_BYTES):
         if len(count) < _COUNT_BYTES or not count.isdigit():
@@ -324,7 +324,7 @@ def counted_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, st
 
 
 def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
-    """Reads `length` bytes or the rest in chunks, so that a corrupt length allocates no memory."""
+    """Reads `length` bytes or the rest, in chunks of bounded memory."""
     if length <= _COUNTED_CHUNK_BYTES:
         return file.read(length)
     data = bytearray()

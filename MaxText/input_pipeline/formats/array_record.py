@@ -29,7 +29,7 @@ def scan_records(
     """Yields (record number, bytes or error) in order.
 
     `choose` maps the record count to the numbers to read; `copy` is a local copy of a URL, which
-    the library cannot read. Raises BadRecord if the file is no ArrayRecord file or truncated.
+    the library cannot read. Raises BadRecord if the file is not an ArrayRecord file or truncated.
     """
     reader: Any = array_record_module.ArrayRecordReader(
         copy or local_path(path), options=_READ_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
@@ -81,5 +81,5 @@ class ArrayRecordWriter:
 
     @_write_errors_as_os_error()
     def close(self) -> None:
-        """Writes the index, without which the file cannot be read."""
+        """Writes the index, the last part of a readable file."""
         self._writer.close()

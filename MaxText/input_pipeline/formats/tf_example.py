@@ -41,11 +41,11 @@ _CONTENTS = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "integ
 
 
 class ExampleError(UserError):
-    """Not a tf.train.Example, or a feature is missing. The caller adds the name of the file."""
+    """Not a tf.train.Example, or a missing feature; the caller adds the file."""
 
 
 def encode(features: Mapping[str, Value]) -> bytes:
-    """Serializes an example to the bytes of TensorFlow's deterministic serialization.
+    """Serializes an example as TensorFlow's deterministic serialization.
 
     Integers become an Int64List, floats a FloatList, bytes and str a BytesList; an empty sequence
     an Int64List. Raises TypeError for other values, ValueError for integers beyond int64.
@@ -82,7 +82,7 @@ def decode(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
 
 
 def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
-    """Returns the integers (int64 [N]) of the first of `names` that exists, else ExampleError."""
+    """Returns the integers (int64 [N]) of the first existing name."""
     features = _features(record)
     for name in names:
         if name in features:

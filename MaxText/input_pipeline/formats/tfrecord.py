@@ -64,7 +64,7 @@ class Readable(Protocol):
 
 
 def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Yields (offset in the decompressed contents, payload or error), checking every CRC.
+    """Yields (offset, payload or error), checking every CRC.
 
     Raises BadRecord if no further record can be found: the CRC of a length is wrong, or the file is
     truncated.

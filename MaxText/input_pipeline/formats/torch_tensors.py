@@ -1,4 +1,4 @@
-"""Reads integer tensors of `torch.save` without torch and without executing code.
+"""Reads integer tensors of `torch.save` without torch or running code.
 
 A saved tensor is a pickle, which is a program. Only the few names that rebuild a plain tensor are
 allowed, and each maps to a class of this module that only stores its arguments.
@@ -37,11 +37,11 @@ _DTYPES = {
 
 
 class TorchFileError(UserError):
-    """Not a one-dimensional integer tensor. The caller adds the name of the file."""
+    """Not a one-dimensional integer tensor; the caller adds the file."""
 
 
 class _Type(NamedTuple):
-    """An element type: numpy's name, or None for bytes whose type is stated elsewhere."""
+    """An element type: numpy's name, or None if stated elsewhere."""
 
     code: str | None
 
@@ -87,7 +87,7 @@ def _tensor_3(
 
 
 def _nothing(*arguments: Any) -> None:
-    """Replaces the empty dictionary of hooks that every tensor has."""
+    """Replaces the empty dictionary of hooks of every tensor."""
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -135,7 +135,7 @@ def _loaded(file: io.BytesIO) -> Any:
 
 
 def read_tensor(content: bytes) -> np.ndarray:
-    """Returns the tensor [N] in a torch.save file, in the current or legacy format.
+    """Returns the tensor [N] in a torch.save file, new or legacy.
 
     Raises TorchFileError if it is damaged, not a 1-D integer tensor, or asks for any other name.
     """
@@ -193,7 +193,7 @@ def _next_batch(tensor: Any, order: str, bytes_of: Callable[[_Storage], bytes]) 
         raise TorchFileError("the tensor repeats one element; save a contiguous copy of it")
     last = tensor.start + (tensor.count - 1) * tensor.step
     if tensor.count and last >= values.size:
-        raise TorchFileError(f"the storage ends after {values.size} elements: it was cut short")
+        raise TorchFileError(f"the storage ends after {values.size} elements: it was truncated")
     if tensor.count <= 1:
         return values[tensor.start : tensor.start + tensor.count]
     return values[tensor.start : last + 1 : tensor.step]

@@ -52,7 +52,7 @@ _ERROR_SUFFIX = ".refused"  # file with the error of a shard on Beam
 
 @dataclass(frozen=True)
 class Workers:
-    """Local processes, or options of the Apache Beam runner that tokenizes instead."""
+    """Local processes, or options of the Apache Beam runner."""
 
     num_processes: int
     beam_options: str | None = None
@@ -60,7 +60,7 @@ class Workers:
     def for_corpus(
         self, corpus: Corpus, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
     ) -> tuple[int, int]:
-        """Returns the processes, and threads of each, that suit the size of a corpus."""
+        """Returns the processes, and threads of each, for a corpus size."""
         num_bytes = sum(shard.num_bytes for shard in corpus.shards)
         useful = max(min(num_bytes // bytes_per_process, len(corpus.shards)), 1)
         num_processes = min(self.num_processes, useful)
@@ -119,7 +119,7 @@ class TokenizationJob:
         return manifest
 
     def _open_staging(self) -> None:
-        """Creates the folder, deleting results of other requests and partial files."""
+        """Creates the folder, deleting other results and partial files."""
         staging, summary = self.tokenization.staging, self.tokenization.summary()
         request = staging / "request.json"
         if staging.exists():
@@ -140,7 +140,7 @@ class TokenizationJob:
             atomic_write_text(request, summary)
 
     def _tokenize_all(self) -> tuple[list[TokenizedShard], set[int]]:
-        """Returns all shards, and the numbers of those that an earlier process had tokenized."""
+        """Returns all shards, and the numbers of the already tokenized ones."""
         corpus, tokenization, show = self.corpus, self.tokenization, self.show
         splits = corpus.splits or [""] * len(corpus.shards)
         if corpus.splits:
@@ -297,7 +297,7 @@ def _tokenize_with_beam(
 
 
 def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
-    """Tokenizes a shard. UserErrors go to a file, because Beam would wrap and retry them."""
+    """Tokenizes a shard. UserErrors go to a file: Beam would retry them."""
     try:
         tokenize_shard(tokenization, job, lambda done: None)
     except UserError as error:

@@ -83,7 +83,7 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """Text to prepare and the keys that say how; `show` takes lines about the progress."""
+    """Text to prepare and its keys; `show` takes progress lines."""
 
     preparation: Preparation
     corpus: Corpus
@@ -122,7 +122,7 @@ def prepare(
     cache_dir: str | None = None,
     max_bad_records: int = 0,
 ) -> Manifest:
-    """Prepares the dataset `dataset_path`, or keeps it if it already matches the request.
+    """Prepares the dataset `dataset_path`, unless it matches already.
 
     Waits if another process is preparing it. Bucket datasets are staged and text digests cached in
     `cache_dir` (None: default staging folder, no digests). Returns the manifest of the dataset, or
@@ -157,7 +157,7 @@ def _prepare_folder(request: _Request, folder: Path, digest_path: Path | None) -
 
 
 def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Manifest]) -> Manifest:
-    """Prepares a dataset into an absent or empty folder, or waits for another process.
+    """Prepares a dataset into a new folder, or waits for another process.
 
     `check` returns the manifest if another process completed it.
     """
@@ -226,7 +226,7 @@ def _finish(request: _Request, staging: Path, folder: Path) -> None:
 
 
 def write_error(location: object, error: OSError) -> UserError:
-    """Returns the error, with a remedy, for a folder that cannot be written."""
+    """Returns the error, with a remedy, for an unwritable folder."""
     if isinstance(error, BrokenPipeError):
         raise error  # stdout, for example piped to `head`
     reason = error.strerror or str(error)
@@ -243,7 +243,7 @@ def write_error(location: object, error: OSError) -> UserError:
 
 
 def _tokenizer(request: _Request) -> tuple[TextTokenizer, dict[int, str]]:
-    """Returns the tokenizer, and the digests of the shards that were read to train it."""
+    """Returns the tokenizer, and the digests of shards read to train it."""
     if request.trains_tokenizer:
         texts, sample = _sample(request)
         tokenizer = _train(request, sample)
@@ -337,7 +337,7 @@ def _control_ids(
 def _check_existing(
     request: _Request, folder: Path, digest_path: Path | None, location: str
 ) -> Manifest:
-    """Returns the manifest in `folder` if its text, tokenizer and options match the request.
+    """Returns the manifest in `folder` if it matches the request.
 
     `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
@@ -373,7 +373,7 @@ def _check_existing(
 
 
 def _digest_path(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
-    """Returns the cache file for the digest of a corpus, named by a hash of file metadata.
+    """Returns the cache file for the digest of a corpus.
 
     None if a file system has no modification times or version tags, or without cache_dir.
     """
@@ -391,7 +391,7 @@ def _digest_path(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
 
 
 def _save_digest(path: Path | None, sha256: str) -> None:
-    """Caches a digest; if that fails, all text is read again the next time."""
+    """Caches a digest; on failure all text is read again next time."""
     if path:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,7 +429,7 @@ def _options(preparation: Preparation) -> dict[str, Any]:
 
 
 def _bin_for_array_record(options: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the older format of token files, from which training reads the same."""
+    """Replaces the older format of token files, equivalent in training."""
     if options["prepare_output_format"] == "array_record":
         options["prepare_output_format"] = "bin"
     return options

@@ -1,4 +1,4 @@
-"""Runs independent jobs in local processes, and shows progress: a bar or log lines."""
+"""Runs independent jobs in local processes, with progress."""
 
 import contextlib
 import multiprocessing
@@ -37,7 +37,7 @@ def map_in_processes(
     num_processes: int,
     advance: Advance,
 ) -> Iterator[Result]:
-    """Calls `function(shared, job, advance)` for each job; yields results in any order.
+    """Calls `function(shared, job, advance)` per job; yields in any order.
 
     `function` must be importable; `shared` is sent to each process once. Raises UserError if a
     process was killed, or any error of `function`: no more jobs are started then, and those in
@@ -92,7 +92,7 @@ def map_in_processes(
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Blocks SIGINT in processes started inside, even before `_start` ignores it.
+    """Blocks SIGINT in new processes, even before `_start` ignores it.
 
     They would print tracebacks of their imports; this process receives it at the end.
     """
@@ -127,7 +127,7 @@ def _work(job: Any) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Exits this process when its parent dies, even if that was killed."""
+    """Exits this process when its parent dies, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -140,7 +140,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def show_progress(title: str, num_bytes: int, show: Callable[[str], None]) -> Iterator[Advance]:
-    """Yields a function that takes the bytes done since its last call."""
+    """Yields a function to call with the bytes done since the last call."""
     if sys.stderr.isatty():
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -329,7 +329,7 @@ def require_pyarrow() -> tuple[Any, Any]:
 def export_records(
     prepared: Path, preparation: Preparation, output: Path, show: Callable[[str], None]
 ) -> None:
-    """Writes every split as record files to the staging folder `output`, resuming earlier work.
+    """Writes every split as record files to `output`, resuming earlier work.
 
     Only one process may work on `output` at a time.
     """
@@ -370,14 +370,14 @@ def export_records(
 
 
 def damaged_files(output: Path, output_format: str) -> list[str]:
-    """Returns the names of exported files that are missing or of another size."""
+    """Returns the names of exported files, missing or of another size."""
     ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
     files = [FinishedFile.model_validate(entry) for entry in ledger["files"]]
     return [file.file for file in files if not _is_whole(output, file)]
 
 
 def _open_output(output: Path, finished: Path, ledger: dict[str, Any]) -> None:
-    """Creates both folders, deleting results of other requests and partial files."""
+    """Creates both folders, deleting other results and partial files."""
     request = finished / "request.json"
     asked = json.dumps(ledger, indent=1, sort_keys=True)
     if not request.exists() or request.read_text(encoding="utf-8") != asked:
@@ -419,11 +419,11 @@ def stored_options(preparation: Preparation) -> dict[str, Any]:
 
 
 def record_shape(preparation: Preparation) -> RecordShape:
-    """Returns the record format. Raises UserError if keys conflict, or pyarrow is not installed."""
+    """Returns the record format; UserError for conflicts, missing pyarrow."""
     name = preparation.records.name
     if name and Path(name).name != name:
         raise UserError(
-            f"records.name={name} contains a folder, and it is a prefix of file names. Leave out "
+            f"records.name={name} contains a folder, and it is a prefix of file names. Omit "
             "the folder."
         )
     is_text = preparation.prepare_output_format in TEXT_FORMATS
@@ -477,7 +477,7 @@ def _plan(
 
 
 def _num_files(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[str, int]:
-    """Returns the files of each split; text splits share `num_shards` in proportion to bytes."""
+    """Returns the files of each split, in proportion to bytes for text."""
     sizes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
     if num_shards == 0:
         return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
@@ -493,7 +493,7 @@ def _num_files(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[
 
 
 def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
-    """Returns the first document of each nonempty, roughly equal file, and the end."""
+    """Returns the first document of each roughly equal file, and the end."""
     num_documents = len(document_offsets) - 1
     numbers = np.arange(num_files + 1)
     targets = int(document_offsets[-1]) * numbers // num_files

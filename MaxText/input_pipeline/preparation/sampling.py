@@ -1,4 +1,4 @@
-"""Held-out documents, digests of a corpus, and a sample of it to train a tokenizer on."""
+"""Held-out documents, digests of a corpus, and a tokenizer sample."""
 
 import hashlib
 import heapq
@@ -48,7 +48,7 @@ def shard_of(number: int) -> int:
 
 
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
-    """Returns SplitMix64 hashes (uint64 [N]) of the seed, the purpose and each number."""
+    """Returns SplitMix64 hashes (uint64 [N]) of seed, purpose and numbers."""
     start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS
     return hash_uint64(numbers_N.astype(np.uint64) + np.uint64(start))
 
@@ -58,7 +58,7 @@ def held_out_threshold(fraction: float) -> int:
 
 
 def text_cleaner(fix_text: bool) -> Callable[[str], str]:
-    """Returns the function that cleans text before tokenization.
+    """Returns the function to clean text before tokenization.
 
     `fix_text` repairs broken Unicode with ftfy (wrong encodings, look-alike quotes and ligatures,
     line ends) and normalizes to NFC. Raises UserError if ftfy is not installed.
@@ -125,7 +125,7 @@ class ReadJob:
 
 @dataclass(frozen=True)
 class ShardText:
-    """Digest of a shard, and (hash, number, UTF-8) of the documents with the lowest hashes."""
+    """Digest of a shard, and its documents with the lowest hashes."""
 
     number: int
     sha256: str
@@ -133,7 +133,7 @@ class ShardText:
 
 
 def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], None]) -> ShardText:
-    """Reads a shard once, with at most one document beyond `sample_bytes` in memory."""
+    """Reads a shard once, with bounded memory."""
     digest = TextDigest()
     clean = text_cleaner(settings.fix_text)
     # Negated hashes make a max-heap: the top is dropped first.
@@ -163,7 +163,7 @@ def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], No
 
 
 def sampling_jobs(corpus: Corpus, seed: int, max_shards: int = SAMPLED_SHARDS) -> list[ReadJob]:
-    """Selects (training) shards to sample, each with its share of SAMPLE_BYTES."""
+    """Selects shards to sample, each with its share of SAMPLE_BYTES."""
     numbers = np.arange(len(corpus.shards))
     if TRAIN in corpus.splits:
         numbers = np.flatnonzero(np.array(corpus.splits) == TRAIN)
@@ -180,7 +180,7 @@ def sampling_jobs(corpus: Corpus, seed: int, max_shards: int = SAMPLED_SHARDS) -
 def join_samples(
     texts: Sequence[ShardText], seed: int, validation_fraction: float
 ) -> tuple[str, ...]:
-    """Returns the sampled texts in order, without those held out for validation."""
+    """Returns the sampled texts in order, without held-out ones."""
     in_order = sorted((number, text) for each in texts for _, number, text in each.sample)
     ranks = hashes(seed, HELD_OUT, np.array([number for number, _ in in_order], np.uint64))
     threshold = held_out_threshold(validation_fraction)

@@ -47,7 +47,7 @@ _BATCH_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True)
 class Tokenization:
-    """Everything besides the text that affects the ids, and the staging folder."""
+    """Everything besides the text with an effect on ids, and the staging."""
 
     staging: Path
     tokenizer: TextTokenizer
@@ -66,7 +66,7 @@ class Tokenization:
         return "uint16" if self.tokenizer.entry.vocab_size <= 2**16 else "uint32"
 
     def summary(self) -> str:
-        """Returns everything that affects the ids as JSON."""
+        """Returns everything with an effect on ids, as JSON."""
         contents = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -102,7 +102,7 @@ class ShardJob:
 
 
 class ShardSplit(pydantic.BaseModel):
-    """The part of a split that comes from one shard."""
+    """The shard's part of a split."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
@@ -145,7 +145,7 @@ def _record_path(staging: Path, number: int) -> Path:
 
 
 def finished_shard(tokenization: Tokenization, number: int) -> TokenizedShard | None:
-    """Returns a shard that an earlier process finished; None if unfinished or damaged."""
+    """Returns a shard finished earlier; None if unfinished or damaged."""
     staging, itemsize = tokenization.staging, np.dtype(tokenization.dtype).itemsize
     try:
         found = TokenizedShard.model_validate_json(_record_path(staging, number).read_bytes())
@@ -196,7 +196,7 @@ def tokenize_shard(
 def _is_of(
     found: TokenizedShard, tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
 ) -> bool:
-    """Returns whether a finished shard fits the job; reads the text, which is fast."""
+    """Returns whether a finished shard fits the job, by its text."""
     splits = job.splits(tokenization.validation_fraction)
     if found.moved != job.moved or list(found.splits) != splits:
         return False
@@ -277,7 +277,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 class _SplitWriter:
-    """Writes the documents of a shard in one split. Deletes its files on an error."""
+    """Writes a shard's documents in one split; deletes them on an error."""
 
     def __init__(self, tokenization: Tokenization, split: str, number: int):
         dtype = np.dtype(tokenization.dtype).newbyteorder("<")
@@ -346,7 +346,7 @@ def write_documents(
     shards: Sequence[tuple[int, ShardSplit]],
     advance: Callable[[int], None],
 ) -> Split:
-    """Writes the document files of a split with complete token files; returns its entry.
+    """Writes the document files of a split; returns its manifest entry.
 
     Holds the documents of only one shard in memory. `advance` takes bytes of digested tokens.
     """

@@ -1,4 +1,4 @@
-"""Batch size and sequence length of each step: constant, ramped up, or in stages.
+"""Batch size and sequence length by step: constant, ramp, or stages.
 
 A sample is a window of max_target_length tokens. Steps map to samples in closed form, so a run
 resumes at any step without counting, and a data position (a number of samples) has the same meaning
@@ -47,7 +47,7 @@ class BatchSchedule:
         return total
 
     def steps_of(self, stage: Stage, num_steps: int) -> tuple[int, int]:
-        """Returns the step range [first, end) of a stage among the first `num_steps` steps."""
+        """Returns a stage's step range [first, end) among `num_steps` steps."""
         following = self.stages.index(stage) + 1
         end = num_steps
         if following < len(self.stages):
@@ -55,7 +55,7 @@ class BatchSchedule:
         return stage.first_step, max(end, stage.first_step)
 
     def steps_for(self, samples: int) -> int:
-        """Returns the steps needed to read `samples`, the last one possibly in part."""
+        """Returns the steps to read `samples`, the last one possibly in part."""
         done = 0
         for stage, following in itertools.pairwise((*self.stages, None)):
             assert stage is not None
@@ -71,7 +71,7 @@ class BatchSchedule:
 
 
 def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]) -> BatchSchedule:
-    """Returns the stages that the batch keys ask for.
+    """Returns the stages of the batch keys.
 
     The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal increments;
     each of its stages sees an equal share of global_rampup_samples, in whole steps. `samples_of`

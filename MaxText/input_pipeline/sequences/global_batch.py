@@ -56,7 +56,7 @@ class ExcludedRanges:
         return sum(end - first for first, end in self.pairs)
 
     def ahead(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the data numbers (int64 [N]) of included samples from `start` on, by index."""
+        """Returns the data numbers (int64 [N]) of included samples by index."""
         ahead = self.within(start)
         if not ahead:
             return start + numbers_N
@@ -81,7 +81,7 @@ NO_EXCLUSIONS = ExcludedRanges()
 
 
 class GlobalBatch:
-    """This host's share of each global batch; padded with weight-0 sequences past the data.
+    """This host's share of each global batch, padded past the data.
 
     `exclusions` are the excluded samples from `first_sample` on.
     """
@@ -111,7 +111,7 @@ class GlobalBatch:
         self._largest_id = largest_id
 
     def begin_at(self, step: int, sample: int, passed: ExcludedRanges = NO_EXCLUSIONS) -> None:
-        """Makes `sample` of the data the first one that `step` may read; later steps continue.
+        """Makes `sample` the first one of `step`; later steps continue.
 
         Exclusions before `sample` no longer apply; `passed` are those that earlier steps skipped.
         """
@@ -128,11 +128,11 @@ class GlobalBatch:
         return self._passed | self.exclusions.within(max(0, self.first_sample))
 
     def samples_before(self, step: int) -> int:
-        """Returns the number in the data of the first sample that `step` reads."""
+        """Returns the number in the data of the first sample of `step`."""
         return int(self._numbers(step, np.zeros(1, np.int64))[0])
 
     def sample_range(self, step: int) -> tuple[int, int]:
-        """Returns the range [first, end) of samples that a step reads over all hosts."""
+        """Returns a step's range [first, end) of samples over all hosts."""
         ends = np.array([0, self.schedule.at(step).samples - 1], np.int64)
         first, last = self._numbers(step, ends).tolist()
         return max(0, first), max(0, last + 1)
@@ -159,7 +159,7 @@ class GlobalBatch:
         return max(0, min(self._limit, self.schedule.steps_for(samples)))
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the named arrays of a batch. Raises UserError if an id is too large."""
+        """Returns the named arrays of a batch; UserError for too large ids."""
         stage = self.schedule.at(step)
         rows_B = self._rows_of(step)
         arrays = self._rows.read(rows_B)
@@ -194,7 +194,7 @@ class GlobalBatch:
 
 
 def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Splits sequences [B, T] into [B T / length, length]; positions restart in each."""
+    """Splits sequences [B, T] into [B T / length, length]."""
     folded = {name: array.reshape(-1, length) for name, array in arrays.items()}
     if "positions" in folded:
         segments, positions = folded["segments"], folded["positions"]

@@ -1,4 +1,4 @@
-"""Sequences in the order of GPT-NeoX's sample index, as used to train Pythia.
+"""Sequences in the order of GPT-NeoX's sample index, as for Pythia.
 
 Documents of all epochs are concatenated in random order and split into samples of T + 1 tokens that
 share one token with their neighbors; the samples are visited in another random order. Both come
@@ -17,7 +17,7 @@ from MaxText.input_pipeline.token_store.store import TokenData
 
 
 def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]:
-    """Returns the document range [first, end) of part 0, 1 or 2 of a split such as `969,30,1`.
+    """Returns a split's document range [first, end), of `969,30,1`.
 
     Raises UserError unless the shares are nonnegative with a positive sum.
     """
@@ -38,7 +38,7 @@ def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]
 
 
 class GptNeoxSamples(Windows):
-    """GPT-NeoX samples in its order. Maps 12 bytes per document and epoch, and 4 per sample."""
+    """GPT-NeoX samples in its order: 12 bytes per document, 4 per sample."""
 
     has_own_order = True
 
@@ -106,7 +106,7 @@ class GptNeoxSamples(Windows):
         return np.where(documents == 0, 0, len(self))
 
     def token_ranges(self, sample: int) -> list[tuple[int, int]]:
-        """Returns the token ranges (start, stop) of a sample, one per document it touches."""
+        """Returns the token ranges (start, stop) of a sample, by document."""
         offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
         start = int(self._arrays["samples"][sample]) * self.length
         stop = start + self.length + 1

@@ -18,7 +18,7 @@ _LARGEST_WORD = 2**64 - 1
 
 
 def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
-    """Returns random uint64 [B, T]; row b depends only on `seed` and `run_rows_B[b]`."""
+    """Returns random uint64 [B, T]; row b depends on `run_rows_B[b]` only."""
     start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
     rows_B = mix(start + run_rows_B.astype(np.uint64))
     positions_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
@@ -86,7 +86,7 @@ class MLMMasking:
 
     @property
     def num_added_tokens(self) -> int:
-        """Positions that CLS takes (0 or 1); windows shorter by this many lose no token."""
+        """Positions of CLS (0 or 1); shorter windows by this many lose nothing."""
         return int(self._cls_id >= 0)
 
     def apply(
@@ -161,7 +161,7 @@ class MLMMasking:
         return tokens_BT, moved(real_BT), result
 
     def _replacements(self, tokens_S: np.ndarray, words_S: np.ndarray) -> np.ndarray:
-        """Returns the token itself, a random id or the mask for each selected position."""
+        """Returns the token, a random id or the mask for selected positions."""
         # Words of selected positions are all small: mix again to get uniform bits.
         words_S = mix(words_S + np.uint64(INCREMENT))
         kind_S = words_S & 0xFFFFFFFF

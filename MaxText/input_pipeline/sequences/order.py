@@ -49,16 +49,16 @@ class SequenceDataset(Protocol):
     def has_documents(self) -> bool: ...
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads sequences (int64 [B]) as fill_batch does; those past the end have no weight."""
+        """Reads sequences (int64 [B]) as fill_batch; weight 0 past the end."""
         ...
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
-        """Returns (document, first token in it, number of tokens) for each document."""
+        """Returns (document, first token, tokens) for each document."""
         ...
 
 
 class EpochPermutation:
-    """Maps a sequence number of a dataset (over all steps and hosts) to a window.
+    """Maps a sequence number of a dataset to a window.
 
     Each window occurs once per epoch. Lookups are O(1), so seeking is free.
     """
@@ -126,7 +126,7 @@ def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class OrderedWindows:
-    """Sequences of one dataset. Implements SequenceDataset; `seed` is for random windows."""
+    """Sequences of one dataset; `seed` is for random windows."""
 
     windows: Windows
     order: EpochPermutation
@@ -182,7 +182,7 @@ class _SeveralDatasets:
 
 
 class Mixture(_SeveralDatasets):
-    """Sequences of several datasets in fixed shares, interleaved as evenly as possible.
+    """Sequences of several datasets in fixed shares, evenly interleaved.
 
     Sequence n belongs to the first dataset if its share p passes an integer there: floor((n + 1) p)
     > floor(n p). Otherwise it is a sequence of the mixture of the others, with shares scaled up. So
@@ -228,7 +228,7 @@ class Concatenation(_SeveralDatasets):
 
 
 class SyntheticSequences:
-    """Uniformly random tokens, a pure function of (seed, number). Implements SequenceDataset."""
+    """Uniformly random tokens, a pure function of (seed, number)."""
 
     num_rows = sys.maxsize
     has_documents = False

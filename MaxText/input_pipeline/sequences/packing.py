@@ -27,15 +27,15 @@ _BLOCK = 1024 * GROUP  # documents planned at a time, in whole groups: limits me
 
 
 def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
-    """Packs items in order; returns the row within the group of each (int32 like `sizes_GI`).
+    """Packs items in order; returns the row of each within its group.
 
     First fit takes the first row of the group with enough room, best fit the fullest such row (the
-    first of equals); a new row is started if none fits. Sizes are at most `length`; 0 is no item.
+    first of equals); a new row is started if none fits. Sizes are at most `length`; 0 means empty.
     """
     num_groups, num_items = sizes_GI.shape
     # Of two consecutive rows at least one is more than half full.
-    most_rows = min(num_items, int(2 * (sizes_GI.sum(axis=1).max(initial=0) // length) + 2))
-    free_GR = np.full((num_groups, most_rows), length, np.int32)
+    max_rows = min(num_items, int(2 * (sizes_GI.sum(axis=1).max(initial=0) // length) + 2))
+    free_GR = np.full((num_groups, max_rows), length, np.int32)
     rows_GI = np.zeros(sizes_GI.shape, np.int32)
     groups = np.arange(num_groups)
     for item in range(num_items):
@@ -50,7 +50,7 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
 
 
 class PackedDocuments(Windows):
-    """Sequences of several whole documents; longer ones give full windows and a remainder.
+    """Sequences of whole documents; longer ones give windows and a rest.
 
     A range of n tokens fills n - 1 positions, so every token but the first of its document is a
     target exactly once per epoch.
@@ -93,7 +93,7 @@ class PackedDocuments(Windows):
 
 
 def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Yields blocks of `starts`, first token of each item, and `first_item` of each row."""
+    """Yields blocks of `starts` (by item) and `first_item` (by row)."""
     begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
     for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
         block = np.asarray(offsets[first : first + _BLOCK + 1])
@@ -112,7 +112,7 @@ def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict
 def _plan_groups(
     begins_D: np.ndarray, sizes_D: np.ndarray, length: int, best_fit: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the items of whole groups of documents by row, and the first item of each row."""
+    """Returns the items of groups by row, and the first item of each row."""
     full_D = sizes_D // length
     rest_D = sizes_D - full_D * length
     num_groups = -(-len(sizes_D) // GROUP)

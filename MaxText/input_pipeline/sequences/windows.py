@@ -1,4 +1,4 @@
-"""Slices a token store into fixed-length sequences with targets, weights and segments.
+"""Slices a token store into fixed-length training sequences.
 
 Everything is computed from document offsets on reading; only plans for whole documents are cached.
 Array operations fill the sequences of all datasets of a batch together.
@@ -22,7 +22,7 @@ EMPTY = -1  # index for "no window": a row of padding, with weights and segments
 
 
 class TokenRanges(NamedTuple):
-    """Token ranges that make up sequences, int64 [P], ordered by row and position."""
+    """Token ranges of sequences, int64 [P], ordered by row and position."""
 
     row_P: np.ndarray  # row of each range
     position_P: np.ndarray  # position of its first token in the row
@@ -58,7 +58,7 @@ class Windows(abc.ABC):
     @property
     @abc.abstractmethod
     def description(self) -> str:
-        """Text that differs whenever the sequences would; part of the data identity."""
+        """Text identifying the sequences, part of the data identity."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -66,18 +66,18 @@ class Windows(abc.ABC):
 
     @abc.abstractmethod
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        """Returns the ranges of sequences; none for one that is EMPTY.
+        """Returns the ranges of sequences; none for EMPTY ones.
 
         `windows` are int64 [B], in [0, len) or EMPTY; `draws` are uint64 [B] random numbers, used
         if `random` is set.
         """
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
-        """Returns the first window of each document (int64); len(self) for the document count."""
+        """Returns the first window of each document (int64), then len(self)."""
         raise NotImplementedError  # evaluation has no groups of files
 
     def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
-        """Returns how many leading targets of each range have weight 0 (int64 [P]), or None."""
+        """Returns the number of leading weight-0 targets of ranges, or None."""
         return None
 
     def beginnings(self, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
@@ -100,7 +100,7 @@ class Windows(abc.ABC):
         return row_Q[new_Q], position_Q[new_Q]
 
     def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
-        """Returns (document, first token in it, number of tokens) for each document."""
+        """Returns (document, first token, tokens) for each document."""
         spans = self.spans(np.array([window]), np.array([draw], np.uint64))
         store = self.data.store
         offsets = store.document_offsets
@@ -117,7 +117,7 @@ class Windows(abc.ABC):
 
 
 def _boundaries(offsets: np.ndarray, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
-    """Returns document boundaries strictly inside ranges: (index of the range, position in it)."""
+    """Returns document boundaries inside ranges: (range, position)."""
     first = np.searchsorted(offsets, spans.start_P, side="right")
     last = np.searchsorted(offsets, spans.stop_P, side="left")
     span_P = np.repeat(np.arange(len(first)), last - first)
@@ -125,7 +125,7 @@ def _boundaries(offsets: np.ndarray, spans: TokenRanges) -> tuple[np.ndarray, np
 
 
 def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
-    """Returns the concatenated ranges [first, first + count) of G groups, int64."""
+    """Returns the concatenated ranges [first, first + count) of G groups."""
     before_G = np.cumsum(counts_G) - counts_G
     return np.arange(int(counts_G.sum())) + np.repeat(first_G - before_G, counts_G)
 
@@ -142,7 +142,7 @@ def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Toke
 
 
 def ranges_in_rows(row_P: np.ndarray, starts_P: np.ndarray, stops_P: np.ndarray) -> TokenRanges:
-    """Returns ranges that follow each other in their rows; n tokens fill n - 1 positions."""
+    """Returns consecutive ranges in their rows; n tokens fill n - 1."""
     sizes_P = stops_P - starts_P - 1
     before_P = np.cumsum(sizes_P) - sizes_P
     # Tokens before the first range of the row.
@@ -176,7 +176,7 @@ class ConcatThenSplit(Windows):
 
 
 class DocumentWindows(Windows):
-    """Each document (or record) starts a new window; long ones continue in further windows.
+    """Each document starts a new window; long ones take several.
 
     A document of n tokens makes ceil((n - 1) / T) windows, at most one with `truncate`. A single
     token, which predicts nothing, makes none. Maps 8 bytes per document.
@@ -231,7 +231,7 @@ class DocumentWindows(Windows):
 
 
 class JoinedDocuments(Windows):
-    """One window from `stitch` concatenated documents (GPT-Neo's documents_* modes).
+    """One window from `stitch` documents (GPT-Neo's documents_* modes).
 
     With s tokens in these documents, the window starts at 0, or with `random` uniformly in
     0..s - (T + 1). If s < T + 1 it is padded. Tokens outside it are not seen in that epoch.

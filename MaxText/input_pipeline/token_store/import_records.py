@@ -173,7 +173,7 @@ class RecordImport:
 
 
 def _load(folder: Path) -> ImportedRecords | None:
-    """Returns the import in a folder, or None; deletes a damaged one. Storage errors propagate."""
+    """Returns the import in a folder, or None; deletes a damaged one."""
     if not (folder / _HEADER_NAME).exists():
         return None
     try:
@@ -240,7 +240,7 @@ def _import_file(job: RecordImport, number: int, advance: Callable[[int], None])
 
 
 def _raise_if_unreadable(problem: BadRecord) -> None:
-    """Raises storage errors, which are not damage to skip."""
+    """Raises storage errors instead of skipping them as damage."""
     cause = problem.__cause__
     if isinstance(cause, Exception):
         if is_transient(cause, file_access.is_url(problem.path)):
@@ -255,7 +255,7 @@ def _path(folder: Path, kind: str, number: int) -> Path:
 
 
 class _Writer:
-    """Appends integers to a file, widening it from uint16 to uint32 when needed."""
+    """Appends integers to a file, widening it to uint32 when needed."""
 
     def __init__(self, path: Path, dtype: str = "<u2"):
         self.dtype = np.dtype(dtype)

@@ -62,7 +62,7 @@ class Split(_Entry):
 
 
 class TokenizerEntry(_Entry):
-    """The tokenizer that produced the ids."""
+    """The tokenizer of the ids."""
 
     origin: str  # free-text provenance
     sha256: str
@@ -174,7 +174,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 
 def damaged(path: Path | str, error: Exception) -> UserError:
-    """Returns the error for a dataset file that cannot be read or parsed."""
+    """Returns the error for an unreadable dataset file."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
@@ -191,7 +191,7 @@ def damaged(path: Path | str, error: Exception) -> UserError:
 
 
 def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
-    """Returns the entry of `split`, named by the key `key`; raises UserError if it is empty."""
+    """Returns the entry of `split`; UserError (about `key`) if empty."""
     entry = manifest.splits.get(split)
     if entry is not None and entry.num_tokens > 0:
         return entry
@@ -210,7 +210,7 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
 
 
 def _can_be_held_out(manifest: Manifest, split: str) -> bool:
-    """Returns whether preparing again with validation_fraction can create this split."""
+    """Returns whether another preparation can create this split."""
     if split != "validation" or not set(manifest.splits) <= {"train", "validation"}:
         return False
     # One of two documents is held out, unless the source defines the splits.
@@ -219,7 +219,7 @@ def _can_be_held_out(manifest: Manifest, split: str) -> bool:
 
 
 def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
-    """Returns the token files of a split. Raises UserError if one is missing or of another size."""
+    """Returns the token files of a split; UserError unless complete."""
     entry = manifest.splits[split]
     again = "Copy the data set again, or delete the folder and prepare it again."
     paths = [str(folder / split / file.name) for file in entry.files]

@@ -1,4 +1,4 @@
-r"""Megatron-LM data: ids in a flat `.bin` file (or its parts), and an `.idx` file.
+r"""Megatron-LM data: ids in `.bin` files, and an `.idx` file.
 
     MMIDIDX\0\0           9 bytes
     version 1             uint64
@@ -95,7 +95,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
 
 
 def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
-    """Returns the dtype of ids, and the numbers of sequences and document entries."""
+    """Returns the dtype of ids, and the numbers of sequences and entries."""
     with open(file, "rb") as stream:
         header = stream.read(HEADER.size)
     path = index.path
@@ -121,7 +121,7 @@ def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
 
 
 def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]:
-    """Yields blocks of `document_offsets`: first token of each document (int64), then the end.
+    """Yields blocks of `document_offsets` (int64), with the end.
 
     Sequences count as documents if all have one length (another program's training sequences), or
     if the index does not group them into documents. Raises UserError unless sequences are

@@ -1,4 +1,4 @@
-"""Opens any token data that can be trained on.
+"""Opens any token data for training.
 
 Prepared flat files and Megatron data are read in place. Other records are imported at first use,
 and text is tokenized then. Names and first bytes tell the format, and the first record whether
@@ -197,7 +197,7 @@ def choose_split(
 
 
 class OpenRequest(NamedTuple):
-    """The data to open: a location, named by the configuration key `key`, and a split of it."""
+    """The data to open: a location (of the key `key`) and a split of it."""
 
     location: str
     key: str
@@ -276,7 +276,7 @@ def _is_prepared(location: str, key: str) -> bool:
 
 
 def _check_unused(request: OpenRequest, tokens: TokenData) -> None:
-    """Reports record and text keys that have no effect on a prepared dataset."""
+    """Reports record and text keys unused by a prepared dataset."""
     data, preparation = request.data, request.preparation
     # Other sources of a mixture may be records.
     is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
@@ -344,7 +344,7 @@ def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
 
 
 def _copy_prepared(request: OpenRequest, url: str) -> tuple[Path, Manifest, list[FileInfo] | None]:
-    """Copies a remote dataset except its token files; returns the copy and these files."""
+    """Copies a remote dataset except its token files; returns both."""
     split = request.split
     with file_access.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
         content = stream.read()
@@ -365,7 +365,7 @@ def _copy_prepared(request: OpenRequest, url: str) -> tuple[Path, Manifest, list
 
 
 def _find(request: OpenRequest) -> list[FileInfo]:
-    """Returns all files of the location; a Megatron prefix stands for its .bin and .idx."""
+    """Returns all files of the location; of Megatron, .bin and .idx."""
     location = request.location
     if not location.startswith("@") and not is_url(location):
         path = local_path(location)

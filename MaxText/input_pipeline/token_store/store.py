@@ -1,4 +1,4 @@
-"""The token store: random access to flat files of token ids with document boundaries.
+"""The token store: random access to flat files of token ids.
 
 Every dataset is read through it: prepared as `bin`, Megatron's .bin, or imported records.
 
@@ -36,7 +36,7 @@ _MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
 
 class TokenStore:
-    """The ids of some files, concatenated and divided into documents (or records).
+    """The ids of some files, concatenated and divided into documents.
 
     Holds no open file, and large arrays are memory-mapped: thread-safe, and pickled to worker
     processes in a few kilobytes.
@@ -50,7 +50,7 @@ class TokenStore:
         documents: Arrays,
         origins: "Origins | None" = None,
     ):
-        """Initializes without opening `files`, which are in the order of their tokens.
+        """Initializes without opening `files`, given in token order.
 
         `documents` holds `document_offsets`; `origins` None names documents after the token files.
         """
@@ -67,12 +67,12 @@ class TokenStore:
 
     @property
     def document_offsets(self) -> np.ndarray:
-        """int64 [D + 1]: first token of each document, then the end; memory-mapped."""
+        """int64 [D + 1]: first token of each document, then the end; mapped."""
         return self._documents["document_offsets"]
 
     @property
     def file_of_document(self) -> np.ndarray | None:
-        """int64 [files + 1]: first document of each source file, then the end; None if unknown."""
+        """int64 [files + 1]: first document of each file and the end, or None."""
         firsts = self._origins.entries[0] if self._origins is not None else []
         return np.array([*firsts, len(self.document_offsets) - 1], np.int64) if firsts else None
 
@@ -85,7 +85,7 @@ class TokenStore:
         return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
 
     def check(self, paths: Sequence[str]) -> None:
-        """Raises after a failed read if a file is missing or has grown; `read` finds truncation."""
+        """Raises after a failed read if a file is missing or has grown."""
         known = {path: number for number, path in enumerate(self.files)}
         for path in paths:
             if path not in known:
@@ -112,7 +112,7 @@ class TokenStore:
                 )
 
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
-        """Reads token ranges [P], remote ones in a single call; returns them concatenated (int32).
+        """Reads token ranges [P]; returns them concatenated (int32).
 
         Raises UnreadableFile if a file is missing, truncated or unreadable.
         """
@@ -201,7 +201,7 @@ class Origins:
 
 
 def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
-    """Returns the document offsets of a folder. Raises UserError unless they fit the manifest."""
+    """Returns the document offsets of a folder, checked by the manifest."""
     path = folder / OFFSETS_NAME
     documents = Arrays(folder)
     try:
@@ -224,7 +224,7 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
 def open_flat(
     folder: Path, manifest: Manifest, split: str, files: Sequence[FileInfo] | None = None
 ) -> TokenStore:
-    """Opens a split of a prepared dataset of flat files, whose token `files` may be elsewhere."""
+    """Opens a split of a prepared dataset, possibly with remote `files`."""
     assert manifest.format == "bin", manifest.format
     entry = manifest.splits[split]
     found = check_files(manifest, folder, split) if files is None else files
@@ -280,7 +280,7 @@ def boundaries_digest(document_offsets: np.ndarray) -> str:
 
 
 def record_length(offsets: np.ndarray) -> int | None:
-    """Returns the common length of documents, as in TokenData; None if there is none."""
+    """Returns the common length of documents, or None."""
     count = len(offsets) - 1
     if count < 2:
         return None

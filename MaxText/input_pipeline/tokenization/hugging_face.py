@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: a tokenizer.json, vocab.json with merges.txt, or a trained BPE."""
+"""Hugging Face tokenizers: tokenizer.json, GPT-2's files, trained BPE."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,10 +36,10 @@ _CHECKED_TEXT = (
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """A tokenizer.json, encoded by fastokens if that gives the same ids as tokenizers."""
+    """A tokenizer.json, encoded by fastokens if equal to tokenizers."""
 
     def __init__(self, file_text: str, origin: str, settings: Mapping[str, Any]):
-        """Raises UserError for an invalid tokenizer.json, or if text could forge a control id."""
+        """Raises UserError for an invalid or unsafe tokenizer.json."""
         self.file_text = file_text
         self._settings = control_token_settings(settings)
         self._tokenizer = _parse(file_text, origin)
@@ -115,7 +115,7 @@ class HuggingFaceTokenizer(TextTokenizer):
 
 
 def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
-    """Returns a fastokens engine, or None if it cannot read the file (not byte-level BPE)."""
+    """Returns a fastokens engine, or None for other than byte-level BPE."""
     try:
         engine = fastokens.Tokenizer.from_json_str(file_text)
     except Exception:  # ValueError, or a Rust panic
@@ -141,7 +141,7 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
 
 
 def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Returns a tokenizer.json for a folder with GPT-2's vocab.json and merges.txt.
+    """Returns a tokenizer.json for GPT-2's vocab.json and merges.txt.
 
     Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
     """
@@ -182,7 +182,7 @@ def train_tokenizer(
     origin: str,
     special_tokens: Sequence[str] = (END_OF_TEXT,),
 ) -> HuggingFaceTokenizer:
-    """Trains a byte-level BPE: special tokens from id 0, then the 256 bytes, then merges.
+    """Trains a byte-level BPE: special tokens, the 256 bytes, merges.
 
     Deterministic. Has fewer than `vocab_size` ids if the sample has no more pairs to merge. The
     first special token ends (and may begin) documents. Raises UserError for invalid special tokens,

@@ -32,7 +32,7 @@ _COMPARED_CHARACTERS = 500_000
 
 
 class TextTokenizer(abc.ABC):
-    """Picklable text tokenizer. `entry` is its manifest entry, `engine` the encoding library."""
+    """Picklable text tokenizer: manifest `entry` and encoding `engine`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TextTokenizer(abc.ABC):
         control_ids: Mapping[str, int | None],
         engine: str,
     ):
-        """`identity` is everything the ids depend on; `control_ids` are by name (eos, bos, ...)."""
+        """`identity` has all inputs of the ids; `control_ids` are by name."""
         self.entry = TokenizerEntry(
             origin=origin,
             sha256=hashlib.sha256(identity).hexdigest(),
@@ -65,7 +65,7 @@ class TextTokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _ids(self, text: str) -> np.ndarray:
-        """Returns ids (uint32 [N]) of a text without lone surrogates, by the current engine."""
+        """Returns ids (uint32 [N]) of a text without lone surrogates."""
 
     def _reference_ids(self, text: str) -> np.ndarray:
         return self._ids(text)
@@ -93,7 +93,7 @@ class TextTokenizer(abc.ABC):
         self.engine = self._reference_engine
 
     def check_engine(self, texts: Iterable[str]) -> bool:
-        """Returns whether the engine agrees with the definition on a sample; if not, drops it."""
+        """Returns whether the engine agrees on a sample; drops it if not."""
         sample: list[str] = []
         left = _COMPARED_CHARACTERS
         for text in texts:
@@ -109,7 +109,7 @@ class TextTokenizer(abc.ABC):
         return same
 
     def _check_special_tokens_as_text(self, spellings: Mapping[int, str], remedy: str) -> None:
-        """Raises UserError if a text with the spelling of a control id would be encoded to it."""
+        """Raises UserError if a text could be encoded to a control id."""
         for control, token in spellings.items():
             contexts = [token, f"a {token} b", f"a{token}b", f"\n{token}\n", token * 2]
             if any(control in ids for ids in self.encode_reference(contexts)):
@@ -120,7 +120,7 @@ class TextTokenizer(abc.ABC):
 
 
 def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns eos_token, bos_token, pad_token and mask_token of a tokenizer_config.json.
+    """Returns the special tokens of a tokenizer_config.json.
 
     Each is a string or an object with the field `content`.
     """
@@ -152,7 +152,7 @@ def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def without_surrogates(text: str) -> str:
-    """Replaces lone surrogates, which JSON can spell and UTF-8 cannot, by U+FFFD."""
+    """Replaces lone surrogates (possible in JSON) by U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -164,7 +164,7 @@ def without_surrogates(text: str) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a file; raises UserError if that fails or it is empty."""
+    """Reads a file; UserError on failure or if empty."""
     try:
         contents = path.read_bytes()
     except OSError as error:
@@ -177,7 +177,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Reads a UTF-8 file, preserving line ends; raises UserError as `read_bytes` does."""
+    """Reads a UTF-8 file, preserving line ends; raises as `read_bytes`."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -207,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_files(
     folder: Path, files: Mapping[str, bytes], settings: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes files, and nonempty settings as tokenizer_config.json; returns the paths."""
+    """Writes files and tokenizer_config.json; returns the paths."""
     contents = dict(files)
     if settings:
         text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -68,7 +68,7 @@ _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
 
 class ByteTokenizer(TextTokenizer):
-    """An id for each byte of UTF-8: ids 0 to 255 are bytes; 256 is eos, 257 bos, 258 padding."""
+    """An id per byte of UTF-8; 256 is eos, 257 bos, 258 padding."""
 
     def __init__(self):
         identity = b"bytes of UTF-8, then eos, bos and pad"
@@ -199,7 +199,7 @@ def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> Te
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a tokenizer file by its contents rather than its name."""
+    """Returns the kind of a tokenizer file by its contents."""
     with path.open("rb") as file:
         head = file.read(4096)
     if path.suffix == ".json" or (path.suffix != ".model" and head.lstrip()[:1] == b"{"):
@@ -210,12 +210,12 @@ def _kind(path: Path) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json, completed by the older special_tokens_map.json."""
+    """Returns tokenizer_config.json, with special_tokens_map.json."""
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
 
 
 def find_tokenizer_near(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
-    """Returns the tokenizer folder of some files, for showing ids as text, else tokenizer_path.
+    """Returns the tokenizer folder of some files, else tokenizer_path.
 
     Searches from the first file up to `location`, and above folders named like a split.
     """

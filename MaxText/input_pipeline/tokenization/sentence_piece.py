@@ -18,10 +18,10 @@ SENTENCE_PIECE_NAME = "tokenizer.model"
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """A SentencePiece model; its normalization, dummy prefix and byte fallback apply."""
+    """A SentencePiece model with its normalization and byte fallback."""
 
     def __init__(self, model: bytes, origin: str, settings: Mapping[str, Any]):
-        """Builds it from model bytes; control tokens of `settings` override the model's.
+        """Builds it from model bytes; `settings` override control tokens.
 
         Raises UserError if sentencepiece is not installed, the bytes are not a model, or documents
         could forge a control id.

@@ -72,7 +72,7 @@ _LLAMA3_SPECIAL = {
 
 
 class _Published(NamedTuple):
-    """A published vocabulary: word pattern, number of ranks, and ids besides the ranks."""
+    """A published vocabulary: word pattern, rank count, and other ids."""
 
     word_pattern: str
     num_ranks: int
@@ -174,7 +174,7 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
-    """Parses bytes -> rank; raises UserError for invalid lines and missing bytes."""
+    """Parses bytes -> rank; UserError for invalid lines, missing bytes."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(contents.splitlines(), 1):
         if not line:
@@ -223,7 +223,7 @@ def _special_tokens(
     ranks: Mapping[bytes, int],
     origin: str,
 ) -> dict[str, int]:
-    """Returns control tokens by spelling: from the settings, else the published ones."""
+    """Returns control tokens by spelling, of settings or as published."""
     stated = settings.get("special_tokens")
     if stated is None and isinstance(settings.get("added_tokens_decoder"), Mapping):
         # Format of transformers: {"5000": {"content": "<|endoftext|>"}}.

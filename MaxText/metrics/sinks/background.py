@@ -1,4 +1,4 @@
-"""A sink on a thread, so that a slow one never blocks the run."""
+"""A sink on a thread, to never block the run."""
 
 import queue
 import sys
@@ -16,7 +16,7 @@ _FLUSH = "flush"
 
 
 class BackgroundSink(Sink):
-    """Passes events to a sink in order; errors and dropped events are reported once.
+    """Passes events to a sink in order; reports problems once.
 
     An error ends the sink, not the run. If the queue is full, later events are dropped.
     """

@@ -1,4 +1,4 @@
-"""events.jsonl and metrics.jsonl: all events of a run, and one row of numbers per report."""
+"""events.jsonl and metrics.jsonl: all events, and rows of numbers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,10 +13,10 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class EventFile(JsonlFile):
-    """Appends each event as a row; `lost` is the cost of the rows removed on resume."""
+    """Appends each event as a row; `lost` is the cost of removed rows."""
 
     def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
-        """Opens the file and removes rows from `first_step` or `first_evaluation` on."""
+        """Opens the file; removes rows from `first_step` on."""
         first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
         self.attempt = 0
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
@@ -43,7 +43,7 @@ class EventFile(JsonlFile):
 
 
 class MetricsFile(JsonlFile):
-    """Appends the metrics of each report under MaxText's tags, with the time in Unix seconds.
+    """Appends the metrics of each report under MaxText's tags.
 
     Evaluation metrics join the row of their step, if that was reported and the file is not shared.
     """

@@ -19,13 +19,13 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
 class StepCounter:
-    """Maps steps, which a run may repeat, to W&B's row numbers, which only grow.
+    """Maps repeatable steps to W&B's row numbers, growing only.
 
     `first_missing` is the first step whose valid version W&B does not have.
     """
 
     def __init__(self, shifts: list[list[int]], next_row: int):
-        """Takes [first step, offset to the row number] pairs, and the first row that W&B lacks."""
+        """Takes [first step, offset] pairs, and W&B's first missing row."""
         self._shifts = shifts
         self._next_row = next_row
         firsts = []
@@ -37,7 +37,7 @@ class StepCounter:
         self.first_missing = min(firsts)
 
     def row(self, step: int) -> int:
-        """Returns the row number of a step that is about to be sent."""
+        """Returns the row number of the next step to send."""
         number = step + self._shifts[-1][1]
         self._next_row = max(self._next_row, number + 1)
         return number
@@ -50,7 +50,7 @@ class StepCounter:
 
 
 def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
-    """Returns the number of the first row missing in a run's files; 0 if they hold none.
+    """Returns the first row missing in a run's files; 0 without rows.
 
     Numbers only grow between attempts, so the newest file with a row decides.
     """

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars under MaxText's tags, the configuration as text and HParams."""
+"""TensorBoard: scalars under MaxText's tags, text and HParams."""
 
 import logging
 import pathlib
@@ -21,7 +21,7 @@ _COMPARED = ("eval/avg_loss", "learning/loss")  # metrics that the HParams page 
 
 
 class TensorBoardSink(Sink):
-    """Writes event files under `<run>/tensorboard`; points from `first_step` on are hidden.
+    """Writes event files; older points from `first_step` on are hidden.
 
     For a bucket, which cannot append, a thread copies them from a temporary folder after each
     flush.
@@ -80,7 +80,7 @@ class TensorBoardSink(Sink):
         return file.name
 
     def _opened(self) -> Any:
-        """Returns the writer, whose import is delayed until the first metrics."""
+        """Returns the writer, imported at the first metrics."""
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
@@ -105,7 +105,7 @@ class TensorBoardSink(Sink):
 
 
 def hyperparameter_summaries(config_flat: Mapping[str, Any], metrics: Sequence[str]) -> list[Any]:
-    """Returns the two tensorboardX Summary messages that the HParams page needs.
+    """Returns the two tensorboardX Summary messages of the HParams page.
 
     The experiment names the columns, a session start has this run's values. `metrics` are scalar
     tags to compare runs by.

@@ -1,4 +1,4 @@
-"""Terminal output: lines on stdout, and a progress bar in the last line of stderr."""
+"""Terminal output: lines on stdout, a progress bar on stderr."""
 
 import sys
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Terminal(Sink):
     def __init__(
         self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
     ):
-        """Prints nothing yet; `step_line` "auto" is "compact" on a terminal, else "full"."""
+        """Prints nothing yet; "auto" is "compact" on a terminal, else "full"."""
         on_terminal = step_line == "auto" and sys.stdout.isatty()
         self._compact = step_line == "compact" or on_terminal
         self._num_steps = num_steps

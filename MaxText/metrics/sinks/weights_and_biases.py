@@ -1,4 +1,4 @@
-"""Weights & Biases: the metrics of a run under one id, over all its restarts.
+"""Weights & Biases: a run under one id, over all its restarts.
 
 W&B must never block a run: the thread of the `BackgroundSink` in front of this sink imports the
 package, connects and uploads.
@@ -41,7 +41,7 @@ _UPLOAD_SECONDS = 45.0
 
 
 class WandbSink(Sink):
-    """Sends steps and evaluations as history, the configuration, and the final state."""
+    """Sends steps and evaluations, the configuration, and the final state."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class WandbSink(Sink):
         config_flat: Mapping[str, Any],
         first_step: int,
     ):
-        """Does not connect yet; UserError without wandb. `first_step` 0 creates a new W&B run."""
+        """Does not connect yet; `first_step` 0 creates a new W&B run."""
         package = importlib.util.find_spec("wandb")
         # A folder named wandb, which W&B itself creates, looks like a package without origin.
         if package is None or package.origin is None:
@@ -143,23 +143,23 @@ class WandbSink(Sink):
 
     @functools.cached_property
     def _run(self) -> Any:
-        """Returns the W&B run, after resending what it lacked of earlier attempts."""
+        """Returns the W&B run, after resending missing rows of earlier attempts."""
         run = self._connection
         if self._first_step == 0:
             return run
         rows = stream_rows(self._folder / EVENTS_FILE)
-        rewinds = [
+        rollbacks = [
             row for row in rows if row.get("event") == "rewind" and row["to"] < self._first_step
         ]
-        for rewind in rewinds:
-            self._roll_back(rewind)
+        for rollback in rollbacks:
+            self._roll_back(rollback)
         first_missing = self._counter.first_missing
         if first_missing < self._first_step:
             for row in stream_rows(self._folder / EVENTS_FILE):
                 if row.get("event") in _ROWS and first_missing <= row["step"] < self._first_step:
                     # The file is truncated meanwhile, so its row order says nothing.
                     stands = (
-                        row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds
+                        row["time"] > each["time"] or row["step"] < each["to"] for each in rollbacks
                     )
                     if all(stands):
                         self._log(row["step"], row, row["time"])
@@ -170,11 +170,11 @@ class WandbSink(Sink):
         row = {**tags, _AXIS: step, "_timestamp": time}
         self._connection.log(row, step=self._counter.row(step))
 
-    def _roll_back(self, rewind: Mapping[str, Any]) -> None:
+    def _roll_back(self, rollback: Mapping[str, Any]) -> None:
         # Rollbacks without a number are from older versions and were handled then.
-        if rewind.get("number", 0) > self._stored_state["rewinds"]:
-            self._stored_state["rewinds"] = rewind["number"]
-            self._counter.repeat_from(rewind["to"])
+        if rollback.get("number", 0) > self._stored_state["rewinds"]:
+            self._stored_state["rewinds"] = rollback["number"]
+            self._counter.repeat_from(rollback["to"])
             self._save(self._stored_state)
 
     def _local_folder(self) -> pathlib.Path:
