@@ -45,7 +45,7 @@ class InspectOptions(ProgramOptions):
 
 
 def with_dataset(arguments: Sequence[str]) -> list[str]:
-    """Returns arguments of which the first may be a data set, as dataset_path."""
+    """Rewrites a data set as the first argument to dataset_path=."""
     first, *rest = arguments or [""]
     is_dataset = first[:1] not in ("", "-") and not ARGUMENT.fullmatch(first)
     if is_dataset and not YAML_PATH.fullmatch(first):

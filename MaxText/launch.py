@@ -105,7 +105,10 @@ PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 
 
 def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
-    """Returns the place, its options and its words; ConfigurationError for mistakes."""
+    """Returns the place, its options and its words.
+
+    Raises ConfigurationError for an invalid command line.
+    """
     place, *rest = arguments or [""]
     if place not in PLACES:
         known = ", ".join(PLACES)

@@ -61,7 +61,10 @@ def cost_of(function: Callable[[], Any]) -> Cost:
 
 
 def cost_of_one(function: Callable[[], Any], times: int) -> Cost:
-    """The mean cost of a call, over rounds of calls until time is over, without the first."""
+    """Returns the mean cost of a call after the first.
+
+    Rounds of calls repeat until time is over.
+    """
     function()
     rounds: list[Cost] = []
     while sum(cost.wall for cost in rounds) < SECONDS:
@@ -259,7 +262,10 @@ def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: An
 
 
 def measure_loader(folder: pathlib.Path) -> None:
-    """Whole batches, shuffled, packed batches on the device; the first row is the peer."""
+    """Measures loaders of whole, shuffled and packed batches.
+
+    Batches end up on the device. The first row is the peer.
+    """
     import jax
 
     flat, peer = folder / "bin", folder / "peer.array_record"

@@ -59,7 +59,7 @@ class Key:
 
     @staticmethod
     def condition_text(group: dict[str, Any]) -> str:
-        """Returns what a group of conditions asks for, such as "opt_type=sgd or muon"."""
+        """Formats a group of conditions, e.g. "opt_type=sgd or muon"."""
         return ", or ".join(
             other
             + (" other than " if isinstance(wanted, OtherThan) else "=")
@@ -154,7 +154,7 @@ on_change(all_keys.cache_clear)
 
 
 def keys_of(section: type[Section]) -> dict[str, Key]:
-    """Returns the keys of a section that is no part of the configuration."""
+    """Returns the keys of a section outside the configuration."""
     return {name: _key(name, field, (), section) for name, field in section.model_fields.items()}
 
 
@@ -164,7 +164,10 @@ def all_names() -> list[str]:
 
 
 def split_entry(name: str) -> tuple[str, str]:
-    """Returns key and entry of a name such as adafactor.momentum; the entry is empty of others."""
+    """Splits a name such as adafactor.momentum into its key and entry.
+
+    The entry of any other name is empty.
+    """
     key, _, entry = name.partition(".")
     return (key, entry) if entry and key in all_keys() and all_keys()[key].entries else (name, "")
 
@@ -210,7 +213,10 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns flat values, and those of entries under names such as adafactor.momentum."""
+    """Returns flat values with entries added under dotted names.
+
+    These are names such as adafactor.momentum.
+    """
     return flat | {
         f"{key.name}.{name}": flat[key.name][name]
         for key in all_keys().values()
@@ -219,7 +225,10 @@ def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any]) -> Config:
-    """Builds the tree of sections from flat values, also of entries; others keep with defaults."""
+    """Builds the tree of sections from flat values.
+
+    Entries may have dotted names. Absent keys keep their defaults.
+    """
     keys = all_keys()
     tree: dict[str, Any] = {}
     for name, value in flat.items():

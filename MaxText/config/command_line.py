@@ -62,7 +62,7 @@ def parse_with_options(
     kind: type[OptionsT],
     load: Load = load,
 ) -> tuple[LoadedConfig, OptionsT, Words]:
-    """Resolves a command line that has options of the program's own."""
+    """Resolves a command line of options and configuration keys."""
     found: list[Any] = []
 
     def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:

@@ -46,7 +46,7 @@ class Megatron(Options):
 
 
 class BadRecords(Options):
-    """Records that cannot be read."""
+    """Handling of unreadable records."""
 
     action: Literal["fail", "skip"] = key(
         "fail",

@@ -18,7 +18,10 @@ class Unequal(NamedTuple):
 
 
 class Parser(NamedTuple):
-    """Marks a value that a function reads from its text; it raises ValueError."""
+    """Annotation of a value with the parser of its text.
+
+    The parser raises ValueError for an invalid text.
+    """
 
     read: Callable[[str], Any]
     accepts: str  # for messages
@@ -26,7 +29,7 @@ class Parser(NamedTuple):
 
 
 class OtherThan(tuple[Any, ...]):
-    """The values of a condition that are none of these."""
+    """A condition met by every value except these."""
 
     __slots__ = ()
 
@@ -48,9 +51,10 @@ Conditions = str | Mapping[str, Any]
 
 
 class Section(BaseModel):
-    """A group of keys for one part of the program. Immutable; unknown fields are refused.
+    """An immutable group of keys for one part of the program.
 
-    ONLY_IF is the default of `only_if` for its keys, except those it names.
+    Unknown fields are refused. ONLY_IF is the default of `only_if` for its keys, except those it
+    names.
     """
 
     ONLY_IF: ClassVar[Conditions] = {}
@@ -71,9 +75,10 @@ class Section(BaseModel):
 
 
 class Options(BaseModel):
-    """The value of a key with entries that few people set, typed {entry: value} or key.entry=value.
+    """The value of a key with rarely set entries.
 
-    Entries are declared with key(). Those of stronger sources replace the same ones of weaker.
+    It is typed {entry: value} or key.entry=value. Entries are declared with key(). Those of
+    stronger sources replace the same ones of weaker.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -82,7 +87,7 @@ class Options(BaseModel):
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def updated(self, given: Self) -> Self:
-        """Returns these entries with those that were set in `given`."""
+        """Returns these entries, updated with those set in `given`."""
         return self.model_copy(
             update={name: getattr(given, name) for name in given.model_fields_set}
         )
@@ -117,7 +122,7 @@ def key(
 
 
 def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
-    """Declares a key with entries, whose class says what they are."""
+    """Declares a key with entries, described by their class."""
     return key(kind(), kind.__doc__ or "", only_if=only_if)
 
 

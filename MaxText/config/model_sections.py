@@ -300,7 +300,7 @@ class Numerics(Section):
     )
 
     def quantization_of(self, path: str) -> Quantization:
-        """Returns how the matmuls of the module at a path in a layer are quantized."""
+        """Returns the quantization of the module at a path in a layer."""
         for pattern, kind in self.quantization_rules:
             if re.fullmatch(pattern, path):
                 return kind

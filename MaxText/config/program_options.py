@@ -1,4 +1,4 @@
-"""Options of single programs, such as plan.py's hardware=, declared like keys.
+"""Options of single programs, such as hardware= of plan.py.
 
 A program declares them as a Section, whose class is also their help. They are typed like keys:
 name=value, --name=value, --name value, or --name alone for a switch.
@@ -18,7 +18,10 @@ from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices, without_d
 
 
 class ProgramOptions(Section):
-    """Options of one program. `from_` is typed from=; REQUIRED ones have no default."""
+    """Options of one program.
+
+    `from_` is typed from=. REQUIRED options have no default.
+    """
 
     REQUIRED: ClassVar[tuple[str, ...]] = ()
 
@@ -27,7 +30,7 @@ OptionsT = TypeVar("OptionsT", bound=ProgramOptions)
 
 
 class Words(NamedTuple):
-    """What a command line holds besides a program's own options."""
+    """The rest of a command line, sorted by kind."""
 
     given: tuple[str, ...]  # names of the program's own options
     files: list[str]  # YAML files
@@ -37,7 +40,7 @@ class Words(NamedTuple):
 
     @property
     def configuration(self) -> list[str]:
-        """The arguments that make the configuration."""
+        """The arguments of the configuration."""
         return [*self.files, *self.others, *self.keys]
 
     def check(self) -> None:
@@ -95,7 +98,10 @@ def _wrong(name: str, text: str, option: Key, error: ValueError) -> Problem:
 
 
 def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool) -> Problem | None:
-    """Returns the problem of a word that is most like an option; the configuration finds others."""
+    """Returns the problem of a misspelled option, or None.
+
+    Loading the configuration reports misspelled keys.
+    """
     if not name and not argument.startswith("-"):
         return None
     if takes_keys and (name in (*all_names(), *ALIASES) or find_unsupported(name)):

@@ -67,7 +67,10 @@ def _renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
-    """Returns the YAML lines of one key; items too many for one line take one each."""
+    """Returns the YAML lines of one key.
+
+    Items too long for one line take a line each.
+    """
     line = f"{name}: {to_yaml(value)}"
     end = f"  # {comment}" if comment else ""
     value = value.as_dict() if isinstance(value, Options) else value
@@ -95,6 +98,6 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def changed_keys(config: Config) -> dict[str, str]:
-    """Returns {key: value} as YAML of the keys that differ from their default."""
+    """Returns the changed keys as {key: value in YAML}."""
     defaults = {name: key.default for name, key in all_keys().items()}
     return {name: new for name, (_, new) in diff_configs(defaults, flatten(config)).items()}

@@ -193,7 +193,10 @@ def _read_arguments(
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
-    """Rewrites `--key=value` and `--key value` as key=value, and `--switch` as switch=true."""
+    """Rewrites arguments with dashes as key=value.
+
+    These are `--key=value`, `--key value`, and `--switch` (switch=true).
+    """
     joined: list[str] = []
     for argument in arguments:
         if argument.startswith("--") and argument[2:].replace("-", "_") in switches:

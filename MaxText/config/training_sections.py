@@ -336,7 +336,7 @@ _GROWS = {"load_parameters_path": OtherThan(("",))}
 
 
 class Growth(Options):
-    """Growth of load_parameters_path, the smaller model; a grown run resumes without it."""
+    """Growth of load_parameters_path. A grown run resumes without it."""
 
     mode: Literal["function_preserving", "random", "zero"] = key(
         "function_preserving",
@@ -476,7 +476,7 @@ _SKIPPING = {"skip_step_on_spikes": True}
 
 
 class Rollback(Options):
-    """When the run rolls back to the last healthy state."""
+    """Triggers and limits of rollbacks to the last healthy state."""
 
     after_skips: Natural = key(
         16,

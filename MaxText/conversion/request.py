@@ -91,7 +91,10 @@ class Request(ConvertOptions):
 
 
 def parse_arguments(arguments: Sequence[str]) -> Request:
-    """Returns the request; ConfigurationError with all that is wrong with the command line."""
+    """Parses the command line of a conversion.
+
+    Raises ConfigurationError with all its problems.
+    """
     options, words = read_options(ConvertOptions, arguments)
     problems = [*words.problems, *(_unknown(word) for word in words.others if word != GROW)]
     for word in words.files[1:]:

@@ -126,7 +126,10 @@ class Program:
 
     @property
     def num_hidden_parts(self) -> int:
-        """Devices of an axis such as `tensor` that share out a hidden state between layers."""
+        """Number of parts of a hidden state, split between layers.
+
+        The devices of an axis such as `tensor` share it.
+        """
         d = self.config.model.shape.dimensions.emb_dim
         shape = self.rows, self.length, d
         shard = self.layout.sharding(HIDDEN, shape).shard_shape(shape)

@@ -7,7 +7,7 @@ inputs. Exceptions, each observed in XLA's TPU compiler on train steps:
   narrower dtype: then each recomputes it (gradients of attention scores).
 - A matmul result of which only another dtype is read is written in the narrower of the two, or in
   the other if something unfusable reads it (logits, of which targets' are gathered).
-- A slice padded with constants is fused, and a loop of one iteration is no loop.
+- A slice padded with constants is fused, and a loop of one iteration is inlined.
 - Slices of stacked weights that a matmul reads are gathered in its dtype; slices of other stacks
   are cut out before a loop's body reads them.
 """
@@ -187,7 +187,10 @@ def _inline_calls(
 def _inline_iteration(
     equation: Any, reads: Sequence[Value], nodes: list[Node], size_of: SizeOf
 ) -> list[Value]:
-    """Inlines a loop of one iteration, which XLA removes; slices and stacks are views."""
+    """Inlines a loop of one iteration, as XLA does.
+
+    Slices and stacks become views.
+    """
 
     def reshaped(values: Iterable[Value], variables: Iterable[Any]) -> list[Value]:
         made = []
@@ -248,7 +251,10 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
 
 
 def _updates_constant(node: Node) -> bool:
-    """Returns whether a node pads a slice with constants: the gradient of reading one."""
+    """Returns whether a node pads a slice with constants.
+
+    This is the gradient of reading a slice.
+    """
     return node.name == "dynamic_update_slice" and not node.inputs[0].roots
 
 

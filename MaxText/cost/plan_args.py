@@ -13,7 +13,10 @@ COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def parse_amount(text: str, suffixes: Mapping[str, float] = COUNT_SUFFIXES) -> float:
-    """Parses a positive number with a suffix, e.g. "300B"; ValueError if it is not one."""
+    """Parses a positive number with a suffix, e.g. "300B".
+
+    Raises ValueError for any other text.
+    """
     match = _AMOUNT.fullmatch(text.strip())
     factor = suffixes.get(match[2], suffixes.get(match[2].upper())) if match else None
     amount = float(match[1]) * factor if match and factor else 0

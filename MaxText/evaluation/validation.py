@@ -44,7 +44,7 @@ def evaluate(
 
 
 def sum_batches(outputs: Iterable[Mapping[str, jax.Array]]) -> tuple[dict[str, float], int]:
-    """Returns sums over batches, in double precision, and the number of batches.
+    """Returns double-precision sums over batches and their number.
 
     Fetches outputs one batch late, to keep the device busy.
     """

@@ -167,9 +167,9 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[C
 
 
 def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
-    """Returns differences to the first group by label, corrected for their number.
+    """Returns differences to the first group by label.
 
-    Leaves out losses of another kind.
+    They are corrected for their number. Skips losses of another kind.
     """
     first, *others = groups
     return holm_corrected(
@@ -231,7 +231,10 @@ RANKING_NOTE = "Differences to the best are paired by seed; each has its own int
 
 
 def ranking_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
-    """Returns rows under RANKING_HEADER; none for two configurations or unlike losses."""
+    """Returns the rows under RANKING_HEADER.
+
+    Two configurations and different kinds of losses have no ranking.
+    """
     ranked = sorted(
         (group for group in groups if group.loss.mean is not None),
         key=lambda group: group.loss.mean or 0.0,
@@ -275,7 +278,10 @@ def _mean_losses(groups: Sequence[ConfigResults]) -> dict[str, float]:
 
 
 def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
-    """Returns a line per difference: of the best of each arm, or of all configurations."""
+    """Returns a line per difference between configurations.
+
+    With several arms, only the best of each is compared.
+    """
     bests = best_of_arms(variants, _mean_losses(groups))
     compared = [group for group in groups if group.label in bests] if len(bests) > 1 else groups
     found = differences(compared)
@@ -288,8 +294,8 @@ def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> l
     ]
     if compared is not groups:
         lines.append(
-            "These are the best of several each, chosen by the same losses, which favors whoever "
-            "tried more values."
+            "These are the best of several each, chosen by the same losses, which favors those "
+            "that tried more values."
         )
     return lines
 

@@ -1,4 +1,7 @@
-"""Plans a comparison, runs (or prints) the remaining runs, and reports the results."""
+"""Plans, runs and reports a comparison.
+
+Runs with results are not repeated. The remaining ones may be printed instead.
+"""
 
 import os
 import shlex
@@ -99,7 +102,7 @@ def run_comparison(
 
 
 def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
-    """Returns shell lines that run the configurations and gather results.
+    """Returns the shell lines to run configurations and gather results.
 
     Each chain is a single line, because its runs must be sequential.
     """

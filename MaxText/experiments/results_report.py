@@ -85,7 +85,10 @@ def write(
 
 
 def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
-    """Returns the report's title, which calls a budget equal only if it was."""
+    """Returns the report's title.
+
+    It calls a budget equal only if it was.
+    """
     labels = list(plan.identities)
     few = len(labels) <= _LABELS_OF_TITLE
     what = " and ".join(labels) if few else f"{len(labels)} configurations"

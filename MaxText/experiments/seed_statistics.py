@@ -51,7 +51,7 @@ def paired_difference(first: Mapping[int, float], other: Mapping[int, float]) ->
 
 
 def holm_corrected(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """Returns estimates by name with p values corrected for their number (Holm 1979).
+    """Corrects the p values of estimates for their number (Holm 1979).
 
     The chance of any false finding stays that of a single estimate. Intervals stay as they are.
     """

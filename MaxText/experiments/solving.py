@@ -57,7 +57,10 @@ class Cost(NamedTuple):
 
 
 def cost(config: Config, num_devices: int) -> Cost:
-    """Returns the cost of a run from its abstract model; UserError if the batch does not fit."""
+    """Returns the cost of a run from its abstract model.
+
+    Raises UserError if the batch does not fit.
+    """
 
     def samples(per_device: float) -> int:
         rows = per_device * num_devices

@@ -1,7 +1,8 @@
-"""Best swept numbers of each arm of a comparison, and whether larger or smaller may be better.
+"""Best swept numbers of each arm of a comparison.
 
-An arm is a configuration file with one value of each swept key that is not a number. Its variants
-differ in swept numbers, such as the learning rate.
+A warning says whether larger or smaller ones may be better. An arm is a configuration file with one
+value of each swept key that is not a number. Its variants differ in swept numbers, such as the
+learning rate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +14,19 @@ from MaxText.experiments.variants import Variant
 
 
 def best_of_arms(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
-    """Returns the label of each arm's best variant; `losses` are means by label."""
+    """Returns the label of each arm's best variant.
+
+    `losses` are means by label.
+    """
     arms = _arms(variants)
     bests = (_best(arm, losses) for arm in arms) if len(arms) < len(variants) else ()
     return [best.label for best in bests if best is not None]
 
 
 def best_value_lines(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
-    """Names the best numbers of each arm, with a warning at the edge of what was tried.
+    """Names the best numbers of each arm.
 
-    Diverged variants count as tried.
+    A best number at the edge of the tried ones gets a warning. Diverged variants count as tried.
     """
     lines = []
     for arm in _arms(variants):

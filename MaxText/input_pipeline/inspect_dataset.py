@@ -57,7 +57,7 @@ Origin = Sequence[tuple[str, int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Duplicates:
-    """Documents that equal an earlier one."""
+    """Counts of repeated documents."""
 
     num_documents: int
     num_repeats: int
@@ -66,7 +66,10 @@ class Duplicates:
 
 
 def find_duplicates(hashes_S: np.ndarray, numbers_S: np.ndarray) -> Duplicates:
-    """Counts equal hashes (uint64 [S]) of documents with increasing `numbers_S` (int64 [S])."""
+    """Counts equal hashes (uint64 [S]) of documents.
+
+    `numbers_S` (int64 [S], increasing) are the numbers of the documents.
+    """
     if hashes_S.size == 0:
         return Duplicates(0, 0, 0, None)
     order = np.argsort(hashes_S, kind="stable")
@@ -81,7 +84,10 @@ def find_duplicates(hashes_S: np.ndarray, numbers_S: np.ndarray) -> Duplicates:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Distinct document lengths (int64 [L], increasing), and the document count of each."""
+    """Distinct document lengths and the document count of each.
+
+    Lengths are int64 [L] and increase.
+    """
 
     tokens_L: np.ndarray
     documents_L: np.ndarray
@@ -95,13 +101,19 @@ class Lengths:
         return int((self.tokens_L * self.documents_L).sum())
 
     def quantile(self, share: float) -> int:
-        """Returns the smallest length that at least `share` of the documents do not exceed."""
+        """Returns a quantile of the lengths.
+
+        It is the smallest length not exceeded by at least `share` of the documents.
+        """
         reached = np.cumsum(self.documents_L) >= share * self.num_documents
         return int(self.tokens_L[reached.argmax()])
 
 
 def document_lengths(offsets: np.ndarray) -> Lengths:
-    """Counts lengths, given the first token of each document and the end (may be mapped)."""
+    """Counts the lengths of documents.
+
+    `offsets` are the first token of each and the end, and may be memory-mapped.
+    """
     tokens_L, documents_L = np.zeros(0, np.int64), np.zeros(0, np.int64)
     for sizes in document_sizes(offsets):
         found, counts = np.unique(sizes, return_counts=True)
@@ -136,7 +148,10 @@ class TokenStatistics:
 def measure_tokens(
     data: TokenData, max_tokens: int, progress: Callable[[int], None]
 ) -> TokenStatistics:
-    """Reads evenly spaced blocks of 2**20 tokens, about `max_tokens` in all and at least one."""
+    """Measures evenly spaced blocks of 2**20 tokens.
+
+    Reads about `max_tokens` in all, and at least one block.
+    """
     offsets, num_tokens = data.store.document_offsets, len(data.store)
     num_read = num_uncounted = 0
     smallest, largest, largest_position = -1, -1, 0
@@ -191,10 +206,10 @@ def evenly_spaced_indices(count: int, limit: int) -> np.ndarray:
 
 
 def _document_hashes(ids_N: np.ndarray, begins_S: np.ndarray, sizes_S: np.ndarray) -> np.ndarray:
-    """Returns hashes (uint64 [S]) of adjacent documents; `ids_N` may end within the last one.
+    """Returns hashes (uint64 [S]) of adjacent documents.
 
-    A hash is the sum of one random word per (id, position); two different documents among n collide
-    with probability n^2 / 2^65.
+    `ids_N` may end within the last document. A hash is the sum of one random word per (id,
+    position); two different documents among n collide with probability n^2 / 2^65.
     """
     ids_N = ids_N[begins_S[0] :]
     begins_S = begins_S - begins_S[0]
@@ -218,7 +233,10 @@ class SequenceStatistics:
 def measure_sequences(
     source: OrderedWindows, max_tokens: int, progress: Callable[[int], None]
 ) -> SequenceStatistics:
-    """Reads evenly spaced groups of sequences, about `max_tokens` in all and at least one."""
+    """Measures evenly spaced groups of sequences.
+
+    Reads about `max_tokens` in all, and at least one group.
+    """
     windows, length = source.windows, source.windows.length
     in_order = source.in_order()
     group = max(1, BLOCK_TOKENS // length)

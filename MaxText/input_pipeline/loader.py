@@ -301,7 +301,7 @@ def _open(
 
 
 def _stored_masking(masking: Masking) -> str:
-    """Returns the identity of masking, as stored beside data positions."""
+    """Returns the identity of masking, as stored with data positions."""
     entries = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
     flat = {"mlm_training": masking.mlm_training, **entries}
     return TypeAdapter(dict).dump_json(flat).decode()

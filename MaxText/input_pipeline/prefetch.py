@@ -1,7 +1,7 @@
-"""Prefetches batches in a thread or in Grain worker processes, and retries failed reads.
+"""Prefetches batches in a thread or in Grain worker processes.
 
-The thread that waits for batches is a daemon of this module: Grain's iterators have no timeout,
-and its thread pool blocks process exit while a read hangs.
+Failed reads are retried. The thread that waits for batches is a daemon of this module: Grain's
+iterators have no timeout, and its thread pool blocks process exit while a read hangs.
 """
 
 import contextlib
@@ -380,7 +380,7 @@ class RetryingReader:
             self._prefetcher = None
 
     def read(self, step: int) -> dict[str, Any]:
-        """Returns the arrays of the step after the last one read, or of any step after `close`.
+        """Returns the arrays of the next step, or of any step after `close`.
 
         Raises UserError after all retries or if the data does not fit the model, or StopWaiting.
         """
@@ -427,10 +427,10 @@ class RetryingReader:
         return f"{hint} Then run the same command to resume from the last checkpoint.".lstrip()
 
     def _reopen_and_check(self, path: str | None) -> None:
-        """Reopens all files, checks the one that failed, and verifies that the data is unchanged.
+        """Reopens all files and verifies that the data is unchanged.
 
-        Raises UnreadableFile if it is still missing or truncated, UserError if its contents
-        changed, and ReadTimeout if the check hangs.
+        Also checks the file at `path`. Raises UnreadableFile if it is still missing or truncated,
+        UserError if its contents changed, and ReadTimeout if the check hangs.
         """
         newest = self._last_batch
 
@@ -446,7 +446,10 @@ class RetryingReader:
         call_with_timeout(look, self._policy.timeout or None, self.stopping)
 
     def _compare(self, step: int, arrays: dict[str, Any]) -> None:
-        """Rereads the last batch and verifies that it is unchanged; file sizes cannot prove it."""
+        """Rereads the last batch and verifies that it is unchanged.
+
+        File sizes cannot prove it.
+        """
         try:
             again = self.source[step]
             if all(np.array_equal(again[name], arrays[name]) for name in arrays):

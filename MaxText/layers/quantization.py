@@ -1,4 +1,4 @@
-"""Quantized training: matmuls with int8 or fp8 operands, forward and backward.
+"""Quantized training with int8 or fp8 matmuls, forward and backward.
 
 Parameters, activations and optimizer state keep their dtypes: operands are quantized at each
 matmul, with scales from their largest absolute values.
@@ -61,7 +61,10 @@ _dot.defvjp(_dot_forward, _dot_backward)
 def _grad(
     kind: Quantization, dims: Dims, ndim: int, other: jax.Array, g: jax.Array, other_free: range
 ) -> jax.Array:
-    """Returns the gradient of an operand; `other_free` are the other's free dimensions in g."""
+    """Returns the gradient of an operand.
+
+    `other_free` are the free dimensions of the other operand in `g`.
+    """
     (contracted, other_contracted), (batch, other_batch) = dims
     g_dims = (
         (tuple(other_free), _rest(other.ndim, (*other_contracted, *other_batch))),
@@ -107,7 +110,7 @@ class Quantizer:
         self._paths: set[str] = set()  # of modules that rules can choose
 
     def quantize(self, layer: Layer) -> Layer:
-        """Quantizes a layer in place, without weights that a part always uses in float32."""
+        """Quantizes a layer in place, except its float32-only weights."""
         for steps, module in nnx.iter_modules(layer):
             if getattr(module, "is_quantizable", False):
                 path = "/".join(map(str, steps))
@@ -117,7 +120,7 @@ class Quantizer:
         return layer
 
     def check(self) -> None:
-        """Raises UserError for a rule that matches no module of any layer."""
+        """Raises UserError for a rule without a matching module."""
         for pattern, _ in self._numerics.quantization_rules:
             if not any(re.fullmatch(pattern, path) for path in self._paths):
                 raise UserError(

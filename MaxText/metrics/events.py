@@ -63,7 +63,10 @@ class Event:
 
 
 class Sink:
-    """A destination of events, called from one thread. Times are those of time.monotonic."""
+    """A destination of events, called from one thread.
+
+    Times are those of time.monotonic.
+    """
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
@@ -73,10 +76,13 @@ class Sink:
         """Makes events durable, as far as possible without waiting."""
 
     def wait_durable(self, until: float) -> None:
-        """Waits until flushed rows that a resume depends on are durable, or failed."""
+        """Waits until flushed rows needed for a resume are durable or failed."""
 
     def request_close(self) -> None:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases files and threads, by default within a minute. Idempotent."""
+        """Flushes and releases files and threads.
+
+        By default this ends within a minute. Idempotent.
+        """

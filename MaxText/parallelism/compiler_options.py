@@ -1,4 +1,4 @@
-"""XLA options of the train step that differ from the compiler's defaults."""
+"""Non-default XLA options of the train step."""
 
 import os
 
@@ -12,7 +12,7 @@ _PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
 def compiler_options(
     platform: str, num_devices: int, quantization: Quantization
 ) -> dict[str, bool]:
-    """Returns options by name, without those that XLA_FLAGS sets."""
+    """Returns options by name, except those set in XLA_FLAGS."""
     options = {}
     if platform == "gpu" and num_devices > 1:
         options |= {f"xla_gpu_enable_pipelined_{name}": True for name in _PIPELINED}

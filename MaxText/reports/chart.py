@@ -1,4 +1,7 @@
-"""Chart descriptions, drawn by plotly in HTML (plots.py) and as PNG (figures.py)."""
+"""Descriptions of charts, independent of their drawing.
+
+plots.py draws them as HTML with plotly, figures.py as PNG.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -66,7 +69,10 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """An event of a run, drawn on its curve; `x` has its position on each axis."""
+    """An event of a run, drawn on its curve.
+
+    `x` has its position on each axis.
+    """
 
     kind: str
     owner: str

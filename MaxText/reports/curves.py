@@ -100,7 +100,10 @@ def curve(
 
 
 def _mean(lines: Sequence[Series]) -> Series:
-    """Returns the mean of seeds with its band, at their steps, until the shortest ends."""
+    """Returns the mean of seeds with its band.
+
+    It has all their steps until the shortest ends.
+    """
     known = [np.isfinite(line.y) for line in lines]
     steps_of = [line.x["step"][there] for line, there in zip(lines, known, strict=True)]
     steps = np.unique(np.concatenate(steps_of))
@@ -131,7 +134,10 @@ def column(name: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
 
 
 def ratio(name: str, other: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
-    """Returns a function that divides a field of rows by another; NaN where that is zero."""
+    """Returns a function dividing one field of rows by another.
+
+    The ratio is NaN where the divisor is zero.
+    """
     return lambda _run, rows: (
         _column(rows, name) / np.where((below := _column(rows, other)) == 0, np.nan, below)
     )

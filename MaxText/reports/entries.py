@@ -63,7 +63,7 @@ def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
 
 
 def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Returns {key: {run: value}} of the keys in which the runs' configurations differ."""
+    """Returns {key: {run: value}} of the keys with different values."""
     configs = {name: run.config for name, run in all_runs(entries).items() if run.config}
     first = next(iter(configs.values()), {})
     changed = [key for config in configs.values() for key in diff_configs(first, config)]

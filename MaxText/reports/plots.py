@@ -1,4 +1,7 @@
-"""Charts as plotly figures, completed by page.js with what the reader chose."""
+"""Charts as plotly figures, completed by page.js.
+
+page.js applies the reader's choices.
+"""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -27,10 +30,10 @@ _LINES: Mapping[str, Mapping[str, Any]] = {
 
 
 def plot_chart(chart: Chart, axes: Axes) -> Plot:
-    """Returns a plot whose traces have their positions on each axis as customdata [N, axes].
+    """Returns the plot of a chart.
 
-    A trace's `meta` says what page.js needs: its owner, its kind, and the switches that must all
-    be on (`needs`).
+    Traces have their positions on each axis as customdata [N, axes]. A trace's `meta` says what
+    page.js needs: its owner, its kind, and the switches that must all be on (`needs`).
     """
     names: list[AxisName] = [axis.name for axis in axes.axes]
     figure = _figure(hovermode="x unified")
@@ -142,7 +145,7 @@ def plot_goodput(entries: Sequence[Entry]) -> Plot:
 def plot_hyperparameters(
     entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]
 ) -> list[Plot]:
-    """Returns plots of the validation loss against each key, and parallel coordinates.
+    """Plots validation loss against each key, and parallel coordinates.
 
     `keys` maps a key to its value by run. Nothing for fewer than two evaluated runs.
     """
@@ -179,7 +182,10 @@ def _parallel_coordinates(
     keys: Mapping[str, Mapping[str, Any]],
     losses: Mapping[str, float],
 ) -> go.Figure:
-    """Returns a line per run over keys, whose values are evenly spaced, and the loss."""
+    """Draws a line per run over all keys and the loss.
+
+    The values of a key are evenly spaced.
+    """
     figure = _figure(hovermode="closest")
     low, high = min(losses.values()), max(losses.values())
     order = {

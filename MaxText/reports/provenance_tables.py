@@ -19,7 +19,10 @@ _CHOSEN = (
 
 
 def provenance(entries: Sequence[Entry]) -> list[Section]:
-    """Returns command, code, packages, host and data; of several runs, by distinct value."""
+    """Returns the table of command, code, packages, host and data.
+
+    Several runs have a row per distinct value.
+    """
     runs = all_runs(entries)
     names = dict.fromkeys(name for run in runs.values() for name in _facts(run))
     rows = []
@@ -51,7 +54,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
 def configuration(
     entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
 ) -> list[Section]:
-    """Returns the main, the changed and all keys of one run, or `differences` between runs."""
+    """Returns the keys of one run, or `differences` between runs.
+
+    One run has its main, its changed and all keys.
+    """
     runs = all_runs(entries)
     if len(runs) > 1:
         rows = [

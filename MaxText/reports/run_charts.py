@@ -1,4 +1,7 @@
-"""Charts of a report: loss, learning rate, gradient norm, speed, all else recorded, goodput."""
+"""Charts of a report.
+
+They show loss, learning rate, gradient norm, speed, all other recorded numbers, and goodput.
+"""
 
 import dataclasses
 import operator
@@ -83,9 +86,10 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Returns learning rate, gradient norm, speed and MFU, then, folded, all else recorded.
+    """Returns the charts of all recorded numbers except losses.
 
-    MFU is left out if the peaks of devices differ.
+    Learning rate, gradient norm, speed and MFU come first; the others are folded. MFU is omitted if
+    the peaks of devices differ.
     """
     charts = []
     for name, title, y_title, value, kind in (
@@ -123,7 +127,7 @@ def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> lis
 
 
 def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
-    """Returns the recorded numbers that have no chart of their own."""
+    """Returns the recorded numbers without their own chart."""
     found = {
         tag: None
         for run in all_runs(entries).values()

@@ -25,7 +25,7 @@ _LOSS_CURVE = "loss_curve.png"
 _CURVES_NOTE = (
     'Drag to zoom all charts, double-click to reset. "Only" shows a single run. Thin lines are '
     "single seeds, bands reach from the smallest to the largest. Folded charts show everything "
-    "else that was recorded. Without JavaScript, see the PNG files beside this page."
+    "else that was recorded. Without JavaScript, see the PNG files next to this page."
 )
 
 _MAX_KEYS = 12  # maximum hyperparameters in the table of runs and in plots
@@ -172,7 +172,7 @@ def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> 
 
 
 def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:
-    """Returns relative addresses of the runs' own reports, where there are any."""
+    """Returns relative addresses of the runs' existing reports."""
     pages = {
         name: Path(resolve_run_dir(run.folder), "report", PAGE_FILE)
         for name, run in all_runs(entries).items()

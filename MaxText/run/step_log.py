@@ -33,7 +33,10 @@ class MetricLogger:
         last_step: int,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
-        """Reports every step_log_period steps; calls `observe` then with step and scalars."""
+        """Initializes reports every step_log_period steps.
+
+        Each report calls `observe` with step and scalars.
+        """
         self._records = records
         self._guard = config.guard
         self._period = config.monitoring.step_log_period
@@ -162,7 +165,10 @@ class MetricLogger:
 
 
 class MeanLoss:
-    """Mean losses since the last report, without skipped steps unless all were skipped."""
+    """Mean losses since the last report.
+
+    Skipped steps count only if all were skipped.
+    """
 
     def __init__(self):
         self._first: Any = None
@@ -182,7 +188,10 @@ class MeanLoss:
         self._sums = _add(*self._sums, *new)
 
     def take(self) -> dict[str, float]:
-        """Blocks for the means and resets; empty if they equal the last step's losses."""
+        """Blocks for the means, and resets them.
+
+        Empty if they equal the last step's losses.
+        """
         sums, count = jax.device_get(self._sums) if self._updates > 1 else ({}, 0)
         self.__init__()
         return {name: value.item() / int(count) for name, value in sums.items() if count}

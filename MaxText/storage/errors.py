@@ -58,7 +58,7 @@ class UnreadableFile(UserError):
 
 
 class BadRecord(UserError):
-    """A damaged record, skipped with bad_records.action=skip and otherwise fatal.
+    """A damaged record, fatal unless bad_records.action=skip.
 
     `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are
     lost.
@@ -74,7 +74,10 @@ class BadRecord(UserError):
 
 
 def causes(error: BaseException | None, *, with_context: bool = False) -> Iterator[BaseException]:
-    """Yields an error and its causes; `with_context` also the errors that it was raised after."""
+    """Yields an error and its causes.
+
+    `with_context` adds the errors handled when it was raised.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or (error.__context__ if with_context else None)

@@ -42,9 +42,10 @@ _LONGEST_ABOUT = 1 << 20
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """A member header that raises if it is damaged or claims an impossible length.
+    """A member header with strict checks.
 
-    tarfile would treat a damaged header as the end of the archive.
+    It raises if it is damaged or claims an impossible length. tarfile would treat a damaged header
+    as the end of the archive.
     """
 
     @classmethod
@@ -72,9 +73,10 @@ class _StrictHeader(tarfile.TarInfo):
 
 
 def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
-    """Yields each member's header, and contents if a plain file (valid until the next member).
+    """Yields the header of each member, with contents if a plain file.
 
-    Raises tarfile.TarError for damage or truncation, UserError for concatenated archives.
+    The contents are valid until the next member. Raises tarfile.TarError for damage or truncation,
+    UserError for concatenated archives.
     """
     with tarfile.open(
         fileobj=file, mode="r|", tarinfo=_StrictHeader, bufsize=_BUFFER_BYTES

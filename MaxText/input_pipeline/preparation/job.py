@@ -82,10 +82,10 @@ class TokenizationJob:
     show: Show
 
     def run(self, options: dict[str, Any]) -> Manifest:
-        """Builds the dataset, resuming earlier work; returns its manifest with the `options`.
+        """Builds the dataset, resuming earlier work.
 
-        Raises UserError if no document has text, a file cannot be read or changed while it was
-        read, or a process was killed.
+        Returns its manifest with the `options`. Raises UserError if no document has text, a file
+        cannot be read or changed while it was read, or a process was killed.
         """
         start, tokenization = time.monotonic(), self.tokenization
         self._open_staging()
@@ -193,7 +193,7 @@ class TokenizationJob:
         shards[number] = tokenize_shard(self.tokenization, job, lambda done: None)
 
     def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
-        """Reports malformed rows and unreadable files; returns all that was skipped, by reason."""
+        """Reports skipped rows and files, and returns counts by reason."""
         skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
         bad = [message for shard in shards for message in shard.bad]
         limit = max((shard.max_bad_records for shard in self.corpus.shards), default=0)

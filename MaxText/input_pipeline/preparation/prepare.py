@@ -95,7 +95,7 @@ class _Request:
 
     @property
     def manifest_name(self) -> str:
-        """Name of the file that marks a folder as complete."""
+        """Name of the file marking a folder as complete."""
         return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
 
     @property
@@ -436,7 +436,7 @@ def _bin_for_array_record(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifest:
-    """Prepares the dataset at `url`, or keeps it if it already matches the request.
+    """Prepares the dataset at `url`, or keeps one matching the request.
 
     Readers recognize a dataset by its manifest, which is uploaded last. Several machines may
     prepare the same one concurrently: they write the same bytes. Raises UserError as `prepare`
@@ -503,10 +503,10 @@ def _upload(folder: Path, url: str, last: str) -> None:
 def tokenize_to_cache(
     files: list[str], preparation: Preparation, cache_dir: Path, show: Callable[[str], None]
 ) -> Path:
-    """Returns the folder of a dataset with the text of `files`, prepared at first use.
+    """Returns the folder of the tokenized `files`.
 
-    If several processes (or machines that share `cache_dir`) prepare it, one works and the others
-    wait. Finished shards of a killed process are kept.
+    The dataset is prepared at first use. If several processes (or machines that share `cache_dir`)
+    prepare it, one works and the others wait. Finished shards of a killed process are kept.
     """
     if not preparation.tokenizer_path and preparation.tokenizer_type != "byte":
         raise UserError(

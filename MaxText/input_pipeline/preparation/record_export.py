@@ -112,7 +112,10 @@ class RecordFileJob:
     num_files: int
 
     def file_name(self, num_records: int) -> str:
-        """Returns the final name; GPT-Neo's reader parses the number of records from it."""
+        """Returns the final name.
+
+        GPT-Neo's reader parses the number of records from it.
+        """
         if self.shape.kind == "text":
             return f"{self.name}_data_{self.number:05d}.{self.shape.file_format}"
         if self.shape.file_format == "tfrecord":
@@ -152,10 +155,11 @@ class RecordRanges(NamedTuple):
 def strided_windows(
     document_offsets: np.ndarray, min_length: int, max_length: int, stride: int
 ) -> RecordRanges:
-    """Returns the windows of contiguous documents (int64 [D + 1] offsets), every `stride` tokens.
+    """Returns windows of contiguous documents, every `stride` tokens.
 
-    Windows have `min_length` to `max_length` labels; shorter ones are dropped. `stride` is at most
-    `max_length`, so that each token of a document but its first is a label.
+    `document_offsets` are int64 [D + 1]. Windows have `min_length` to `max_length` labels; shorter
+    ones are dropped. `stride` is at most `max_length`, so that each token of a document but its
+    first is a label.
     """
     assert 1 <= min_length <= max_length, (min_length, max_length)
     assert 1 <= stride <= max_length, (stride, max_length)
@@ -201,7 +205,10 @@ def rows_of_windows(
 
 
 def num_chunks(num_tokens: int, chunk_length: int) -> int:
-    """Returns the number of chunks, each of which starts with the last token of the previous."""
+    """Returns the number of chunks of a token sequence.
+
+    Each starts with the last token of the previous one.
+    """
     return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
 
 
@@ -236,7 +243,10 @@ def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarra
 
 
 def write_record_file(job: RecordFileJob) -> FinishedFile:
-    """Writes or replaces a file. Raises UserError for a damaged dataset or a failed write."""
+    """Writes or replaces a file.
+
+    Raises UserError for a damaged dataset or a failed write.
+    """
     manifest = read_manifest(str(job.prepared))
     store = open_flat(job.prepared, manifest, job.split)
     ranges = _ranges(job, store)

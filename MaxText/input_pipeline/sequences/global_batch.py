@@ -21,9 +21,9 @@ _LARGEST = 2**61  # far below 2**63, so that sums of sample numbers do not overf
 
 @dataclasses.dataclass(frozen=True)
 class ExcludedRanges:
-    """Disjoint ranges (first, end) of excluded samples, in order; merged from any ranges.
+    """Disjoint ranges (first, end) of excluded samples, in order.
 
-    Raises UserError unless 0 <= first < end.
+    They are merged from any ranges. Raises UserError unless 0 <= first < end.
     """
 
     pairs: Iterable[Sequence[int]] = ()

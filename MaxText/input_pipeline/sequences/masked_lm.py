@@ -42,7 +42,10 @@ class MLMMasking:
         tokenizer_mask_id: int | None = None,
         special_ids: Collection[int] = (),
     ):
-        """Raises UserError for invalid settings; `tokenizer_mask_id` is used if mlm.mask_id=-1."""
+        """Initializes masking for a vocabulary.
+
+        `tokenizer_mask_id` is used if mlm.mask_id=-1. Raises UserError for invalid settings.
+        """
         mask_id = masking.mlm.mask_id if masking.mlm.mask_id >= 0 else tokenizer_mask_id
         if mask_id is None:
             raise UserError(

@@ -131,7 +131,10 @@ def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
 
 
 def items_of_rows(first_R: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row in the batch, and the number, of each item of rows that have several."""
+    """Returns the row in the batch and the number of each item.
+
+    A row may have several items.
+    """
     rows = np.flatnonzero(windows != EMPTY)
     first, end = first_R[windows[rows]], first_R[windows[rows] + 1]
     return np.repeat(rows, end - first), expand(first, end - first)
@@ -277,12 +280,12 @@ class BatchPart(NamedTuple):
 
 
 def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
-    """Returns the sequences of a batch, of which `parts` together have each one once.
+    """Returns the sequences of a batch.
 
-    Arrays [B, T] are named as in Batch: int32 `tokens` and `targets`, float32 `weights`, and with
-    `has_documents` int32 `positions` (from the first token of the document in the sequence) and
-    `segments`. A weight is 0 without a target, and with `has_documents` also if the target begins
-    another document. Raises UnreadableFile.
+    `parts` together have each sequence once. Arrays [B, T] are named as in Batch: int32 `tokens`
+    and `targets`, float32 `weights`, and with `has_documents` int32 `positions` (from the first
+    token of the document in the sequence) and `segments`. A weight is 0 without a target, and with
+    `has_documents` also if the target begins another document. Raises UnreadableFile.
     """
     alike: dict[tuple[bool, bool], list[BatchPart]] = {}
     for part in parts:
@@ -392,9 +395,10 @@ def _add_documents(
     before: np.ndarray,
     used_B: np.ndarray | None,
 ) -> None:
-    """Adds positions and segments, and zeroes the weights of targets in another document.
+    """Adds positions and segments to the arrays of a batch.
 
-    `used_B` is the number of tokens in each row before its padding; None if there is none.
+    The weights of targets in another document become zero. `used_B` is the number of tokens in each
+    row before its padding; None if there is none.
     """
     num_rows, length = arrays["tokens"].shape
     begins = [part.windows.beginnings(part.spans) for part in parts]
@@ -424,12 +428,13 @@ def _add_documents(
 
 
 class SlidingWindows(Windows):
-    """Windows over each document, or over all tokens if documents attend to each other.
+    """Sliding windows over each document, or over all tokens.
 
-    The first window has the first T targets of a document. Each further window ends S targets later
-    (or at the end of the document), starts T targets before its end, and counts only the new
-    targets. So each target counts once, with between T - S + 1 and T tokens of context, or all that
-    exist. Short documents share a sequence as separate segments. Keeps 20 bytes per window.
+    They go over all tokens if documents attend to each other. The first window has the first T
+    targets of a document. Each further window ends S targets later (or at the end of the document),
+    starts T targets before its end, and counts only the new targets. So each target counts once,
+    with between T - S + 1 and T tokens of context, or all that exist. Short documents share a
+    sequence as separate segments. Keeps 20 bytes per window.
     """
 
     joined = False
@@ -463,7 +468,10 @@ class SlidingWindows(Windows):
 def _windows(
     offsets: np.ndarray, length: int, stride: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns first token, end, and number of weight-0 targets of each window, int64 [I]."""
+    """Returns the ranges and uncounted targets of all windows.
+
+    These are first token, end, and number of targets of weight 0, each int64 [I].
+    """
     targets_D = np.maximum(np.diff(offsets) - 1, 0)
     further_D = np.maximum(-(-(targets_D - length) // stride), 0)
     counts_D = (targets_D > 0) + further_D
@@ -502,7 +510,10 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def hash_uint64(words: np.ndarray) -> np.ndarray:
-    """Applies two mixed steps of the counter, in place; neighboring words end up far apart."""
+    """Hashes words in place by two mixed steps of the counter.
+
+    Neighboring words end up far apart.
+    """
     for _ in range(2):
         words += np.uint64(INCREMENT)
         mix(words)

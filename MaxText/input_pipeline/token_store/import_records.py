@@ -64,7 +64,7 @@ Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
 
 @dataclasses.dataclass(frozen=True)
 class RecordImport:
-    """Files to import on the first call of `run`, and whenever one of them has changed."""
+    """An import of record files, cached until one of them changes."""
 
     files: Sequence[FileInfo]
     read: Read
@@ -84,7 +84,9 @@ class RecordImport:
         return _path(self.folder, kind, number)
 
     def run(self, show: Callable[[str], None]) -> ImportedRecords:
-        """Returns the import. If several processes ask for it, one works and the others wait.
+        """Returns the imported records, importing them at the first call.
+
+        If several processes call it, one works and the others wait.
 
         Raises:
           BadRecord: A record is damaged, or the rest of a file cannot be found, without `skip`.

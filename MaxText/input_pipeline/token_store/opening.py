@@ -78,7 +78,7 @@ _MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1", "arrayrecord": bytes.fromhex("
 def choose_format(
     files: list[FileInfo], kind: str, key: str, location: str
 ) -> tuple[str, list[FileInfo]]:
-    """Returns the format of the files at a location, and the files that have it.
+    """Returns the file format of a location and the files in this format.
 
     `kind` is grain_file_type. Formats are tfrecord, arrayrecord, parquet, arrow, webdataset,
     megatron and text. Raises UserError if it is unknown, ambiguous, or `kind` does not match.
@@ -114,7 +114,7 @@ def choose_format(
 
 
 def _check_format(kind: str, file: str, key: str, location: str) -> None:
-    """Checks that a file has the format that grain_file_type says."""
+    """Checks that a file has the format given as grain_file_type."""
     # Text and Megatron ids have no magic bytes, and compressed files have gzip's.
     if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
         return
@@ -171,9 +171,10 @@ def _first_bytes(file: str) -> bytes:
 def choose_split(
     files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
 ) -> list[FileInfo]:
-    """Selects files for training or evaluation by name; raises UserError if none is left.
+    """Selects files for training or evaluation by name.
 
-    Files with `evaluation` in the name, below their common folder, are for evaluation.
+    Raises UserError if none remains. Files with `evaluation` in the name, below their common
+    folder, are for evaluation.
     """
     names = names_below([file.path for file in files])
     named = [file for file, name in zip(files, names, strict=True) if evaluation in name]

@@ -170,7 +170,10 @@ class Origins:
 
     @functools.cached_property
     def entries(self) -> tuple[list[int], list[str], np.ndarray | None]:
-        """First document and name of each file, none if unknown; and rows of the documents."""
+        """First document and name of each file, and rows of the documents.
+
+        Lists are empty and rows None if unknown.
+        """
         path = self.folder / SOURCE_FILES_NAME
         try:
             if not path.exists():
@@ -240,7 +243,7 @@ def open_flat(
 
 
 def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields sizes in blocks, so that memory does not grow with the number of documents."""
+    """Yields document sizes in blocks, in constant memory."""
     for first in range(0, len(document_offsets) - 1, _BLOCK):
         yield np.diff(document_offsets[first : first + _BLOCK + 1])
 
