@@ -132,11 +132,13 @@ def collect(
     """
     result = CollectedSettings()
     if own is not None:
+        saved = []
         for name, value in own.values.items():
             origin = Origin(
                 Source.SAVED_CONFIG, raw=values.format_value(value), note=f"of {own.place}"
             )
-            result.settings.append(Setting(name, value, origin, name))
+            saved.append(Setting(name, value, origin, name))
+        result.settings += _distinct(saved, result)
     paths, typed = _read_arguments(arguments, result)
     typed += _distinct(
         [
