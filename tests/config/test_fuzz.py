@@ -27,9 +27,13 @@ from tests.small_models import some_quick
 # meanwhile, which hypothesis takes for the strategies' doing.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
-_SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+
+def _settings(number: int) -> settings:
+    return settings(
+        deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        max_examples=number, derandomize=True,
+    )  # fmt: skip
+
 
 _EDGES = (
     "0", "-0", "-1", "1", "2", "3", "7", "64", "0.0", "-0.0", "0.5", "1e-30", "1e30", "1e308",
@@ -214,10 +218,10 @@ def accepted_or_refused(told: Input, program: str) -> LoadedConfig | None:
     return loaded
 
 
-@pytest.mark.parametrize("number", some_quick([40, 1000], 2))
+@pytest.mark.parametrize("number", some_quick([40, 250], 2))
 def test_inputs(number):
     @given(_INPUTS, st.sampled_from(_PROGRAMS))
-    @settings(_SETTINGS, max_examples=number)
+    @_settings(number)
     def is_accepted_or_refused(told, program):
         accepted_or_refused(told, program)
 
@@ -247,13 +251,13 @@ def _models(draw: st.DrawFn) -> list[str]:
     return [*_TINY, block, *(f"{name}={draw(_right(name))}" for name in names)]
 
 
-@pytest.mark.parametrize("number", some_quick([25, 500], 2))
+@pytest.mark.parametrize("number", some_quick([25, 150], 2))
 def test_accepted_models_build(number):
     from MaxText.layers.model import Model
     from MaxText.training import backend_defaults
 
     @given(_models())
-    @settings(_SETTINGS, max_examples=number)
+    @_settings(number)
     def builds(arguments):
         if loaded := accepted_or_refused(Input(arguments, {}, {}), "train.py"):
             section, _ = backend_defaults.resolve_auto(loaded.config.model, "cpu")

@@ -1,6 +1,7 @@
 """Every kind of mistake: one problem each, all at once, with place and remedy."""
 
 import contextlib
+import random
 import shlex
 from pathlib import Path
 
@@ -180,6 +181,8 @@ RAW = ["[[a,1]]", "", "{a: b}", "9" * 5000, "\x00"]
 
 @pytest.mark.parametrize("raw", some_quick(RAW, 8))
 def test_no_value_of_any_key_makes_a_traceback(raw):
-    for name in all_keys():
+    names = sorted(all_keys())
+    # The slow tests draw anew in each run.
+    for name in names if raw == RAW[0] else random.sample(names, len(names) // 3):
         with contextlib.suppress(UserError):
             load([f"{name}={raw}"])

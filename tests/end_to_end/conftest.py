@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 
 import pytest
 
@@ -14,7 +15,8 @@ class Runs(kills.Attack):
 
     def __init__(self, place, compiled):
         users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
-        super().__init__(place, users | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen)
+        environment = users | {"JAX_PLATFORMS": "cpu"}
+        super().__init__(place, environment, random.getrandbits(32), popen=programs.popen)
         self.place, self.compiled = place, compiled
 
     def command(self, run_name, *arguments):

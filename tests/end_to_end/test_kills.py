@@ -39,16 +39,14 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(runs, whole):
 
 
 @pytest.mark.slow
-def test_random_kills(runs, tmp_path):
-    attack = kills.Attack(tmp_path / "kills", runs.environment)  # interpreters: output at once
-    expected = attack.undisturbed()
-    events = list(attack.killed(8))
+def test_random_kills(runs, whole):
+    events = list(runs.killed(len(kills.MOMENTS)))
     killed = [event for event in events if isinstance(event, kills.Kill)]
     assert {each.moment for each in killed} == set(kills.MOMENTS)
     # Some of them in the midst of the run, or nothing was shown.
     assert sum(each.last_step is not None for each in killed) >= 3
     for folder in [event for event in events if not isinstance(event, kills.Kill)]:
-        assert kills.differences(folder, expected) == []
+        assert kills.differences(folder, whole[0]) == []
 
 
 def test_sigterm_saves_and_the_same_command_makes_up_for_the_evaluation(runs):
@@ -83,8 +81,7 @@ def test_sigterm_ends_a_wait_for_data(runs, tmp_path):
         f"dataset_path={tmp_path / 'data'}", "prepare_output_format=bin", "data_retry.delay=1000",
         "learning_rate_schedule_steps=60", "checkpoint_period=1000000",
     ]  # fmt: skip
-    command = runs.command("waited", *always, "steps=1000000")
-    run = kills.Run(command, runs.environment)  # an interpreter: output at once
+    run = runs.start("waited", *always, "steps=1000000")
     assert run.wait_for(lambda: (run.last_step or 0) >= 3)
     contents = {file: file.read_bytes() for file in (tmp_path / "data").rglob("train/tokens*")}
     for file in contents:

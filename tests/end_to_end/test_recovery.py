@@ -100,7 +100,7 @@ CALM = (
 
 @pytest.fixture(scope="module")
 def trained(runs):
-    runs.complete("trained", *CALM.split(), "learning_rate=0.003", "steps=200")
+    runs.complete("trained", *CALM.split(), "learning_rate=0.003", "steps=100")
     return runs.folder("trained")
 
 
@@ -111,11 +111,11 @@ def test_no_checkpoint_of_an_exploded_rate_is_promoted(runs, trained, rate, peri
     name, keys = f"rate_{rate}", [*CALM.split(), f"step_log_period={period}"]
     shutil.copytree(trained, runs.folder(name))
     good = runs.folder(name) / "checkpoints" / "good.json"
-    runs.complete(name, *keys, f"learning_rate={rate}", "steps=300", code=1)
+    runs.complete(name, *keys, f"learning_rate={rate}", "steps=200", code=1)
     assert runs.rows(name, "events.jsonl")[-1]["reason"] == "diverged"
-    assert max(json.loads(good.read_text())["good"]) == 199
-    runs.complete(name, *keys, "learning_rate=0.003", "steps=240")
+    assert max(json.loads(good.read_text())["good"]) == 99
+    runs.complete(name, *keys, "learning_rate=0.003", "steps=140")
     losses = {row["step"]: row["learning/loss"] for row in runs.events(name, "step")}
-    assert losses[239] < losses[0]
-    assert not [row for row in runs.events(name, "skip") if row["step"] > 200]
-    assert max(json.loads(good.read_text())["good"]) >= 200
+    assert losses[139] < losses[0]
+    assert not [row for row in runs.events(name, "skip") if row["step"] > 100]
+    assert max(json.loads(good.read_text())["good"]) >= 100

@@ -24,7 +24,6 @@ def values_of(step):
 @pytest.mark.slow
 def test_a_run_grows_and_goes_on(tmp_path, users_environment):
     keys = {name: value for name, value in (TINY | SMALL | KEYS).items() if "mlp" not in name}
-    keys["jax_cache_dir"] = f"{tmp_path}/cache"
     (tmp_path / "small.yml").write_text(json.dumps(keys))
 
     def train(*arguments, code=0):

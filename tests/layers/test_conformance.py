@@ -126,7 +126,7 @@ def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
     with sums_as_products():
         for check in CHECKS:
             if check.name not in OTHERS:
-                assert check.problem(subject) is None
+                assert check.problem(subject) is None, keys
         for operations, model in zip(subject.operations, subject.models, strict=True):
             count = count_flops(model, LENGTH)
             assert sum(part.parameters for part in count.parts) == model.num_parameters
@@ -172,6 +172,7 @@ OPTIONS: list[list[dict[str, Any]]] = [
     [{}, {"base_num_kv_heads": 2, "use_qk_norm": True}, BIASES | {"base_num_kv_heads": 1}],
     [{}, DROPS],
 ]
+NUM_TESTED = 4  # rows in a run of the slow tests
 Row = tuple[int, ...]  # which value of each option
 
 
@@ -189,7 +190,10 @@ def is_allowed(row: Row) -> bool:
 
 @pytest.fixture(scope="module")
 def covering() -> list[Row]:
-    """Rows that the configuration allows, each of random ones that with most new pairs."""
+    """Rows that the configuration allows, each of random ones that with most new pairs.
+
+    Each run tests some of them, drawn with the seed that pytest-randomly prints.
+    """
     generator = random.Random(0)
     drawn = [tuple(generator.randrange(len(v)) for v in OPTIONS) for _ in range(600)]
     allowed = [row for row in drawn if is_allowed(row)]
@@ -201,10 +205,10 @@ def covering() -> list[Row]:
     while len(rows) < 12:
         rows.append(max(allowed, key=lambda row: len(pairs(row) - covered)))
         covered |= pairs(rows[-1])
-    return rows
+    return random.sample(rows, NUM_TESTED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(NUM_TESTED))
 def test_conformance_of_pairs(number, covering):
     conforms("llama2", keys_of(covering[number]))
