@@ -14,7 +14,7 @@ from tests.house.sources import REPOSITORY
 
 # Compiling is most of the suite's time, and its programs are tiny: compile them fast, not well.
 # A train step of three layers: 10 CPU seconds without these, 5 with the first two, 0.7 with all.
-# tests/several_processes/test_training.py compiles as users do.
+# tests/cost/test_ahead_of_time.py compiles as users do.
 _FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"

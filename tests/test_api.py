@@ -124,6 +124,12 @@ def test_the_notebook(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat", reason="needs pip install '.[notebook]'")
     nbclient = pytest.importorskip("nbclient", reason="needs pip install '.[notebook]'")
     notebook = nbformat.read(REPOSITORY / "docs" / "probe_a_run.ipynb", as_version=4)
+    training = next(cell for cell in notebook.cells if "mt.train" in cell.source)
+    assert "steps=60" in training.source
+    training.source = training.source.replace("steps=60", "steps=6")
+    less = {"prepare_source": REPOSITORY / "docs", "per_device_batch_size": 2, "base_emb_dim": 32}
+    for name, value in less.items():
+        monkeypatch.setenv(f"M_{name.upper()}", str(value))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()

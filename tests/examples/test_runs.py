@@ -50,8 +50,7 @@ def runs(tmp_path, users_environment):
     place = tmp_path / "kills"
     runs = kills.Attack(place, users_environment | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen)
     text = (place / "kills.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
-    text = text.replace("base_num_decoder_layers: 2", "base_num_decoder_layers: 4")
-    (place / "kills.yml").write_text(text)
+    (place / "kills.yml").write_text(f"{text}layer_pattern: G*\n")
     return runs
 
 
@@ -84,7 +83,7 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
         "decode_ignore_end=true",
     )  # fmt: skip
     assert "8 tokens" in shown
-    planned = done("plan.py", config, "hardware=1xH200")
+    planned = done("plan.py", str(EXAMPLE), "hardware=1xH200")
     assert "at the peak" in planned
 
     attention = tmp_path / "attention.yml"

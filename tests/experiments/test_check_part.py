@@ -2,6 +2,7 @@
 
 import importlib
 
+import jax
 import optax
 import pytest
 
@@ -15,7 +16,7 @@ from MaxText.experiments.conformance import (
     Subject,
     result,
 )
-from tests.house.sources import REPOSITORY
+from tests.house.sources import REPOSITORY, run_main
 from tests.programs import run
 
 PART = "tests/experiments/running_mean.py"
@@ -70,15 +71,28 @@ def test_an_optimizer_that_goes_up_is_found():
         registry.forget(__file__)
 
 
+def assert_all_ok(found, part):
+    checks = OPTIMIZER_CHECKS if "optimizer" in part else CHECKS
+    assert found.count(" ok\n") == len(checks), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [PART, "examples/moving_average.py"])
+def test_the_program(part, users_environment):
+    found = run("check_part.py", [part], REPOSITORY, users_environment)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert_all_ok(found.stdout, part)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    [PART, *(f"examples/{name}.py" for name in
-             ("gated_deltanet", "differential_attention", "moving_average", "my_optimizer")),
+    ["examples/gated_deltanet.py", "examples/differential_attention.py", "examples/my_optimizer.py",
      "examples/value_residual.py:ValueResidualAttention connection_type=value_residual"],
 )  # fmt: skip
-def test_the_program(part, users_environment):
-    found = run("check_part.py", part.split(), REPOSITORY, users_environment)
-    assert found.returncode == 0, found.stdout + found.stderr
-    checks = OPTIMIZER_CHECKS if "optimizer" in part else CHECKS
-    assert found.stdout.count(" ok\n") == len(checks)
+def test_other_examples_on_one_device(part, monkeypatch, capsys):
+    """In process; tests/examples/test_runs.py trains them on 8 devices."""
+    monkeypatch.chdir(REPOSITORY)
+    assert jax.device_count() == 1  # jax has started: the program's XLA_FLAGS come too late
+    assert run_main("check_part.py", part.split()) == 0, capsys.readouterr().out
+    assert_all_ok(capsys.readouterr().out, part)

@@ -61,13 +61,15 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     keys = ("dataset_type=synthetic", "steps=3", "run_name=wheel", "eval_interval=-1",
-            "prepare_source=", "dataset_path=", "hardware=cpu")  # fmt: skip
+            "prepare_source=", "dataset_path=", "hardware=cpu", "base_num_decoder_layers=1",
+            "per_device_batch_size=2")  # fmt: skip
     shown = run(
         environment / "bin" / "maxtext-train", "configs/quickstart.yml", *keys, folder=empty
     )
     assert "completed step: 2" in shown
     assert (empty / "maxtext_output" / "wheel" / "metrics.jsonl").is_file()
-    shown = run(python, "-m", "MaxText.plan", "model_name=gpt2-124m", "--show-config", folder=empty)
+    planned = ("model_name=gpt2-124m", "hardware=cpu", "--show-config")
+    shown = run(python, "-m", "MaxText.plan", *planned, folder=empty)
     assert "gpt2-124m" in shown
     where = run(python, "-c", "import MaxText.train as t; print(t.__file__)", folder=empty)
     assert where.startswith(str(packages))
