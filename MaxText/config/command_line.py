@@ -66,7 +66,7 @@ def parse_with_options(
     found: list[Any] = []
 
     def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:
-        found[:] = read_options(kind, words)
+        found[:] = read_options(kind, words, requires=program is not None)
         problems = list(found[1].problems)
         try:
             loaded = load(found[1].configuration, program)

@@ -50,7 +50,11 @@ class Words(NamedTuple):
 
 
 def read_options(
-    kind: type[OptionsT], arguments: Sequence[str], *, takes_keys: bool = True
+    kind: type[OptionsT],
+    arguments: Sequence[str],
+    *,
+    takes_keys: bool = True,
+    requires: bool = True,
 ) -> tuple[OptionsT, Words]:
     """Takes a program's own options out of a command line.
 
@@ -58,6 +62,7 @@ def read_options(
 
     Args:
       takes_keys: Whether other key=value are those of a configuration, which judges them.
+      requires: Whether a missing option is a problem, unlike when only keys are shown.
     """
     options = {name.rstrip("_"): key for name, key in keys_of(kind).items()}
     switches = [name for name, key in options.items() if key.annotation is bool]
@@ -84,7 +89,7 @@ def read_options(
         else:
             (words.files if YAML_PATH.fullmatch(argument) else words.others).append(argument)
     for name in kind.REQUIRED:
-        if not texts.get(name):
+        if requires and not texts.get(name):
             fact = ("accepted", options[name].help)
             words.problems.append(Problem(f"{name}= is missing", facts=(fact,)))
     given = tuple(name.rstrip("_") for name in found)
