@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from MaxText.errors import UserError
+
 Rules = Sequence[tuple[str, Sequence[str]]]
 HIDDEN = ("activation_batch", "activation_norm_length", "activation_embed")  # [B, T, D]
 # Inputs of mixers and feed-forwards, whose weights are split over the tensor axis.
@@ -63,12 +65,16 @@ def logical_to_mesh_axes(
     in several rules. A dimension that no rule fits is replicated.
 
     Raises:
-      KeyError: A name is in no rule (a bug in a part, or a rule that was removed).
+      UserError: A name is in no rule.
     """
     known = {name for name, _ in rules}
     for name in names:
         if name is not None and name not in known:
-            raise KeyError(f"logical axis {name!r} has no entry in logical_axis_rules")
+            raise UserError(
+                f"logical axis {name!r} has no entry in logical_axis_rules\n"
+                f"  What to do: add [{name}, []] to it to replicate that dimension, or keep the "
+                "base rules with override_logical_axis_rules=false"
+            )
     spec: list[tuple[str, ...] | None] = [None] * len(names)
     undecided = [dim for dim, name in enumerate(names) if name is not None]
     taken: set[str] = set()

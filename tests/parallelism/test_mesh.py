@@ -117,7 +117,7 @@ def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, exp
     wanted = (tuple(axes.split()) or None for axes in expected)
     rules, mesh = rules or LOGICAL_AXIS_RULES, abstract_mesh(**sizes)
     assert logical_to_mesh_axes(names, shape, rules, mesh) == PartitionSpec(*wanted)
-    with pytest.raises(KeyError, match="no_such_axis"):
+    with pytest.raises(UserError, match="no_such_axis"):
         logical_to_mesh_axes(("no_such_axis",), (8,), rules, mesh)
 
 
