@@ -1,0 +1,29 @@
+"""What `auto` means on a GPU, and the XLA options of its steps."""
+
+import jax
+import pytest
+
+from MaxText.parallelism.compiler_options import compiler_options
+from MaxText.parallelism.mesh import make_layout
+from MaxText.training.backend_defaults import GPU_UNROLLED_LAYERS, resolve_auto
+from tests.small_models import tiny_config
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_few_layers_are_unrolled_on_one_gpu(beyond):
+    config = tiny_config(
+        base_num_decoder_layers=GPU_UNROLLED_LAYERS + beyond, scan_layers="auto",
+        attention="blocked", vocab_size=128 + beyond,
+    )  # fmt: skip
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    section, lines = resolve_auto(config.model, "gpu", layout)
+    assert section.memory.scan_layers is bool(beyond)
+    assert any(line.startswith("vocab_size") for line in lines) is bool(beyond)
+
+
+def test_options_of_the_user_win(monkeypatch):
+    assert compiler_options("gpu", 1, "fp8") == {"xla_gpu_enable_triton_gemm": False}
+    assert not compiler_options("gpu", 1, "")
+    assert not compiler_options("tpu", 8, "fp8")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    assert not compiler_options("gpu", 1, "fp8")
