@@ -151,7 +151,11 @@ def plot_hyperparameters(
     """
     losses = {name: run.final_loss for name, run in all_runs(entries).items()}
     losses = {name: value for name, value in losses.items() if value is not None}
-    keys = {key: values for key, values in keys.items() if not key.endswith("seed")}
+    keys = {
+        key: {name: v if type(v) in (int, float) else str(v) for name, v in values.items()}
+        for key, values in keys.items()
+        if not key.endswith("seed")
+    }
     if len(losses) < 2 or not keys:
         return []
     plots = []

@@ -7,9 +7,9 @@ from MaxText.metrics.run_record import read_run
 from MaxText.reports.chart import PALETTE
 from MaxText.reports.curves import Axes
 from MaxText.reports.downsampling import MAX_POINTS, MAX_SMOOTH_POINTS, downsample, running_median
-from MaxText.reports.entries import group_runs
+from MaxText.reports.entries import all_runs, group_runs
 from MaxText.reports.figures import draw_chart
-from MaxText.reports.plots import plot_goodput
+from MaxText.reports.plots import plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, quantity_charts
 from tests.reports.run_files import TOKENS_PER_UPDATE, RunFiles, completed
 
@@ -174,3 +174,10 @@ def test_colors_differ_for_every_reader_and_on_any_paper():
     luminance = linear([*PALETTE, "#ffffff", "#14191e"]) @ XYZ[1] + 0.05
     colors, white, dark = luminance[:-2], luminance[-2], luminance[-1]
     assert min((white / colors).min(), (colors / dark).min()) >= 3
+
+
+def test_keys_of_any_type_are_plotted(completed_run, eventful_run):
+    entries = group_runs([read_run(completed_run), read_run(eventful_run)], None)
+    first, second = all_runs(entries)
+    values = {first: {"momentum": 0.9}, second: None}
+    assert len(plot_hyperparameters(entries, {"adafactor": values, "data_shuffle_seed": {}})) == 2
