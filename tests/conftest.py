@@ -75,6 +75,17 @@ def parts_of_this_module():
 
 
 @pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """Tests import modules that they write to the current folder, each of them anew."""
+    before = registry.registrations()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(import_modules, "_hashes", {})
+    monkeypatch.setattr(import_modules, "_files", {})
+    yield
+    registry.keep_only(before)
+
+
+@pytest.fixture
 def users_environment(compilation_cache):
     """The environment for a program started as a user would, except that it compiles fast."""
     users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}

@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from MaxText.config.loading import configure
 from MaxText.config.schema import Config
+from MaxText.config.training_sections import Guard
 from MaxText.experiments import conformance
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -32,6 +35,12 @@ TINY = {
     "learning_rate": 1e-2,
     "warmup_steps_fraction": 0.0,
 }
+
+
+VALUE_RESIDUAL = {
+    "import_modules": ["examples/value_residual.py"], "connection_type": "value_residual",
+    "mixer": "value_residual_attention",
+}  # fmt: skip
 
 
 def some_quick(rows: Iterable[Any], every: int) -> list[Any]:
@@ -60,12 +69,35 @@ def random_batch(config: Config, rows: int, seed: int = 0, documents: bool = Fal
     return conformance.random_batch(config, rows, seed, documents=documents)
 
 
+def assert_close(found: Any, expected: Any, atol: float, rtol: float = 1e-6) -> None:
+    """Asserts that trees are equal to these tolerances."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), found, expected)
+
+
+def random_params(model: Model, scale: float = 1.0, seed: int = 0):
+    """Normal numbers for all parameters, without compiling anything."""
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda x: jnp.asarray(scale * draw(size=x.shape), x.dtype), model.abstract)
+
+
+def noisy_params(model: Model, noise: float):
+    """Initial parameters plus normal numbers, so that parts that start at 0 have an effect."""
+    draw, params = np.random.default_rng(0).normal, jax.jit(model.initialize)(jax.random.key(0))
+    return jax.tree.map(lambda x: x + noise * draw(size=x.shape).astype(x.dtype), params)
+
+
+def made_for_training(config: Config, model: Model, *guard: Guard):
+    """(learning rate schedule, optimizer, initializer of a state) of a configuration."""
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    return schedule, optimizer, make_initialize(model, optimizer, *guard)
+
+
 def trainer(config: Config, num_microbatches: int = 1):
     """(model, fresh state, jitted train step) of a configuration."""
     model = Model(config.model)
-    schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    state = jax.jit(make_initialize(model, optimizer))(jax.random.key(0))
+    schedule, optimizer, initialize = made_for_training(config, model)
+    state = jax.jit(initialize)(jax.random.key(0))
     step = make_train_step(
         model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0
     )

@@ -7,29 +7,13 @@ import pytest
 
 import MaxText as mt
 from tests.house.sources import REPOSITORY
+from tests.small_models import TINY
 
-TINY = {
-    "base_emb_dim": 16,
-    "base_num_query_heads": 2,
-    "base_num_kv_heads": 2,
-    "head_dim": 8,
-    "base_mlp_dim": 32,
-    "base_num_decoder_layers": 2,
-    "vocab_size": 300,
-    "tokenizer_vocab_size": 300,
-    "tokenizer_type": "byte",
-    "max_target_length": 16,
-    "per_device_batch_size": 2,
-    "steps": 4,
-    "step_log_period": 1,
-    "eval_interval": 2,
-    "eval_steps": 2,
-    "validation_fraction": 0.2,
-    "dtype": "float32",
-    "jax_cache_dir": "",
-    "enable_tensorboard": False,
-    "loss_curve": False,
-}
+KEYS = {name: TINY[name] for name in TINY if name not in ("dataset_type", "scan_layers")} | {
+    "vocab_size": 300, "tokenizer_vocab_size": 300, "tokenizer_type": "byte", "jax_cache_dir": "",
+    "per_device_batch_size": 2, "steps": 4, "step_log_period": 1, "eval_interval": 2,
+    "eval_steps": 2, "validation_fraction": 0.2, "enable_tensorboard": False, "loss_curve": False,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +25,7 @@ def trained(tmp_path_factory):
         (place / "text" / f"{number}.txt").write_text(f"text number {number}. " * 20)
     paths = {"prepare_source": place / "text", "dataset_path": place / "data"}
     paths |= {"base_output_directory": place / "out", "data_cache_dir": place / "cache"}
-    config = mt.configure(**TINY, **{name: str(path) for name, path in paths.items()}, run_name="r")
+    config = mt.configure(**KEYS, **{name: str(path) for name, path in paths.items()}, run_name="r")
     events = []
     return config, mt.train(config, callbacks=[events.append]), events
 
@@ -102,19 +86,16 @@ def test_intermediate_values(run):
     paths = ["layers/*/self_attention/probabilities", "layers/1/mlp/mlpwo", "layers/*/output"]
     logits, values = run.forward(ids, capture=paths)
     np.testing.assert_allclose(logits, run.logits(ids), atol=1e-5)
-    assert {name: x.shape for name, x in values.items()} == {
-        "layers/0/self_attention/probabilities": (2, 2, 4, 4),
-        "layers/0/output": (2, 4, 16),
-        "layers/1/self_attention/probabilities": (2, 2, 4, 4),
-        "layers/1/mlp/mlpwo": (2, 4, 16),
-        "layers/1/output": (2, 4, 16),
-    }
+    shapes = {f"layers/{i}/self_attention/probabilities": (2, 4, 4, 4) for i in range(3)}
+    shapes |= {f"layers/{i}/output": (2, 4, 32) for i in range(3)}
+    shapes |= {"layers/1/mlp/mlpwo": (2, 4, 32)}
+    assert {name: x.shape for name, x in values.items()} == shapes
     probabilities = values["layers/1/self_attention/probabilities"]
     np.testing.assert_allclose(probabilities.sum(-1), 1, atol=1e-6)
     assert not np.triu(probabilities, 1).any()
-    one, of_one = run.forward(ids[1], capture=["layers/1/output"])
+    one, of_one = run.forward(ids[1], capture=["layers/2/output"])
     np.testing.assert_allclose(one, logits[1], atol=1e-5)
-    np.testing.assert_allclose(of_one["layers/1/output"], values["layers/1/output"][1], atol=1e-5)
+    np.testing.assert_allclose(of_one["layers/2/output"], values["layers/2/output"][1], atol=1e-5)
     with pytest.raises(ValueError, match="layers/0/self_attention/query_proj"):
         run.forward(ids, capture=["layers/*/attention/weights"])
 

@@ -11,6 +11,7 @@ import optax
 
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import Checkpoint
+from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.run.restore import RestoreResult, restore_or_initialize
 from MaxText.training.state import TrainState
 
@@ -68,12 +69,14 @@ def start(
     state: TrainState | None = None,
     config: Mapping[str, Any] = CONFIG,
     initialize: Callable[[], TrainState] | None = None,
+    resolved: ResolvedGrowth | None = None,
 ) -> tuple[RestoreResult, list[str]]:
     """Starts a run with checkpoints in `folder`: (Start, printed lines)."""
     section, lines = section or Checkpoint(), []
     state = fresh_state() if state is None else state
     checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(
-        checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append
-    )
+        checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append,
+        resolved,
+    )  # fmt: skip
     return result, lines

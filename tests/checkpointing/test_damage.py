@@ -41,6 +41,12 @@ def collected():
     gc.collect()
 
 
+def restored(run):
+    """State, position and metadata of step 4."""
+    checkpoints = CheckpointManager(run / "checkpoints", Checkpoint())
+    return checkpoints.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
+
+
 def contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
@@ -69,11 +75,8 @@ def test_random_damage_of_every_file(run, kept, number):
         data = path.read_bytes()
         for damaged in ways_to_damage(data, chance, number):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            checkpoints = CheckpointManager(run / "checkpoints", Checkpoint())
             try:
-                state, position, metadata = checkpoints.restore(
-                    4, abstract(fresh_state()), CONFIG, lambda line: None
-                )
+                state, position, metadata = restored(run)
             except checkpoint_files.CheckpointCorruptedError:
                 outcomes["unreadable"] += 1
             else:
@@ -84,9 +87,8 @@ def test_random_damage_of_every_file(run, kept, number):
         path.write_bytes(data)
     for name in ("items/d", "items", "iter", "metadata"):
         folder = (run / "checkpoints/4" / name).rename(run / "away")
-        checkpoints = CheckpointManager(run / "checkpoints", Checkpoint())
         with pytest.raises(checkpoint_files.CheckpointCorruptedError):
-            checkpoints.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
+            restored(run)
         folder.rename(run / "checkpoints/4" / name)
     assert min(outcomes.values()) > number, outcomes
 
@@ -95,9 +97,7 @@ def test_a_flipped_bit_in_the_name_of_the_checksums(run):
     path = run / "checkpoints/4/metadata/metadata"
     path.write_text(path.read_text().replace('"integrity"', '"integrits"'))
     with pytest.raises(checkpoint_files.CheckpointCorruptedError, match="another name"):
-        CheckpointManager(run / "checkpoints", Checkpoint()).restore(
-            4, abstract(fresh_state()), CONFIG, lambda line: None
-        )
+        restored(run)
 
 
 def test_truncated_arrays(run, kept, tmp_path):
@@ -125,8 +125,7 @@ def silently_damaged(run, tmp_path):
 
     A flipped bit on disk often is of this kind, but where it lies differs from save to save.
     """
-    name, chosen = "token_embedder", CheckpointManager(run / "checkpoints", Checkpoint())
-    state, _, _ = chosen.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
+    name, (state, _, _) = "token_embedder", restored(run)
     array = np.array(state.params[name])
     array.view(np.uint32)[3, 5] ^= 1 << 20
     state.params[name] = jnp.asarray(array)

@@ -73,18 +73,9 @@ def test_every_rule_is_tested():
 def test_all_problems_are_listed_at_once(write, monkeypatch, told):
     path = write("steps: ten\n\nlearning_rat: 1\n")
     monkeypatch.setenv("M_VOCAB_SIZE", "many")
+    words = ["dtype=bf16", "quantize_kvcache=true", "base_num_kv_heads=5", "--x=1", "y", "--z"]
     with pytest.raises(UserError) as caught:
-        load(
-            [
-                path,
-                "dtype=bf16",
-                "quantize_kvcache=true",
-                "base_num_kv_heads=5",
-                "--x=1",
-                "y",
-                "--z",
-            ]
-        )
+        load([path, *words])
     assert len(caught.value.problems) == 9
     places = str([problem.where for problem in caught.value.problems])
     for place in ("config.yml:1, steps: ten", "config.yml:3", "M_VOCAB_SIZE=many", "dtype=bf16"):

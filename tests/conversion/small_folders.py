@@ -121,6 +121,14 @@ def muddformer(
     return config, _drawn_by_table(config, dtype)
 
 
+def of_family(model_type: str, **changes: Any) -> tuple[dict, dict[str, np.ndarray]]:
+    """(config.json, random tensors) of any family here."""
+    if model_type == "tokenformer":
+        return tokenformer(**changes)
+    is_mudd = model_type.startswith("mudd")
+    return muddformer(model_type, **changes) if is_mudd else random(model_type, **changes)
+
+
 def _drawn_by_table(config: dict, dtype: str) -> dict[str, np.ndarray]:
     """Names and shapes are the converter's own: the golden models have those of the programs."""
     family = resolve_family(config, "here")

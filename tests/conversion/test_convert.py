@@ -5,8 +5,6 @@ import subprocess
 import sys
 import threading
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -18,7 +16,6 @@ from MaxText.conversion.hf_config import find_family
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.initial_weights import open_parameters
 from MaxText.conversion.stored_arrays import LazyCheckpointReader, RunWeights
-from MaxText.conversion.weight_source import unflatten
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
@@ -41,12 +38,7 @@ def test_an_import_is_verified_when_it_is_read(here):
     path = stored.folder / "metadata" / "metadata"
     path.write_bytes((here / "b/checkpoints/0/metadata/metadata").read_bytes())
     weights = RunWeights("a")
-    abstract = unflatten(
-        {
-            name: jax.ShapeDtypeStruct(info.shape, jnp.float32)
-            for name, info in weights.model.parameters.items()
-        }
-    )
+    abstract = weights.model.abstract
     given = open_parameters("a", "load_parameters_path", abstract, {}, lambda line: None)
     for read in (lambda: weights.read("decoder_norm/scale"), given.read):
         with pytest.raises(UserError, match="params/decoder_norm/scale: "):

@@ -132,11 +132,8 @@ def test_models_that_cannot_be_read(arguments, problem, here):
 def test_another_configuration_than_that_of_the_checkpoint(here):
     tree = in_their_tree(drawn(KEYS), LLAMA_NORM)
     save_tree(here / "llama", {"params": {"params": tree}})
-    tensors = {
-        name: array
-        for name, array in PREPOST.parameters.items()
-        if name != "decoder/mudd_prenorm_2/scale"
-    }
+    tensors = dict(PREPOST.parameters)
+    del tensors["decoder/mudd_prenorm_2/scale"]
     PREPOST.store(here / "muddformer", tensors)
     JAX_A.store(here / "tokenformer", JAX_A.parameters)
     connection = "decoder/layers_0/dynamic_dense_conn1/kernel"

@@ -7,7 +7,7 @@ from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face
-from tests.conversion.small_folders import muddformer, random, tokenformer, write
+from tests.conversion.small_folders import of_family, random, write
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 REFUSED = [
@@ -48,16 +48,6 @@ REFUSED = [
 ]
 
 
-def folder_of(model_type):
-    """config.json and tensors."""
-    if model_type.startswith("gpt"):
-        golden = hugging_face(model_type)
-        return dict(golden.config_json), golden.parameters
-    if model_type == "tokenformer":
-        return tokenformer()
-    return muddformer(model_type) if model_type.startswith("mudd") else random(model_type)
-
-
 def name_of(row):
     model_type, change = row
     return f"{model_type}: {', '.join(f'{key}={value}' for key, value in change.items())}"
@@ -65,7 +55,10 @@ def name_of(row):
 
 @pytest.mark.parametrize(("model_type", "change"), REFUSED, ids=map(name_of, REFUSED))
 def test_a_config_json_that_cannot_be_imported(model_type, change, tmp_path, told):
-    config, tensors = folder_of(model_type)
+    if model_type == "gptneo":
+        config, tensors = hugging_face("gptneo").config_json, hugging_face("gptneo").parameters
+    else:
+        config, tensors = of_family(model_type)
     with pytest.raises(UserError) as caught:
         HFWeights(write(tmp_path, config | change, tensors))
     told(caught.value)

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import configure
 from MaxText.config.serialization import flatten
 from MaxText.config.training_sections import Checkpoint
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
-from MaxText.run.restore import restore_or_initialize
+from tests.checkpointing.small_state import start as start_run
 from tests.conversion.running import run as convert
 from tests.conversion.small_folders import muddformer, random, tokenformer, write
 from tests.growth.growing import by_name, program
@@ -18,13 +17,8 @@ from tests.growth.growing import by_name, program
 
 def start(folder, path, config):
     """Starts a run: (Start, lines)."""
-    made = program(config)
-    section, lines = Checkpoint(load_parameters_path=path), []
-    checkpoints = CheckpointManager(folder / "checkpoints", section)
-    result = restore_or_initialize(
-        checkpoints, section, made.abstract, made.random_state, flatten(config), lines.append
-    )
-    return result, lines
+    made, section = program(config), Checkpoint(load_parameters_path=path)
+    return start_run(folder, section, made.abstract, flatten(config), made.random_state)
 
 
 def config_of(weights, **keys):

@@ -8,6 +8,7 @@ from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.verification import verify
 from MaxText.errors import UserError
 from tests.conversion.running import run
+from tests.conversion.test_tables import SCALINGS
 
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
@@ -33,15 +34,6 @@ MODELS = {
     "qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
 }  # fmt: skip
 
-
-# Short, so that the 64 tokens that are compared reach into every band.
-SCALINGS = {
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16,
-               "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-             "beta_fast": 4.0, "beta_slow": 0.5},
-}  # fmt: skip
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -85,7 +77,8 @@ def test_both_ways_agree(model_type, tmp_path):
      ("qwen2", "yarn"), ("qwen3", "yarn"), ("gemma", "llama3")],
 )  # fmt: skip
 def test_changed_rotary_frequencies_agree(model_type, scaling, tmp_path):
-    saved(model_type, tmp_path / "hf", changes={"rope_scaling": dict(SCALINGS[scaling])})
+    changes = {"rope_scaling": {"rope_type": scaling} | SCALINGS[scaling]}
+    saved(model_type, tmp_path / "hf", changes=changes)
     verified(f"hf:{tmp_path / 'hf'}", tmp_path / "run")
     verified(tmp_path / "run", f"hf:{tmp_path / 'again'}")
     found = transformers.AutoConfig.from_pretrained(tmp_path / "again").rope_parameters

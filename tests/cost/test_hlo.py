@@ -68,9 +68,8 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
     # The count that a compiler notes wins, and an unknown one is said to be so.
     noted = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
     assert HloModule(noted).collectives()[0].count == 5 + 1
-    unknown = HloModule(
-        TEXT.replace("%bound = s32[]{:T(128)} constant(3)", "%bound = s32[] copy(%n)")
-    )
+    bound = "%bound = s32[]{:T(128)} constant(3)"
+    unknown = HloModule(TEXT.replace(bound, "%bound = s32[] copy(%n)"))
     assert unknown.has_unknown_loops
     assert unknown.collectives()[0].count == 1 + 1
 
@@ -83,11 +82,10 @@ def test_a_collective_in_several_computations_counts_once():
 
 def test_large_arrays_lie_in_the_main_memory_and_not_within_fusions():
     largest = HloModule(TEXT).largest_arrays(2)
+    source = "jvp()/dot_general (MaxText/layers/dense.py:44)"
     assert largest == [
         LargeBuffer(256 * 64 * 2, "bf16[256,64]", "all-gather", 1),
-        LargeBuffer(
-            1024 * 4 * 4, "f32[1024,4]", "jvp()/dot_general (MaxText/layers/dense.py:44)", 1
-        ),
+        LargeBuffer(1024 * 4 * 4, "f32[1024,4]", source, 1),
     ]
 
 

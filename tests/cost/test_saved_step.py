@@ -12,10 +12,7 @@ from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import compile_lowered, lower_train_step
 from MaxText.errors import UserError
 from MaxText.layers.batch import batch_shapes
-from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import make_initialize
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import made_for_training, random_batch, tiny_config
 
 ROWS = 2
 
@@ -48,10 +45,7 @@ def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved
     step_for = open_with(planned, compiled_trainstep_file=saved, run_name="another", steps=10)
     loaded = step_for(planned.batch)
     section = planned.config
-    optimizer = make_optimizer(
-        section.optimizer, learning_rate_schedule(section.schedule), planned.model.parameters
-    )
-    initialize = make_initialize(planned.model, optimizer, section.guard)
+    *_, initialize = made_for_training(section, planned.model, section.guard)
     batch = planned.layout.to_global_batch(
         jax.tree.map(np.asarray, random_batch(section, ROWS)), ROWS
     )

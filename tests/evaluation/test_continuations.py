@@ -11,6 +11,7 @@ from MaxText.evaluation import position_scorer
 from MaxText.evaluation.position_scorer import padded_length
 from MaxText.evaluation.scorers import Continuation, LoglikelihoodScorer, rolling_windows
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
+from tests.multi_device.same_results import MIXED
 
 WINDOW = 16
 
@@ -105,19 +106,10 @@ def test_padding_is_less_than_half_and_stays_in_the_window(length, window):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"ici_fsdp_parallelism": 8},
-        {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
-    ],
-    ids=["fsdp", "all"],
-)
-def test_the_same_scores_on_eight_devices(mesh, monkeypatch):
+def test_the_same_scores_on_eight_devices(monkeypatch):
     asked = random_continuations(40, seed=3)
     one = LoglikelihoodScorer(tiny_trained(base_num_kv_heads=4)).score(asked)
     monkeypatch.setattr(position_scorer, "_CHUNK_LOGITS", 256)
-    many = LoglikelihoodScorer(
-        tiny_trained(base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **mesh)
-    ).score(asked)
+    keys = MIXED | {"base_num_kv_heads": 4, "per_device_batch_size": 1}
+    many = LoglikelihoodScorer(tiny_trained(devices=jax.devices(), **keys)).score(asked)
     check(many, [(score.log_probability, score.is_greedy) for score in one])

@@ -144,8 +144,6 @@ def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
         (["tokenizer_path=nowhere.json"], "tokenizer_path=nowhere.json: no such file"),
         (["eval_output=."], "eval_output=. cannot be written: it is a folder"),
         (["eval_output=pyproject.toml/a.json"], "is a file"),
-        (["eval_tasks=[lambada]", "task_files.lambada=README.md", "eval_output=./README.md"],
-         "is the file of task_files.lambada"),
         (["harness.tasks=[a]", "harness.task_path=nowhere"], "harness"),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from benchmarks import kills
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.multi_device.same_results import MIXED, train
+from tests.small_models import VALUE_RESIDUAL
 
 EXAMPLE = REPOSITORY / "examples" / "gated_deltanet.yml"
 IMPORT = f"import_modules=[{REPOSITORY}/examples/gated_deltanet.py]"
@@ -21,11 +22,6 @@ HYBRID = {
 DIFFERENTIAL = {
     "import_modules": ["examples/differential_attention.py"],
     "mixer": "differential_attention",
-}
-VALUE_RESIDUAL = {
-    "import_modules": ["examples/value_residual.py"],
-    "connection_type": "value_residual",
-    "mixer": "value_residual_attention",
 }
 CAUTIOUS = {"import_modules": ["examples/my_optimizer.py"], "opt_type": "cautious_adamw"}
 

@@ -11,9 +11,11 @@ from tests.experiments import small_comparison, stand_in
 
 @pytest.fixture
 def configs(tmp_path, monkeypatch):
-    """Small configurations, a.yml, b.yml and c.yml, in the working folder."""
+    """Small configurations, a.yml, b.yml and c.yml, which has stages, in the working folder."""
     monkeypatch.chdir(tmp_path)
-    small_comparison.write_configs(tmp_path)
+    texts = {"a": small_comparison.A, "b": small_comparison.B, "c": small_comparison.C}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yml").write_text(text)
     return tmp_path
 
 

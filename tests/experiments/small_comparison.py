@@ -34,10 +34,7 @@ loss_curve: false
 log_config: false
 hardware: cpu
 """
-B = """
-base_config: a.yml
-decoder_block: llama2
-"""
+B = "base_config: a.yml\ndecoder_block: llama2\n"
 # A chain of two stages, whose model changes in nothing.
 C = """
 base_config: a.yml
@@ -45,12 +42,6 @@ stages:
   - {steps: 3}
   - {steps: 2, learning_rate: 2.0e-2}
 """
-
-
-def write_configs(folder: Path) -> None:
-    """Writes a.yml, b.yml and c.yml, which has stages."""
-    for name, text in (("a", A), ("b", B), ("c", C)):
-        (folder / f"{name}.yml").write_text(text, encoding="utf-8")
 
 
 def variants(*arguments: str) -> list[Variant]:

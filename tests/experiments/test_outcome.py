@@ -121,15 +121,11 @@ def test_table_and_sentences(told):
     told("\n".join(f"-- {name}\n" + "\n".join(lines) for name, lines in printed.items()))
 
 
-def test_speed_as_planned_is_not_mentioned():
-    groups = group_results(["a", "b"], results())
-    assert len(comparison_results.summary_lines(groups, plan(seconds=10 * 0.2), [])) == 1
-
-
 def test_a_budget_is_called_equal_only_if_it_was():
     groups = group_results(["a", "b"], results())
     assert results_report.title_of(plan(seconds=2.0), groups).endswith(", equal tokens")
     assert results_report.title_of(plan(seconds=1.0), groups).endswith(", unequal tokens")
+    assert len(comparison_results.summary_lines(groups, plan(seconds=2.0), [])) == 1
     first, *_, last = comparison_results.summary_lines(groups, plan(seconds=1.0), [])
     assert first.startswith("a trained for 2.0 s")
     assert last.startswith("b is lower")

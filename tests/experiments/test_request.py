@@ -79,10 +79,3 @@ def test_mistakes(snapshot):
         said[line] = "\n".join(problem.lines())
         assert key_at_fault(line) in problem.what, line
     assert said == snapshot
-
-
-def test_all_mistakes_are_found_at_once():
-    _, found = parse_args(["match=x", "seeds=x", "free=x", "budget=x"])
-    assert len(found) == 4
-    # A misspelt key that is like no word of this program is left to the configuration.
-    assert request("steps=3", "stepz=3").keys == ("steps=3", "stepz=3")

@@ -16,11 +16,12 @@ from MaxText.config.serialization import flatten
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.run.restore import RestoreResult, restore_or_initialize
+from MaxText.run.restore import RestoreResult
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import make_initialize, make_train_step
+from tests.checkpointing.small_state import start as start_run
 from tests.small_models import random_batch, tiny_config
 
 SMALL = {
@@ -142,14 +143,10 @@ def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Gr
     checkpoints = CheckpointManager(folder / "checkpoints", config.checkpoint)
     resolved = resolve_growth(config, [checkpoints.stored(step) for step in checkpoints.steps()])
     made = program(resolved.config, resolved)
-    start = restore_or_initialize(
-        checkpoints,
-        resolved.config.checkpoint,
-        made.abstract,
-        lambda: jax.tree.map(lambda x: x.copy(), fresh or made.state),
-        flatten(resolved.config),
-        lambda line: None,
-        resolved,
+    section, keys = resolved.config.checkpoint, flatten(resolved.config)
+    copied = functools.partial(jax.tree.map, lambda x: x.copy())
+    start, _ = start_run(
+        folder, section, made.abstract, keys, lambda: copied(fresh or made.state), resolved
     )
     return Grown(resolved, made, start)
 

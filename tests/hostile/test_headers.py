@@ -56,11 +56,6 @@ def test_weights_whose_header_lies(tmp_path, content):
     refused(r"model\.safetensors", TensorFiles, tmp_path)
 
 
-def _npy(header: str) -> bytes:
-    text = header.encode().ljust(118)
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16)
-
-
 @pytest.mark.parametrize(
     "header",
     [
@@ -74,7 +69,9 @@ def _npy(header: str) -> bytes:
     ],
 )  # fmt: skip
 def test_arrays_whose_header_lies(tmp_path, header):
-    content = _npy(header) if header else torch_archive(b"")  # a zip archive, as .npz is one
+    text = (header or "").encode().ljust(118)
+    content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16)
+    content = content if header else torch_archive(b"")  # a zip archive, as .npz is one
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
     (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
     assert ".npy" in record.reason or not header

@@ -11,7 +11,7 @@ from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout
 from tests.evaluation.small_trained import forward
-from tests.small_models import tiny_config
+from tests.small_models import noisy_params, tiny_config
 
 
 def test_several_new_tokens_at_once():
@@ -51,12 +51,7 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
     monkeypatch.setattr("MaxText.inference.engine.SMALLEST_PROMPT", 4)
     config = tiny_config("llama2", max_target_length=64, **keys)
     model = Model(config.model)
-    generator = np.random.default_rng(0)
-    # So that parts that start at 0 do something.
-    params = jax.tree.map(
-        lambda x: x + 0.05 * generator.normal(size=x.shape).astype(np.float32),
-        jax.jit(model.initialize)(jax.random.key(0)),
-    )
+    params = noisy_params(model, 0.05)
     layout = make_layout(config.mesh, jax.devices()[:1])
     engine = Engine(model, params, layout, SamplingParams(temperature=0))
 

@@ -31,10 +31,8 @@ def small():
     return model, params, layout, engine
 
 
-GREEDY, DRAWN = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2),
-)
+GREEDY = SamplingParams(temperature=0)
+DRAWN = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2)
 
 
 def completions(engine, stopping, batch_size=4, prompts=PROMPTS, **options):
@@ -44,9 +42,8 @@ def completions(engine, stopping, batch_size=4, prompts=PROMPTS, **options):
 
 def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass(small):
     model, params, _, engine = small
-    for prompt, completion in zip(
-        PROMPTS, completions(engine(GREEDY), StoppingCriteria(10)), strict=True
-    ):
+    found = completions(engine(GREEDY), StoppingCriteria(10))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
         assert completion.finish_reason == "length"
         ids = prompt + completion.tokens
         logits = forward(model)(params, np.array([ids + [0] * (WINDOW - len(ids))]))

@@ -28,11 +28,6 @@ def test_prompts_of_files(tmp_path, name, content, texts):
     assert prompts[0].extra_fields.get("id") == (7 if name == "rows.jsonl" else None)
 
 
-def test_one_prompt():
-    (prompt,) = read(prompt="I like")
-    assert (prompt.text, prompt.extra_fields) == ("I like", {})
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -71,14 +71,6 @@ def test_a_bound_that_is_missed_by_rounding_is_reached(params, num_kept):
     assert int(jnp.sum(p_V > 0)) == num_kept
 
 
-@pytest.mark.parametrize(
-    "params", [Params(top_k=2), Params(nucleus_p=0.5), Params(typical_p=0.2), Params(eta=0.9)]
-)
-def test_tied_ids_share_their_fate(params):
-    p_V = distribution(logits_of(0.3, 0.05, 0.3, 0.05, 0.3), params)[0]
-    np.testing.assert_allclose(p_V, np.array([1, 0, 1, 0, 1]) / 3, atol=1e-6)
-
-
 def test_repetition_penalty_pushes_both_signs_down():
     logits_BV = jnp.array([[2.0, -1.0, 0.5, 0.0]])
     seen_BV = jnp.array([[True, True, False, True]])

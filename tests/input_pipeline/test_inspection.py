@@ -1,6 +1,5 @@
 """inspect_data.py: every number it shows, against plain NumPy."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +53,6 @@ def rows_of(location: Path, length: int, **keys):
     )
 
 
-def repeats_of(sequences: list[np.ndarray]) -> tuple[int, int, int]:
-    """Sequences, repeats and the largest number of equal ones, counted by their bytes."""
-    counts = Counter(sequence.tobytes() for sequence in sequences)
-    return len(sequences), len(sequences) - len(counts), max(counts.values())
-
-
 @pytest.mark.parametrize("kind", ["prepared_array_record", "tfrecord"])
 @pytest.mark.parametrize("block", [7, 1000, 10**6])
 def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block):
@@ -75,8 +68,8 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     assert found.num_uncounted == 0
     assert found.occurrences(0) == 119  # all documents end with 0 but the planted one
     assert found.num_from(1000) == 1
-    repeats = found.documents
-    assert (repeats.num_documents, repeats.num_repeats, repeats.max_copies) == repeats_of(documents)
+    repeats, num_different = found.documents, len({ids.tobytes() for ids in documents})
+    assert repeats.num_documents == repeats.num_repeats + num_different == len(documents)
     assert (repeats.max_copies, repeats.example) == (7, (7, 30))
 
 
@@ -167,10 +160,8 @@ def test_tokens_are_shown_as_masks_or_ids(tmp_path):
     text_set(tmp_path / "set")
     masks = {"mlm.mask_prob": 1.0, "mlm.same_token_prob": 0.0, "mlm.random_token_prob": 0.0}
     keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm.mask_id": 299, **masks}
-    assert (
-        f"Sequence 0: 8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'[MASK]' * 8}\n"
-        in (shown_batch(mlm_training=True, **keys))
-    )
+    first = f"8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'[MASK]' * 8}\n"
+    assert f"Sequence 0: {first}" in shown_batch(mlm_training=True, **keys)
     # Records are shown as text by the tokenizer beside them, without one as ids.
     tokenizer = load_tokenizer("bytes")
     (ids,) = tokenizer.encode(["some text"])

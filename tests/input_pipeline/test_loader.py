@@ -229,12 +229,9 @@ def test_records_that_are_left_out_are_told(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(bytes(range(40, 50)))] ^= 1
     path.write_bytes(content)
-    keys = {
-        "eval_split": "train",
-        "bad_records.action": "skip",
-        "data_cache_dir": str(tmp_path / "c"),
-    }
-    batches = open_eval(data_keys(path, **{"bad_records.maximum": 2}, **keys), batch=2)
+    keys = {"bad_records.action": "skip", "bad_records.maximum": 2, "eval_split": "train"}
+    data = data_keys(path, data_cache_dir=str(tmp_path / "c"), **keys)
+    batches = open_eval(data, batch=2)
     assert len(batches.skipped) == 1
     assert "train.tfrecord at byte" in batches.skipped[0]
     # Records of 29 and 9 ids are left.

@@ -10,7 +10,7 @@ from MaxText.layers.context import Context
 from MaxText.layers.model import Model
 from MaxText.layers.part import Inputs
 from MaxText.layers.static_sgu import BesideStaticSGU, static_sgu
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import noisy_params, random_batch, tiny_config
 
 ALL_HEADS = {"base_num_kv_heads": 4}
 
@@ -18,12 +18,8 @@ ALL_HEADS = {"base_num_kv_heads": 4}
 def built(family="gpt_neo", **keys):
     """(configuration, model, parameters that are nowhere 0 or 1)."""
     config = tiny_config(family, **(ALL_HEADS | {"base_num_decoder_layers": 2} | keys))
-    model, generator = Model(config.model), np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: x + 0.2 * generator.normal(size=x.shape).astype(np.float32),
-        jax.jit(model.initialize)(jax.random.key(0)),
-    )
-    return config, model, params
+    model = Model(config.model)
+    return config, model, noisy_params(model, 0.2)
 
 
 def first_layer(model, params):

@@ -93,9 +93,8 @@ def test_a_fresh_model_is_the_one_without_connections_and_each_learns(name):
     expected, _ = run_plain(without_connections(by_name(parameters), plain))
     np.testing.assert_array_equal(logits, expected)
 
-    stands_still = {
-        name for name, gradient in by_name(first["connections"]).items() if not np.any(gradient)
-    }
+    gradients = by_name(first["connections"])
+    stands_still = {name for name in gradients if not np.any(gradients[name])}
     # What acts through a second product, through a sum, or on one, that are still 0.
     behind = ("wi/kernel", "/norm/scale", "source_norm/scale") + (
         ("post_norms",) if keys.get("mudd_postnorm") else ()
@@ -112,23 +111,15 @@ def test_a_fresh_model_is_the_one_without_connections_and_each_learns(name):
 
 
 def sources_by_definition(depth, keys):
-    kind = keys["dense_sources"]
-    wanted = []
-    for source in range(depth + 1):
-        if kind == "all" or source == depth:
-            wanted.append(source)
-        elif kind == "dilated":  # Pagliardini et al. 2024, section 3.2: j = i modulo k
-            if (
-                source % keys["dense_selection.dilation"]
-                == depth % keys["dense_selection.dilation"]
-            ):
-                wanted.append(source)
-        elif kind == "window":
-            if source == 0 or depth - source < keys["dense_selection.window"]:
-                wanted.append(source)
-        elif source in keys["dense_selection.outputs"]:
-            wanted.append(source)
-    return tuple(wanted)
+    is_wanted = {
+        "all": lambda source, _: True,
+        # Pagliardini et al. 2024, section 3.2: j = i modulo k.
+        "dilated": lambda source, k: source % k == depth % k,
+        "window": lambda source, n: source == 0 or depth - source < n,
+        "list": lambda source, outputs: source in outputs,
+    }[keys["dense_sources"]]
+    given = [*keys.values()][-1]
+    return tuple(s for s in range(depth + 1) if s == depth or is_wanted(s, given))
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,8 @@ def test_values_and_gradients(form, dtype, has_scales):
     # gradients of sources once for each sum that reads them.
     step = 2e-6 if dtype == "float32" else 2.0**-7
     np.testing.assert_allclose(value, expected_value, rtol=1e-5 if dtype == "float32" else 1e-3)
-    for ours, theirs in zip(
-        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
-    ):
+    leaves = map(jax.tree.leaves, (gradients, expected_gradients))
+    for ours, theirs in zip(*leaves, strict=True):
         assert ours.dtype == theirs.dtype
         ours, theirs = np.float32(ours), np.float32(theirs)
         np.testing.assert_allclose(ours, theirs, atol=2 * step * np.abs(theirs).max())
@@ -107,10 +106,8 @@ def test_gradients_of_other_backends():
 
     @jax.jit
     def both(*arguments):
-        return [
-            gradients(*arguments)
-            for gradients in (depth_aggregate._sum_gradients, depth_aggregate._product_gradients)
-        ]
+        forms = (depth_aggregate._sum_gradients, depth_aggregate._product_gradients)
+        return [gradients(*arguments) for gradients in forms]
 
     near(*both(weights, sources, scales, ways, sources[::-1]))
 
@@ -130,9 +127,8 @@ def test_gradients_are_added_in_the_memory_of_those_before():
 
     def two(sources):
         first = aggregate(weights, sources, "kernel")
-        return grad_sums(first.sums, 0) + grad_sums(
-            aggregate(weights, first.sources, "kernel").sums, 1
-        )
+        second = aggregate(weights, first.sources, "kernel")
+        return grad_sums(first.sums, 0) + grad_sums(second.sums, 1)
 
     program = str(jax.make_jaxpr(jax.grad(two))(sources))
     # (operand, result) that share memory, of each kernel.

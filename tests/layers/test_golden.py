@@ -18,8 +18,6 @@ from MaxText.conversion.hf_import import HFWeights
 from MaxText.layers.model import Model
 from MaxText.layers.pattention import Theta
 from MaxText.training.objective import loss_sums
-from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import make_train_step
 from tests.conversion.golden_models import (
@@ -32,7 +30,7 @@ from tests.conversion.golden_models import (
 from tests.conversion.running import EXACT, model_in_run, parameters_in_run, run
 from tests.conversion.small_folders import same_bits
 from tests.growth.growing import by_name
-from tests.small_models import some_quick
+from tests.small_models import made_for_training, some_quick
 
 # How the same numbers are computed.
 SCANNED = ("scan_layers=true", "remat_policy=full", "attention_block_size=8")
@@ -161,8 +159,7 @@ def test_four_train_steps(name, tmp_path):
     golden = of_tokenformer(name)
     config = config_of(golden, BFLOAT16_TABLE)
     model = Model(config.model)
-    schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    schedule, optimizer, _ = made_for_training(config, model)
     step = jax.jit(make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0))
     params = golden.ours(tmp_path / "before", golden.parameters)
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))

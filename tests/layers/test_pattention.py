@@ -13,7 +13,7 @@ from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model
 from MaxText.layers.part import Inputs
 from MaxText.layers.pattention import Theta
-from tests.small_models import tiny_config
+from tests.small_models import random_params, tiny_config
 
 KINDS = get_args(Pattention.model_fields["normalize_type"].annotation)
 L2_KINDS = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")
@@ -111,10 +111,7 @@ def test_drop_path_takes_or_leaves_whole_sequences():
 def test_drop_path_over_depth(schedule, rates):
     config = tiny_config("tokenformer", drop_path=0.6, drop_path_schedule=schedule, **SIZES)
     model = Model(config.model)
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), leaf.dtype), model.abstract
-    )
+    params = random_params(model)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     x_BTD = jax.random.normal(jax.random.key(1), (600, 1, 32))
 

@@ -9,13 +9,8 @@ from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.experiments import conformance
 from MaxText.layers.model import Model
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import VALUE_RESIDUAL, noisy_params, random_batch, tiny_config
 
-EXAMPLE = {
-    "import_modules": ["examples/value_residual.py"],
-    "connection_type": "value_residual",
-    "mixer": "value_residual_attention",
-}
 PARTS = """
 import jax.numpy as jnp
 from MaxText.layers.part import Connection, Inputs, Position, register
@@ -85,11 +80,7 @@ def parts(tmp_path_factory):
 
 def model_and_weights(**keys):
     model = Model(tiny_config(base_num_decoder_layers=2, **keys).model)
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    numbers = np.random.default_rng(0)
-    return model, jax.tree.map(
-        lambda x: x + 0.1 * numbers.normal(size=x.shape).astype(x.dtype), params
-    )
+    return model, noisy_params(model, 0.1)
 
 
 def logits(model, params, batch=None):
@@ -99,7 +90,7 @@ def logits(model, params, batch=None):
 
 def test_values_of_the_first_layer_alone():
     """With a = 0, b = 1 the value kernel of later layers has no effect."""
-    model, params = model_and_weights(**EXAMPLE)
+    model, params = model_and_weights(**VALUE_RESIDUAL)
     attention = params["layers"]["self_attention"]
 
     def effect(a, b, layer):
@@ -141,7 +132,7 @@ def test_connections_whose_shapes_grow_are_unrolled(parts):
 
 
 def test_a_mixer_without_its_connection():
-    model, params = model_and_weights(**EXAMPLE | {"connection_type": "auto"})
+    model, params = model_and_weights(**VALUE_RESIDUAL | {"connection_type": "auto"})
     with pytest.raises(UserError, match=r"shared\[.first_values.\].*nothing.*connection_type"):
         logits(model, params)
 

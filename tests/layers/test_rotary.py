@@ -83,19 +83,6 @@ def test_yarn_makes_sine_and_cosine_larger():
         np.testing.assert_allclose(sin**2 + cos**2, 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("rope_type", "factor", "stride"),
-    [("linear", 4.0, 4), ("linear", 1.0, 1), ("llama3.1", 1.0, 1), ("yarn", 1.0, 1)],
-)
-def test_factors_that_change_nothing(rope_type, factor, stride):
-    """Linear is the default at positions in between."""
-    positions = jnp.arange(40)[None]
-    section = Position(rope_type=rope_type, rope_factor=factor)
-    found = rotary_table(stride * positions, 8, section)
-    for ours, default in zip(found, rotary_table(positions, 8, Position()), strict=True):
-        np.testing.assert_allclose(ours, default, atol=1e-5)
-
-
 @pytest.mark.parametrize(("num_dims", "dtype"), [(16, "float32"), (8, "bfloat16"), (2, "float32")])
 def test_whole_heads_turn_as_halves_do(num_dims, dtype):
     """What TPUs compile, with some of 16 dimensions turned or all; and the definition."""

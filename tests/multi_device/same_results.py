@@ -11,13 +11,11 @@ from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import Checkpoint
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_layout
-from MaxText.run.restore import restore_or_initialize
 from MaxText.training.objective import loss_sums, num_tokens
-from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import make_initialize, make_train_step
-from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal
-from tests.small_models import random_batch, tiny_config
+from MaxText.training.step import make_train_step
+from tests.checkpointing.small_state import CONFIG, assert_bit_equal
+from tests.checkpointing.small_state import start as start_run
+from tests.small_models import made_for_training, noisy_params, random_batch, tiny_config
 
 ROWS = 8
 MIXED = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -32,11 +30,7 @@ def built(devices, family="llama2", **keys):
 
 def fresh_parameters(model, layout, noise=0.0):
     """Values that do not depend on the mesh: drawn on one device, then laid out."""
-    draw = np.random.default_rng(0).normal
-    params = jax.tree.map(
-        lambda x: np.asarray(x) + noise * draw(size=x.shape).astype("f"),
-        jax.jit(model.initialize)(jax.random.key(0)),
-    )
+    params = jax.tree.map(np.asarray, noisy_params(model, noise))
     abstract = layout.abstract_state(model.initialize, model.parameters)
     return jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract))
 
@@ -77,9 +71,7 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
     config, model, layout = built(
         devices, family, gradient_accumulation_steps=num_microbatches, **keys
     )
-    schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    initialize = make_initialize(model, optimizer)
+    schedule, optimizer, initialize = made_for_training(config, model)
     step = make_train_step(
         model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
@@ -121,17 +113,10 @@ def assert_same(found, expected, where):
 
 def assert_read_as(state, other, folder):
     """A checkpoint of one state, read into the layout of another, has the same bits."""
-    checkpoints = CheckpointManager(folder, Checkpoint())
+    checkpoints = CheckpointManager(folder / "checkpoints", Checkpoint())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     checkpoints.close()
-    start = restore_or_initialize(
-        CheckpointManager(folder, Checkpoint()),
-        Checkpoint(),
-        abstract(other),
-        pytest.fail,
-        CONFIG,
-        print,
-    )
+    start, _ = start_run(folder, state=other, initialize=pytest.fail)
     assert_bit_equal(start.state, jax.device_get(state))
     for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(other), strict=True):
         assert got.sharding == asked.sharding

@@ -14,13 +14,11 @@ from MaxText.config.training_sections import Checkpoint
 from MaxText.growth.resolve import resolve_growth
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
-from MaxText.run.restore import restore_or_initialize
-from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import make_initialize
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal, fresh_state, on_host, update
+from tests.checkpointing.small_state import start as start_run
 from tests.growth.growing import by_name, config_of, grow_by, save, trained
 from tests.multi_device.same_results import MIXED, assert_read_as, planned, train
+from tests.small_models import made_for_training
 
 pytestmark = pytest.mark.multi_device
 
@@ -59,20 +57,13 @@ def saved(tmp_path_factory):
     return folder, wanted
 
 
-def restored(folder, target, section=None, draw=pytest.fail):
-    return restore_or_initialize(
-        CheckpointManager(folder, Checkpoint()), section or Checkpoint(), target, draw, CONFIG,
-        lambda line: None,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("mesh", ["fsdp 4 tensor 2", "data 2", ""])
 def test_full_state_on_another_mesh(saved, mesh):
     folder, wanted = saved
     target = jax.eval_shape(fresh_state)
     if mesh:
         target = placed(target, shardings(target, *MESHES[mesh]))
-    start = restored(folder, target)
+    start, _ = start_run(folder.parent, state=target, initialize=pytest.fail)
     assert start.first_step == 3
     for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(target), strict=True):
         assert got.sharding == asked.sharding if mesh else len(got.sharding.device_set) == 1
@@ -91,8 +82,10 @@ def test_parameters_on_another_mesh(saved, tmp_path):
     state = fresh_state()
     sharding = shardings(state, *MESHES["fsdp 4 tensor 2"])
     section = Checkpoint(load_parameters_path=str(folder))
-    start = restored(tmp_path / "checkpoints", placed(state, sharding), section,
-                     lambda: jax.device_put(state, sharding))  # fmt: skip
+    start, _ = start_run(
+        tmp_path, section, placed(state, sharding),
+        initialize=lambda: jax.device_put(state, sharding),
+    )  # fmt: skip
     table = start.state.params["token_embedder"]
     assert table.sharding == sharding.params["token_embedder"]
     np.testing.assert_array_equal(table, wanted.params["token_embedder"])
@@ -105,7 +98,7 @@ def test_moments_of_unrolled_layers_are_read_on_another_mesh(tmp_path):
     _, state = train(jax.devices(), "muddformer", **keys, **MIXED)
     other = planned(jax.devices(), "muddformer", **keys, ici_fsdp_parallelism=8).state
     assert any(other.params["layers"]["1"]["mlp"]["wi_0"]["kernel"].sharding.spec)
-    assert_read_as(state, other, tmp_path / "checkpoints")
+    assert_read_as(state, other, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -132,24 +125,13 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     config = resolved.config
     layout = make_layout(config.mesh, jax.devices())
     model = Model(config.model)
-    optimizer = make_optimizer(
-        config.optimizer, learning_rate_schedule(config.schedule), model.parameters
-    )
-    initialize = make_initialize(model, optimizer)
+    *_, initialize = made_for_training(config, model)
     abstract = layout.abstract_state(initialize, model.parameters)
     drawn = layout.init_state(initialize, abstract, 0)
     # Drawn on another mesh they would differ in the last bit, which is not about growth.
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
-    checkpoints = CheckpointManager(tmp_path / "sharded" / "checkpoints", config.checkpoint)
-    start = restore_or_initialize(
-        checkpoints,
-        config.checkpoint,
-        abstract,
-        lambda: drawn,
-        flatten(config),
-        [].append,
-        resolved,
-    )
+    folder, section = tmp_path / "sharded", config.checkpoint
+    start, _ = start_run(folder, section, abstract, flatten(config), lambda: drawn, resolved)
     for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding
     keys_of_ffn = start.state.params["layers"]["mlp"]["keys"]["kernel"]

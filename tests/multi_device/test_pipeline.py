@@ -11,7 +11,7 @@ from MaxText.errors import UserError
 from MaxText.parallelism.mesh import make_layout, microbatch_size
 from tests.multi_device.same_results import assert_same, loss_and_gradients, train
 from tests.programs import run as start
-from tests.small_models import TINY, tiny_config
+from tests.small_models import TINY, VALUE_RESIDUAL, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
@@ -54,9 +54,7 @@ CASES = {
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
     "values and the embedding carried along": (
-        "llama2",
-        {"import_modules": ["examples/value_residual.py"], "connection_type": "value_residual",
-         "mixer": "value_residual_attention"},
+        "llama2", VALUE_RESIDUAL,
         TWO | {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2},
     ),
     "kernel of attention, sequences split": ("llama2", FLASH, TWO | {

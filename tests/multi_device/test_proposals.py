@@ -12,10 +12,7 @@ from MaxText.cost.hardware import find
 from MaxText.cost.job_plan import peak_of
 from MaxText.cost.lowering import lower_train_step
 from MaxText.cost.plan_search import candidate_meshes
-from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import make_initialize
-from tests.small_models import TINY, random_batch
+from tests.small_models import TINY, made_for_training, random_batch
 
 pytestmark = pytest.mark.multi_device
 
@@ -71,10 +68,7 @@ def test_a_step_runs_as_proposed(name, monkeypatch):
     for size, number in sizes.items():
         assert getattr(config.mesh, size) == number
     planned = lower_train_step(config, jax.devices()[:8])
-    optimizer = make_optimizer(
-        config.optimizer, learning_rate_schedule(config.schedule), planned.model.parameters
-    )
-    initialize = make_initialize(planned.model, optimizer, config.guard)
+    *_, initialize = made_for_training(config, planned.model, config.guard)
     state = planned.layout.init_state(initialize, planned.state, seed=0)
     rows = round(8 * keys.get("per_device_batch_size", 2))
     batch = jax.tree.map(np.asarray, random_batch(config, rows))

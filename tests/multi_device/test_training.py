@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.training_sections import Batch, Mesh
+from MaxText.config.training_sections import Mesh
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
-from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout, microbatch_size
+from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout
 from MaxText.run.rollback import copy_to_devices, copy_to_host
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
 from tests.multi_device.same_results import MIXED, assert_read_as, train
 from tests.refusals import refused
-from tests.small_models import tiny_config
+from tests.small_models import assert_close, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
@@ -82,11 +82,7 @@ def test_moments_split_over_copies_change_memory_alone(trained):
     (whole_numbers, whole), (numbers, split) = trained["whole"], trained["split"]
     np.testing.assert_allclose(numbers, whole_numbers, rtol=1e-6)
     # Sums in another order, and Adam divides by the root of squares that may be tiny.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5),
-        jax.device_get(split.params),
-        jax.device_get(whole.params),
-    )
+    assert_close(*map(jax.device_get, (split.params, whole.params)), 2e-5)
     assert len(moments_of(split)) > 10
     sizes = [
         sum(leaf.addressable_shards[0].data.nbytes for leaf in moments_of(state))
@@ -116,7 +112,7 @@ def test_moments_in_the_host_change_nothing(trained):
 
 @pytest.mark.parametrize(("saved", "read"), [("host", "whole"), ("whole", "host")])
 def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, saved, read):
-    assert_read_as(trained[saved][1], trained[read][1], tmp_path / "checkpoints")
+    assert_read_as(trained[saved][1], trained[read][1], tmp_path)
 
 
 def test_where_moments_are_split():
@@ -153,13 +149,10 @@ def test_devices_without_memory_of_the_host():
         make_layout(Mesh(optimizer_memory_host_offload=True), [Old()])
 
 
-def layout_of(config):
-    return make_layout(config.mesh, jax.devices())
-
-
 def share_of_whole(tolerance, **keys):
     config = tiny_config(**keys)
-    return check_sharding(Model(config.model).parameters, layout_of(config), tolerance)
+    layout = make_layout(config.mesh, jax.devices())
+    return check_sharding(Model(config.model).parameters, layout, tolerance)
 
 
 def test_a_mesh_that_leaves_much_whole_is_refused():
@@ -173,9 +166,3 @@ def test_a_mesh_that_leaves_much_whole_is_refused():
     several = {"dynamic_mlp_dim": True, "mlp_dim_multiple": 25}  # 50, 100 and 150
     with pytest.raises(UserError, match=r"(?s)layers/2/mlp/wi_0/kernel .* 150 .*mlp_dim_multiple"):
         share_of_whole(0.02, **heads, **tensor, **several)
-
-
-def test_batches_that_do_not_match():
-    half = Batch(per_device_batch_size=0.5)
-    refused("per_device_batch_size=1", microbatch_size, half, layout_of(tiny_config()))
-    assert microbatch_size(half, layout_of(tiny_config(ici_tensor_parallelism=4))) == 4

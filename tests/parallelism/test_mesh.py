@@ -126,9 +126,8 @@ def test_a_batch_that_does_not_divide():
     assert layout.batch_slice() == (0, 1)
     assert microbatch_size(Batch(per_device_batch_size=4), layout) == 4
     assert microbatch_size(Batch(per_device_batch_size=4), layout, per_device=2) == 2
-    refused(
-        r"per_device_batch_size=2\.5", microbatch_size, Batch(per_device_batch_size=2.5), layout
-    )
+    uneven = Batch(per_device_batch_size=2.5)
+    refused(r"per_device_batch_size=2\.5", microbatch_size, uneven, layout)
 
 
 @pytest.mark.parametrize(

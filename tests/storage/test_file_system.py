@@ -6,7 +6,7 @@ import pickle
 import fsspec
 import pytest
 
-from MaxText.storage.errors import ObjectStoreError, is_storage_error, is_unavailable
+from MaxText.storage.errors import ObjectStoreError, is_unavailable
 from MaxText.storage.paths import COMMIT_MARK, parse_path
 from tests.refusals import refused
 from tests.storage.emulator import Fault
@@ -96,18 +96,3 @@ def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
         step.rmtree()
     assert (step / "items" / "array" / "0").exists()
     assert not (step / COMMIT_MARK).exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (OSError(errno.ESTALE, "Stale file handle"), True),
-        (OSError(errno.EIO, "Input/output error"), True),
-        (ValueError("Error opening file [OS error 116: Stale file handle]"), True),
-        (ValueError("NOT_FOUND: [OS error 2: No such file or directory]"), False),
-        (FileNotFoundError(errno.ENOENT, "No such file"), False),
-        (ValueError("CRC-32C mismatch"), False),
-    ],
-)
-def test_failures_of_storage_are_no_damage(error, expected):
-    assert is_storage_error(error) == expected

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.config import import_modules, registry
 from MaxText.config.problems import ConfigurationError
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
@@ -69,15 +68,10 @@ KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
+def module(tmp_path, own_modules):
     """The file mine.py in the current folder."""
-    before = registry.registrations()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(import_modules, "_hashes", {})
-    monkeypatch.setattr(import_modules, "_files", {})
     (tmp_path / "mine.py").write_text(MINE)
-    yield tmp_path / "mine.py"
-    registry.keep_only(before)
+    return tmp_path / "mine.py"
 
 
 def test_they_conform_and_decode():
@@ -143,7 +137,7 @@ def test_what_is_refused(module):
         with pytest.raises(UserError, match=words):
             setup_train(config, layout)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))
-    with pytest.raises(ConfigurationError, match=r"LowRank \(.*\) is not derived from"):
+    with pytest.raises(ConfigurationError, match=r"LowRank \(.*mine.py:\d+\) is not derived"):
         tiny_config(**KEYS)
 
 

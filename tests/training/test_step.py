@@ -16,15 +16,9 @@ from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.assembly import setup_train
 from MaxText.training.objective import loss_sums
-from tests.small_models import random_batch, tiny_config, trainer
+from tests.small_models import assert_close, random_batch, tiny_config, trainer
 
 ONE_LAYER = {"base_num_decoder_layers": 1, "adam_weight_decay": 0.0}
-
-
-def assert_close(left, right, tolerance):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=tolerance), left, right
-    )
 
 
 # --- Losses -----------------------------------------------------------------------------------

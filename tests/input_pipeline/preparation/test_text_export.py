@@ -32,13 +32,6 @@ def _small_shards(monkeypatch):
     split_small(monkeypatch, 5000)
 
 
-def write_shards(folder: Path, texts: list[str]) -> None:
-    folder.mkdir(parents=True)
-    for index in range(0, len(texts), 25):
-        content = arrow_stream(texts[index : index + 25])
-        (folder / f"data-{index // 25:05d}.arrow").write_bytes(content)
-
-
 def export(source: Path, folder: Path, lines: list[str] | None = None, **keys) -> list[dict]:
     """The files that the ledger names."""
     keys = {"prepare_output_format": "text_tfrecord", "validation_fraction": 0.1, **keys}
@@ -53,7 +46,9 @@ def records(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("ending", "num_shards"), [("tfrecord", 8), ("array_record", 0)])
 def test_all_documents_in_order(tmp_path, ending, num_shards):
-    write_shards(source := tmp_path / "source", TEXTS)
+    (source := tmp_path / "source").mkdir()
+    for at in range(0, len(TEXTS), 25):
+        (source / f"data-{at:05d}.arrow").write_bytes(arrow_stream(TEXTS[at : at + 25]))
     keys = {"prepare_output_format": f"text_{ending}", "records.num_shards": num_shards}
     lines = []
     finished = export(source, tmp_path / "out", lines, **keys)

@@ -106,10 +106,8 @@ def test_a_row_depends_on_seed_and_its_number_only():
         # Independent choices agree on .15 * .15 of the places.
         assert (chosen[1:] & chosen[:-1]).mean() == pytest.approx(0.0225, abs=0.02)
     # The rows given are left as they are.
-    for array in (
-        *whole.values(),
-        *model(**{"mlm.cls_token_id": CLS}).apply(rows, numbers, 0).values(),
-    ):
+    with_cls = model(**{"mlm.cls_token_id": CLS}).apply(rows, numbers, 0)
+    for array in (*whole.values(), *with_cls.values()):
         array[:] = -1
     for name, array in rows.items():
         np.testing.assert_array_equal(array, copies[name])
@@ -132,9 +130,8 @@ def test_cls_comes_first_and_belongs_to_the_first_segment():
         "positions": np.array([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]], np.int32),
         "segments": np.array([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], np.int32),
     }
-    masked = model(**{"mlm.cls_token_id": CLS, "mlm.mask_prob": 1.0}).apply(
-        rows, np.arange(2), seed=0
-    )
+    all_hidden = model(**{"mlm.cls_token_id": CLS, "mlm.mask_prob": 1.0})
+    masked = all_hidden.apply(rows, np.arange(2), seed=0)
     assert masked["targets"].tolist() == [[CLS, 10, 11, 12, 20], [CLS, 30, 31, EOS, EOS]]
     assert masked["weights"].tolist() == [[0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]
     assert masked["positions"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]]
@@ -146,9 +143,7 @@ def test_cls_comes_first_and_belongs_to_the_first_segment():
     np.testing.assert_array_equal(longer["targets"][:, 1:], rows["tokens"])
     # A row without text gets none.
     rows = {"tokens": np.full((1, 4), PAD, np.int32), "weights": np.zeros((1, 4), np.float32)}
-    masked = model(**{"mlm.cls_token_id": CLS, "mlm.mask_prob": 1.0}).apply(
-        rows, np.arange(1), seed=0
-    )
+    masked = all_hidden.apply(rows, np.arange(1), seed=0)
     np.testing.assert_array_equal(masked["tokens"], rows["tokens"])
     assert not masked["weights"].any()
 

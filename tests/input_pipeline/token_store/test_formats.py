@@ -33,9 +33,8 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
         end = [] if eos_id < 0 else [eos_id]
         ended = [np.append(document, end) for document in documents]
         whole = np.concatenate(ended)
-        store = open_data(
-            tmp_path / "d", tmp_path / "cache", **{"token_records.eos_id": eos_id}
-        ).store
+        keys = {"token_records.eos_id": eos_id}
+        store = open_data(tmp_path / "d", tmp_path / "cache", **keys).store
         assert len(store) == whole.size
         assert store.document_offsets.tolist() == np.cumsum([0, *map(len, ended)]).tolist()
         rng = np.random.default_rng(1)
@@ -77,14 +76,8 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
         assert data.skipped == (f"Skipped a record: {caught.value}",)
         assert data.skipped[0] in lines
         assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
-    refused(
-        "bad_records.maximum=1",
-        open_data,
-        path,
-        tmp_path / "c",
-        **{"bad_records.maximum": 1},
-        **keys,
-    )
+    keys |= {"bad_records.maximum": 1}
+    refused("bad_records.maximum=1", open_data, path, tmp_path / "c", **keys)
 
 
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
@@ -156,10 +149,5 @@ def test_labels_are_imported_beside_the_ids(tmp_path):
     assert data.labels is not None
     read = data.labels.read(np.array([0]), np.array([6]))
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
-    refused(
-        r"token_records.eos_id=1: .*labels",
-        open_data,
-        path,
-        tmp_path,
-        **{"token_records.eos_id": 1},
-    )
+    keys = {"token_records.eos_id": 1}
+    refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
