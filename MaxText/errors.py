@@ -10,6 +10,11 @@ class UserError(ValueError):
     exit_code = 2
 
 
+def first_line(error: BaseException, default: str = "") -> str:
+    """Returns the first line of an error's message, or its type without one."""
+    return (str(error).strip() or default or type(error).__name__).splitlines()[0]
+
+
 class Diverged(Exception):
     """Training diverged, and the configuration has no remedy. Exit code 1."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, unreadable_now
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import (
     ObjectStoreError,
     causes,
@@ -93,4 +93,4 @@ def translate_errors() -> Iterator[None]:
 def _root_cause(error: BaseException) -> str:
     """Returns the first line of the root cause, without TensorStore settings."""
     *_, root = causes(error)
-    return (str(root) or type(root).__name__).splitlines()[0][:_MAX_REASON_CHARS]
+    return first_line(root)[:_MAX_REASON_CHARS]

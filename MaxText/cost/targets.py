@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from MaxText.cost import nvidia
 from MaxText.cost.hardware import ALIASES, CHIPS
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 
 # Chips -> topology.
 _FLAT = {
@@ -134,7 +134,7 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
             found = topologies.get_topology_desc(target.topology, "tpu", **target.options, **slices)
     except Exception as error:  # depends on the plug-in and on which part of it is missing
         extra, package = ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "CUDA plug-in")
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"compile_topology={target.name}: cannot compile for it here ({reason}).\n"
             f"  What to do: install the {package} for jax {jax.__version__}: "

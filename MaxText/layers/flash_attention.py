@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from MaxText.config.model_sections import Model as ModelSection
+from MaxText.errors import first_line
 from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_windows
 from MaxText.parallelism.logical_sharding import platform, split_axes
 
@@ -96,7 +97,7 @@ def cudnn_failure_reason(section: ModelSection, devices: Iterable[Any]) -> str |
         try:
             gradients.lower(queries, keys, keys, segments_BT).compile()
         except Exception as error:  # its type depends on what cuDNN lacks
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             return f"cuDNN has no kernel for it: {reason}"
     return None
 

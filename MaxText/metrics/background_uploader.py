@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from etils import epath
 
+from MaxText.errors import first_line
+
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
@@ -65,7 +67,7 @@ class BackgroundUploader:
                 self._path.write_bytes(content())
                 done, wait = number, None
             except Exception as error:  # storage clients raise anything
-                self._warn(f"{str(error).strip() or type(error).__name__}".splitlines()[0])
+                self._warn(first_line(error))
                 done, wait = self._done, min(max(_FIRST_WAIT, 2 * (wait or 0.0)), _LONGEST_WAIT)
             with self._changed:
                 self._tried, self._done = number, done

@@ -104,11 +104,12 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     """Returns run names, with parent folders where several runs have the same."""
     names = []
     for run in runs:
-        alike = [resolve_run_dir(other.folder) for other in runs if other.name == run.name]
-        common = os.path.commonprefix(alike).rpartition("/")[0]  # noqa: RUF071, of buckets, too
+        homonyms = [resolve_run_dir(other.folder) for other in runs if other.name == run.name]
+        common = os.path.commonprefix(homonyms).rpartition("/")[0]  # noqa: RUF071, of buckets, too
         path = resolve_run_dir(run.folder)[len(common) :].lstrip("/")
         is_folder = path.rpartition("/")[2] == run.name
-        names.append(run.name if len(alike) == 1 else path if is_folder else f"{run.name} ({path})")
+        longer = path if is_folder else f"{run.name} ({path})"
+        names.append(run.name if len(homonyms) == 1 else longer)
     return names
 
 

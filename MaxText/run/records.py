@@ -138,7 +138,8 @@ def run_metadata(
         "lineage": lineage.facts(),
         "data": {**data, "vocab_size": stats.model.section.shape.vocab_size},
         "unigram_entropy": unigram_entropy,
-        "provenance": provenance(),
+        # Only process 0 records it. Git need not search the checkout on every host.
+        "provenance": provenance() if jax.process_index() == 0 else {},
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from MaxText import early_signals
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 from MaxText.runtime import cluster, processes
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
@@ -119,7 +119,7 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     # JAX's metadata client raises errors of requests, which are OSErrors.
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         if not found.is_certain:
-            return [f"single process: {found.source} lists no others ({_first_line(error)})"]
+            return [f"single process: {found.source} lists no others ({first_line(error)})"]
         if found.num_processes is None:
             which = f"{found.source} describes several processes, and connecting them failed"
         else:
@@ -128,7 +128,7 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
                 f"not be connected with the others over {found.address}"
             )
         raise UserError(
-            f"{which}: {_first_line(error)}\n"
+            f"{which}: {first_line(error)}\n"
             f"  What to do: check that all {found.num_processes or ''} processes are started, with "
             "the same coordinator and distinct ids, that process 0 runs on the coordinator's host, "
             "and that its port is free and open. Processes wait for each other for "
@@ -140,10 +140,6 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
 
 
-def _first_line(error: BaseException, default: str = "") -> str:
-    return (str(error) or default or type(error).__name__).splitlines()[0]
-
-
 def find_devices(hardware: str) -> list[Any]:
     """Returns all processes' devices; UserError if none or unequal."""
     import jax
@@ -152,7 +148,7 @@ def find_devices(hardware: str) -> list[Any]:
         devices = jax.devices()
     # If there is no GPU at all, JAX 0.10 fails an assertion without message.
     except (RuntimeError, AssertionError) as error:
-        reason = _first_line(error, "it sees none on this machine")
+        reason = first_line(error, "it sees none on this machine")
         raise UserError(
             f"hardware={hardware}: jax finds no such device ({reason}).\n"
             "  What to do: install the requirements for it (setup.sh DEVICE=tpu|gpu), or set "

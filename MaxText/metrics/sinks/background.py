@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+from MaxText.errors import first_line
 from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.runtime import processes
@@ -71,7 +72,7 @@ class BackgroundSink(Sink):
                     self._sink.flush()
             self._sink.close()
         except Exception as error:  # any failure ends the sink, none the run
-            self._disable((str(error).strip() or type(error).__name__).splitlines()[0])
+            self._disable(first_line(error))
 
     def _disable(self, why: str) -> None:
         is_first, self._disabled = not self._disabled, True
