@@ -214,7 +214,8 @@ def _unknown(setting: Setting) -> Problem:
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
-    facts = (*close_matches_fact(name, all_names()), ("all keys", "configs/base.yml, or --help"))
+    nearest = (("nearest", ", ".join(close)),) if close else ()
+    facts = (*nearest, ("all keys", "configs/base.yml, or --help"))
     return Problem(f"{name}: unknown key", (setting.place,), facts)
 
 
