@@ -62,14 +62,11 @@ def run_comparison(
     def say(line: str) -> None:
         show(f"# {line}".rstrip() if is_script else line)
 
-    with (
-        train_subprocess.signals_as_exceptions(),
-        train_subprocess.lock_folder(folder) as descriptor,
-    ):
+    with train_subprocess.signals_as_exceptions(), train_subprocess.lock_folder(folder):
         plan = load_or_create_plan(folder, variants, question, request.seeds)
         if not plan.planned:
             if request.match == "time":
-                time_steps(plan, variants, descriptor, say)
+                time_steps(plan, variants, say)
             solve_plan(plan, variants, request)
         chains = chains_of(plan, variants)
         runs = [run for chain in chains for run in chain]
@@ -95,7 +92,7 @@ def run_comparison(
             for line in format_launch_script([configs for configs in left if configs], command):
                 show(line)
         elif waiting:
-            _run_all(runs, descriptor, folder, show)
+            _run_all(runs, folder, show)
         else:
             show(f"All {len(runs)} runs in {folder} are already complete.")
         _collect_results(plan, variants, chains, unasked, say)
@@ -122,7 +119,7 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
+def _run_all(runs: Sequence[Run], folder: Path, show: Show) -> None:
     finished = [run for run in runs if is_over(run)]
     show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
     with RunsProgress(runs, finished, show) as progress:
@@ -133,7 +130,7 @@ def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> 
                 progress.skip(run, "skipped, because an earlier stage diverged")
                 continue
             progress.begin(run, train_subprocess.num_completed_steps(run.folder))
-            code = train_subprocess.train(run, descriptor, progress.steps)
+            code = train_subprocess.train(run, progress.steps)
             # After exit code 0 the record must be readable: read_run raises otherwise.
             record = load_record(run) if code else read_run(run.folder)
             if record is None or record.state not in FINISHED:
