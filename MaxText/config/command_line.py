@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from MaxText import early_signals, exit_codes
 from MaxText.config import import_modules, maxtext_report, serialization, values
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
-from MaxText.config.loading import LoadedConfig, format_accepted, load
-from MaxText.config.maxtext_keys import ALIASES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
+from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.problems import ConfigurationError
 from MaxText.config.program_options import OptionsT, Words, describe, read_options
 from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
@@ -174,12 +174,7 @@ def _known(name: str) -> Key:
     name, _ = split_entry(ALIASES.get(name, name))
     if name in keys:
         return keys[name]
-    close = close_matches(name, keys)
-    if reason := find_unsupported(name, tuple(close)):
-        raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
-    raise ConfigurationError(
-        [Problem(f"{name}: unknown key", facts=close_matches_fact(name, keys))]
-    )
+    raise ConfigurationError([unknown_key(name)])
 
 
 def _help(program: str, usage: str) -> str:

@@ -211,11 +211,16 @@ def _unknown(setting: Setting) -> Problem:
         return sources.sweep_not_supported(name, setting.place)
     if name in sources.FILE_KEYS:
         return Problem(f"{name}: only a YAML file can set it", (setting.place,))
+    return unknown_key(name, (setting.place,))
+
+
+def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
+    """Returns the problem of a name that no key has."""
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
-        return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
+        return Problem(f"{name}: not a key here: {reason.sentence}", places)
     facts = (*close_matches_fact(name, all_names()), ("all keys", "configs/base.yml, or --help"))
-    return Problem(f"{name}: unknown key", (setting.place,), facts)
+    return Problem(f"{name}: unknown key", places, facts)
 
 
 def format_accepted(key: Key) -> str:

@@ -1,6 +1,5 @@
 """Impossible combinations of the model's keys."""
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
@@ -343,15 +342,6 @@ def _static_sgu(static_sgu, model, dimensions):
 def _head(causal, model):
     if model.head.name == "head_qk" and not causal:
         return "head_qk=true points back at earlier tokens, but causal=false"
-
-
-@rule("quantization_rules")
-def _quantization_patterns(quantization_rules):
-    for pattern, _ in quantization_rules:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            return f"quantization_rules: {pattern!r} is not a regular expression: {error}"
 
 
 @rule(*MixtureOfExperts.model_fields)

@@ -11,7 +11,7 @@ from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import Problem
 from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config
-from MaxText.conversion.families.registry import FAMILIES, WITHOUT_PARTS
+from MaxText.conversion.families.registry import FAMILIES
 from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family
 from MaxText.errors import UserError
 
@@ -33,8 +33,8 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
     """Returns the family named in a config.json, or None without a table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
-        return FAMILIES.get(model_type)
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
     # Classes outside transformers may have any model_type, or none.
     alone = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in alone if architectures == [family.architecture]), None)
@@ -52,11 +52,7 @@ def resolve_family(config: Mapping[str, Any], where: str) -> Family:
             f"{where}: config.json has no model_type. Known here: {known}. Only with "
             f'"architectures": {" or ".join(alone)} it needs none.'
         )
-    reason = WITHOUT_PARTS.get(model_type)
-    because = f": {reason}" if reason else ""
-    raise UserError(
-        f"{where}: model_type={model_type} cannot be converted{because}. Known here: {known}."
-    )
+    raise UserError(f"{where}: model_type={model_type} cannot be converted. Known here: {known}.")
 
 
 def config_from_hf(
@@ -226,22 +222,16 @@ def find_family(config: Config, asked: str) -> Family:
     if asked:
         lines = [f"family={asked} differs from this model:", *mismatches[asked]]
         raise UserError("\n  ".join(lines))
-    distances = {
-        family.model_type: len(mismatches[family.model_type]) + _num_one_sided(family, config)
-        for family in candidates
-    }
-    nearest, *others = sorted(distances, key=lambda name: distances[name])
-    what = "no family matches this model. The nearest is"
-    lines = "\n  ".join([f"{what} {nearest}, but for:", *mismatches[nearest]])
-    counts = ", ".join(f"{name} {distances[name]}" for name in others)
-    raise UserError(f"{lines}\nThe others differ in as many keys or more: {counts}.")
-
-
-def _num_one_sided(family: Family, config: Config) -> int:
-    """Counts keys with an effect in only one of model and family."""
     values = model_config_values(config)
-    of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
-    return len(of_model.keys() ^ of_family.keys())
+
+    def distance(family: Family) -> int:
+        of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
+        one_sided = of_model.keys() ^ of_family.keys()
+        return len(mismatches[family.model_type]) + len(one_sided)
+
+    nearest = min(candidates, key=distance).model_type
+    what = f"no family matches this model. The nearest is {nearest}, but for:"
+    raise UserError("\n  ".join([what, *mismatches[nearest]]))
 
 
 def _chosen_parts(config: Config) -> list[Registration]:

@@ -61,8 +61,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     )
     # Frees the arrays that the engine does not use.
     del trained
-    with output:
-        texts = _generate(engine, tokenizer, prompts, section, batch_size, write, output)
+    texts = _generate(engine, tokenizer, prompts, section, batch_size, write, output)
     expected = section.autoregressive_decode_assert
     if expected and texts != [expected]:
         raise UnexpectedOutputError(

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
@@ -54,7 +54,7 @@ class JsonlWriter:
     def __init__(self, name: str, prompt_file: str):
         """Checks that `name` is writable and not the prompt file."""
         self._path = Path(name).expanduser() if name else None
-        self._file: IO[str] | None = None
+        self._mode = "w"  # of the first text, which replaces the contents
         if self._path is None:
             return
         check_not_input("decode_output", name, "prompt_file", prompt_file)
@@ -74,17 +74,8 @@ class JsonlWriter:
         # Writes a lone surrogate of a prompt's fields as the escape it was read from.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
         try:
-            if self._file is None:
-                self._file = self._path.open("w", encoding="utf-8")
-            self._file.write(line + "\n")
-            self._file.flush()
+            with self._path.open(self._mode, encoding="utf-8") as file:
+                file.write(line + "\n")
         except OSError as error:
-            self._file = None  # closing it would fail as well
             raise self._write_error(error) from error
-
-    def __enter__(self) -> "JsonlWriter":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._mode = "a"

@@ -299,14 +299,9 @@ def test_words_for_the_same_experts():
 def test_a_model_that_no_family_has():
     with pytest.raises(UserError) as caught:
         find_family(configure(position_embedding="none", vocab_size=64), "")
-    first, difference, others = str(caught.value).splitlines()
+    first, difference = str(caught.value).splitlines()
     assert "nearest is llama," in first
     assert difference == "  position_embedding=none, not rotary"
-    listed = dict(part.split() for part in others.rstrip(".").split(": ")[1].split(", "))
-    assert listed.keys() | {"llama"} == FAMILIES.keys()
-    numbers = [int(number) for number in listed.values()]
-    assert numbers == sorted(numbers)
-    assert numbers[0] >= 1
 
 
 TOKENFORMER = {"decoder_block": "tokenformer_pytorch", "base_emb_dim": 64,
