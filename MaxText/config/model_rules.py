@@ -96,11 +96,13 @@ def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
     return next(found, None)
 
 
-@rule("qkv_zoom_dim", "proj_zoom_dim", "ffn_zoom_dim")
-def _zooms(**zooms):
-    for name, zoom in zooms.items():
+@rule()
+def _zooms(zoom_dims):
+    for place, zoom in zoom_dims:
         if -1 < zoom < 0:
-            return f"{name}={zoom:g} has no square root; use 0 or more, or -1 for zoom_dim"
+            return (
+                f"zoom_dims.{place}={zoom:g} has no square root; use 0 or more, or -1 for zoom_dim"
+            )
 
 
 @rule("base_emb_dim", "base_num_query_heads")

@@ -346,7 +346,7 @@ def _slots(config: Config) -> dict[str, Any]:
     for place in get_args(SlotPlace):
         number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
         values[f"{place}_slot_num"] = number
-        values[f"{place}_zoom_dim"] = -1.0 if zoom == number else zoom
+        values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
     # slot_num is the query/key/value count, which other places default to.
     return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
 

@@ -240,7 +240,7 @@ def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
     np.testing.assert_allclose(logits["again"], logits["run"], **near)
     # What else keeps a model out of the layout is told with its zoom.
     other = checkpoint_config.load(["load_parameters_path=large", "ffn_bias=true"]).config
-    with pytest.raises(UserError, match=r"(?s)ffn_zoom_dim=40\.0, .*ffn_bias=True, "):
+    with pytest.raises(UserError, match=r"(?s)zoom_dims\.ffn=40\.0, .*ffn_bias=True, "):
         find_family(other, "tokenformer")
 
 

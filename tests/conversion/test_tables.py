@@ -316,7 +316,7 @@ MUDDFORMER = {"base_emb_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads"
     [
         ("qwen3", {"vocab_size": 64}, ["use_qk_norm=False"]),
         ("tokenformer", TOKENFORMER | {"decoder_block": "tokenformer"}, ["gelu_approximate=True"]),
-        ("tokenformer", TOKENFORMER | {"slot_num": 24, "zoom_dim": 20.0}, ["ffn_zoom_dim=80.0"]),
+        ("tokenformer", TOKENFORMER | {"slot_num": 24, "zoom_dim": 20.0}, ["zoom_dims.ffn=80.0"]),
         ("tokenformer", TOKENFORMER | {"normalize_type": "gelu", "logits_via_embedding": False},
          ["normalize_type=gelu", "logits_via_embedding=False"]),
         ("muddformer", MUDDFORMER | {"dense_first_norms": "each", "rope_table_dtype": "float32"},
