@@ -112,12 +112,35 @@ def exit_on_user_error(stopped: str = "") -> Iterator[None]:
         exit_with_error(error)
     except BrokenPipeError:
         # The interpreter would flush it once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         raise SystemExit(exit_codes.NOBODY_READS) from None
     except KeyboardInterrupt:
         if stopped:
             sys.stderr.write(f"{stopped}\n")
         raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def stdout_writer() -> Callable[[str], None]:
+    """Returns a function for unbuffered writes to standard output.
+
+    Escapes characters that the terminal's encoding lacks. Discards output after a broken pipe
+    (head, less), so that the program still writes its files.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
+
+    def write(text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+
+    return write
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
@@ -181,16 +204,11 @@ def _help(program: str, usage: str) -> str:
     lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
     for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
-        lines += [f"  {key.name}={values.to_yaml(key.default)}" for key in keys if _short(key)]
-        lines += [
-            f"  {key.name}={'{...}' if key.entries else '[...]'}" for key in keys if not _short(key)
-        ]
+        for key in keys:
+            default = values.to_yaml(key.default)
+            lines.append(f"  {key.name}={default if len(default) < 60 else f'{default[:1]}...'}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _short(key: Key) -> bool:
-    return len(values.to_yaml(key.default)) < 60
 
 
 def _help_key(name: str, remaining: list[str], load: Load) -> str:

@@ -307,16 +307,8 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         return []
     known = config_files.preset_names(folder)
     place = (setting.place,) if setting else ()
-    file = folder / f"{chosen}.yml"
-    if setting is not None and YAML_PATH.fullmatch(chosen):
-        next_to = setting.origin.file.parent if setting.origin.file else None
-        try:
-            file = config_files.find(chosen, next_to)
-        except ConfigFileError as error:
-            problem = dataclasses.replace(error.problem, where=place)
-            result.problems.append(problem)
-            return []
-    elif chosen not in known:
+    path_setting = setting if setting is not None and YAML_PATH.fullmatch(chosen) else None
+    if path_setting is None and chosen not in known:
         facts = (
             *close_matches_fact(str(chosen), known),
             ("known", ", ".join(known)),
@@ -326,6 +318,10 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         result.problems.append(Problem(what, place, facts))
         return []
     try:
+        file = folder / f"{chosen}.yml"
+        if path_setting is not None:
+            origin = path_setting.origin.file
+            file = config_files.find(chosen, next_to=origin.parent if origin else None)
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
         result.problems.append(dataclasses.replace(error.problem, where=place))

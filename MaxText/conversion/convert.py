@@ -225,7 +225,6 @@ def _to_program(request: Request, weights: WeightSource, show: Show) -> None:
     length = longest if request.length == -1 else request.length
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
-    stablehlo.require_absent(request.target)
     stablehlo.check_size(weights)
     show_memory(stablehlo.peak_bytes(weights), show)
     stablehlo.write(weights, length, request.target, show)

@@ -251,8 +251,6 @@ class Family:
     # identified by `architectures`, and `model_type` is only a name used here.
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
     code: str = ""  # hub repository of these files
-    # our key -> why the family fixes it, or how to get that value, for messages
-    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:

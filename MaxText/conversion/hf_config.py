@@ -1,24 +1,21 @@
 """Conversion between config.json and keys, by the tables of `families/`."""
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from MaxText.config import values as typed_values
 from MaxText.config.catalog import Key, all_keys, flatten, split_entry, with_entries
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import Problem
 from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config
-from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family
 from MaxText.errors import UserError
 
 # The config.json object for rotary scaling, and other keys that newer versions put in it.
 _ROPE_SCALING = "rope_scaling"
 _ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
-_WORD = re.compile(r"[a-z]\w+")
 _MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
 _SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
@@ -197,19 +194,6 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     )
 
 
-def with_hf_names(family: Family, problems: Iterable[Problem], given: Mapping[str, Any]) -> str:
-    """Rephrases problems with config.json names; "" if other keys contribute."""
-    names = {key: setting.name for setting in family.settings for key in setting.keys}
-    lines = []
-    for problem in problems:
-        keys = set(_WORD.findall(problem.what))
-        by_variable = any(not place.startswith("argument of") for place in problem.where)
-        if not keys & names.keys() or keys & given.keys() or by_variable:
-            return ""
-        lines.append(_WORD.sub(lambda word: names.get(word[0], word[0]), problem.what))
-    return "\n".join(f"  {line}" for line in lines)
-
-
 def find_family(config: Config, asked: str) -> Family:
     """Returns the `asked` family, or the first matching the configuration."""
     if asked and asked not in FAMILIES:
@@ -268,7 +252,7 @@ def _mismatches(family: Family, config: Config) -> list[str]:
     """Describes the keys unlike the family."""
     values, own = model_config_values(config), part_keys(family, config)
     found = [
-        f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
+        f"{name}={_shown(values[name])}, not {_shown(wanted)}"
         for name, wanted in drop_unused_keys(values, family.parts).items()
         if values[name] != wanted and name not in own
     ]
@@ -290,14 +274,9 @@ def _mismatches(family: Family, config: Config) -> list[str]:
             continue
         hf_value = setting.to_hf_value(values)
         if hf_value is REQUIRED:
-            found.append(f"{setting.keys[0]}={_shown(value)}{_reason(family, setting.keys[0])}")
+            found.append(f"{setting.keys[0]}={_shown(value)}")
         written[setting.name] = hf_value
     return found
-
-
-def _reason(family: Family, name: str) -> str:
-    reason = family.reasons.get(name)
-    return f" ({reason})" if reason else ""
 
 
 def _shown(value: Any) -> str:

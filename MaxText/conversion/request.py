@@ -10,7 +10,7 @@ from MaxText.config.keys import CountOrAuto, Parser, key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import ProgramOptions, read_options
-from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
 from MaxText.conversion.hf_checkpoint import is_file, is_hf_checkpoint, local_path
 

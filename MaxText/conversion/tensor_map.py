@@ -27,17 +27,6 @@ class MappedTensor:
     legacy_names: tuple[str, ...] = ()
 
 
-class UnmappedParametersError(UserError):
-    """Parameters missing in the format, such as those of a user's part."""
-
-    def __init__(self, family: str, names: Sequence[str]):
-        self.names = ", ".join(names)
-        super().__init__(
-            f"the format {family} has no tensors for {self.names}.\n  What to do: map them in the "
-            "part's hugging_face_names, or keep the checkpoint in this program's format."
-        )
-
-
 class TensorMap:
     """A family's rows, with the sizes of one model.
 
@@ -60,7 +49,11 @@ class TensorMap:
                     self._add(row, layer)
         named = [name for names in self.groups for name in names]
         if unknown := sorted(set(model.parameters) - set(named)):
-            raise UnmappedParametersError(family.model_type, unknown)
+            raise UserError(
+                f"the format {family.model_type} has no tensors for {', '.join(unknown)}.\n"
+                "  What to do: map them in the part's hugging_face_names, or keep the checkpoint in "
+                "this program's format."
+            )
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _declared(self) -> list[tuple[WeightMapping, int]]:

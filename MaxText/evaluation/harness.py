@@ -329,11 +329,9 @@ class _HarnessTokenizer:
 
 def _refuse_other_settings(settings: Mapping[str, Any] | None) -> None:
     """Refuses simple_evaluate arguments for the harness's own models."""
-    replacements = {"batch_size": "eval_per_device_batch_size", "device": "hardware"}
     for name, value in (settings or {}).items():
         if value is not None:
-            replacement = replacements.get(name, "eval_per_device_batch_size")
             raise UserError(
-                f"{name}={value} has no effect on the model maxtext. Set {replacement}=... in "
-                "model_args instead."
+                f"{name}={value} has no effect on the model maxtext; set "
+                "eval_per_device_batch_size or hardware in model_args instead."
             )

@@ -153,7 +153,11 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
     if options.match == "time" and options.num_devices is not None:
         what = "num_devices: match=time measures steps on this machine, not on another one"
         problems.append(Problem(what, ("command line",), (("instead", "run it there"),)))
-    problems += _remote(arguments)
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name in ("output", "base_output_directory", "run_name") and "://" in word:
+            what = f"{name}: comparisons need a local folder"
+            problems.append(Problem(what, (f"command line, {word}",)))
     found["output"] = _output(options.output, keys)
     return CompareArgs(**found), problems
 
@@ -162,22 +166,6 @@ def _output(given: Path | None, keys: Sequence[str]) -> Path | None:
     """Returns the comparison's folder from output= or run_name."""
     typed = dict(word.split("=", 1) for word in keys if "=" in word)
     base, name = typed.get("base_output_directory", ""), typed.get("run_name", "")
-    if given is not None:
-        folder = str(given)
-    elif name:
-        folder = name if "/" in name and not base else f"{base or 'maxtext_output'}/{name}"
-    else:
-        return None
-    return Path(folder).expanduser()
-
-
-def _remote(words: Sequence[str]) -> list[Problem]:
-    names = ("output", "base_output_directory", "run_name")
-    return [
-        Problem(
-            f"{word.partition('=')[0]}: comparisons need a local folder",
-            (f"command line, {word}",),
-        )
-        for word in words
-        if word.partition("=")[0] in names and "://" in word
-    ]
+    if given is None and name:
+        given = Path(name if "/" in name and not base else f"{base or 'maxtext_output'}/{name}")
+    return given and given.expanduser()

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.stages import KEPT_AT_THE_END, SOURCE
-from MaxText.experiments.variants import Variant
+from MaxText.experiments.variants import KEPT_AT_THE_END, SOURCE, Variant
 from MaxText.storage.atomic import atomic_write_text
 
 FILE = "comparison.json"
@@ -161,19 +162,13 @@ def load_or_create_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        planned = {
-            name: SolvedConfig(
-                tuple(SolvedStage(**stage) for stage in fields["stages"]), fields["deviation"]
-            )
-            for name, fields in stored["planned"].items()
-        }
         old = Plan(
             folder,
             ComparisonSpec(**stored["question"]),
             stored["configurations"],
             stored["measurements"],
             stored["budget"],
-            planned,
+            TypeAdapter(dict[str, SolvedConfig]).validate_python(stored["planned"]),
             tuple(seeds),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -191,15 +186,10 @@ def load_or_create_plan(
             "  What to do: repeat the earlier command to resume it, set output= to another folder, "
             "or remove this one."
         )
-    if old.identities == _stored(fresh.identities) and (
-        old.question.num_devices == question.num_devices
-    ):
+    identities = json.loads(json.dumps(fresh.identities))  # as they are stored
+    if (old.identities, old.question.num_devices) == (identities, question.num_devices):
         fresh.measurements = old.measurements
     return fresh
-
-
-def _stored(content: Any) -> Any:
-    return json.loads(json.dumps(content))
 
 
 def _differences(old: Plan, new: Plan) -> list[str]:

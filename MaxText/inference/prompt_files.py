@@ -9,12 +9,6 @@ from MaxText.errors import UserError
 from MaxText.inference.text_files import check_not_input, json_rows, nonblank_lines, read_text_file
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
-# Fields that the output adds to those of a prompt's line.
-ADDED_FIELDS = (
-    "index", "sample", "completion", "finish_reason", "num_prompt_tokens", "tokens",
-    "log_probabilities",
-)  # fmt: skip
-
 
 class Prompt(NamedTuple):
     """A text to continue, and its .jsonl fields for the output."""
@@ -35,14 +29,7 @@ def read_prompts(section: Decoding) -> list[Prompt]:
     if not path.endswith(".jsonl"):
         prompts = [Prompt(line.removesuffix("\r"), {}) for _, line in nonblank_lines(text)]
     else:
-        prompts = []
-        for number, prompt, fields in json_rows(text, "prompt", location):
-            if taken := [name for name in ADDED_FIELDS if name in fields]:
-                raise UserError(
-                    f"{location}:{number} has the field {taken[0]!r}, which the output adds. "
-                    "Rename it."
-                )
-            prompts.append(Prompt(prompt, fields))
+        prompts = [Prompt(prompt, row) for _, prompt, row in json_rows(text, "prompt", location)]
     if not prompts:
         raise UserError(f"{location} is empty. Write one prompt per line.")
     return prompts

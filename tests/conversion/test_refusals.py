@@ -2,7 +2,7 @@
 
 import pytest
 
-from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import config_from_hf
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.layer_sections import MIXERS
 from MaxText.config.loading import configure
-from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import (
     config_from_hf,
     find_family,
