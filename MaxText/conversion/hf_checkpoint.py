@@ -30,11 +30,16 @@ class TensorInfo(NamedTuple):
     """Shape and NumPy format of a tensor in a file."""
 
     shape: tuple[int, ...]
-    format: str
+    dtype: str
     file: Path
 
     def __str__(self) -> str:
-        return f"{self.format}[{','.join(map(str, self.shape))}]"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it can be read as parameters."""
+        return self.dtype in ("float32", "bfloat16", "float16")
 
 
 def local_path(text: str) -> Path:
@@ -171,7 +176,7 @@ class TensorFiles:
         if found.file.suffix == ".safetensors":
             return handle.get_tensor(name)
         tensor = handle[name].detach().contiguous()
-        if found.format == "bfloat16":
+        if found.dtype == "bfloat16":
             import torch  # pyright: ignore[reportMissingImports]
 
             return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))

@@ -51,8 +51,8 @@ class TensorMap:
         if unknown := sorted(set(model.parameters) - set(named)):
             raise UserError(
                 f"the format {family.model_type} has no tensors for {', '.join(unknown)}.\n"
-                "  What to do: map them in the part's hugging_face_names, or keep the checkpoint in "
-                "this program's format."
+                "  What to do: map them in the part's hugging_face_names, or keep the checkpoint "
+                "in this program's format."
             )
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 

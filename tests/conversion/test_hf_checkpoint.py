@@ -76,10 +76,10 @@ def test_missing_extra_and_misshapen_tensors_in_one_table(tmp_path):
         with pytest.raises(UserError) as caught:
             HFWeights(write(tmp_path / name, config, tensors))
         for problem in (
-            "missing     model.norm.weight: wanted [16]",
+            "missing     model.norm.weight: the checkpoint has none, wanted float32[16]",
             "extra       model.layers.7.mlp.up_proj.weight: stored float32[24,16]",
-            "other shape model.embed_tokens.weight: stored float32[41,16], wanted [40, 16]",
-            "other kind  model.layers.0.input_layernorm.weight: stored I32",
+            "other shape model.embed_tokens.weight: stored float32[41,16], wanted float32[40,16]",
+            "other kind  model.layers.0.input_layernorm.weight: stored I32[16], wanted float32[16]",
         ):
             assert problem in str(caught.value)
 
