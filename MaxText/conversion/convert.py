@@ -17,7 +17,6 @@ from MaxText.conversion.hf_checkpoint import (
     GENERATION_CONFIG,
     is_file,
     local_path,
-    read_json,
     resolve_hf_path,
 )
 from MaxText.conversion.hf_config import (
@@ -33,6 +32,7 @@ from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.tokenization.interface import read_json
 
 Show = Callable[[str], None]
 
@@ -121,7 +121,7 @@ def _to_run(
         generation = weights.folder / GENERATION_CONFIG
         note: dict[str, Any] = {
             "config": weights.config_json,
-            "generation_config": read_json(generation) if generation.is_file() else None,
+            "generation_config": read_json(generation) or None,
             "formats": widened,
         }
         origin = f"{weights.folder.name} ({weights.family.architecture})"

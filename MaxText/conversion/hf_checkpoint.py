@@ -5,7 +5,6 @@ needs torch. Downloads nothing: hub ids resolve to the local cache.
 """
 
 import functools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import read_json
 
 PREFIX = "hf:"
 CONFIG = "config.json"
@@ -88,18 +88,6 @@ def resolve_hf_path(path: str, key: str) -> Path:
             f"{key}={path}: {name} is neither a folder nor in the Hugging Face hub cache. Nothing "
             f"is downloaded: run `hf download {name}` first, or copy the folder to this machine."
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}. Copy it again.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object. Copy it again.")
-    return value
 
 
 class TensorFiles:

@@ -10,7 +10,7 @@ from MaxText.config.catalog import flatten, with_entries
 from MaxText.config.loading import configure
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
-from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, read_json, resolve_hf_path
+from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weight_source import (
@@ -20,6 +20,7 @@ from MaxText.conversion.weight_source import (
     common_format,
 )
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import read_json
 
 
 class HFWeights(WeightSource):
