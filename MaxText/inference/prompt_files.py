@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from MaxText.config.inference_sections import Decoding
 from MaxText.errors import UserError
-from MaxText.inference.text_files import check_not_input, json_rows, nonblank_lines, read_text_file
+from MaxText.inference.text_files import check_not_input, read_lines
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 
@@ -25,14 +25,7 @@ def read_prompts(section: Decoding) -> list[Prompt]:
     path = section.prompt_file
     if not path:
         return [Prompt(without_surrogates(section.prompt), {})]
-    text, location = read_text_file(path, "prompt_file"), f"prompt_file={path}"
-    if not path.endswith(".jsonl"):
-        prompts = [Prompt(line.removesuffix("\r"), {}) for _, line in nonblank_lines(text)]
-    else:
-        prompts = [Prompt(prompt, row) for _, prompt, row in json_rows(text, "prompt", location)]
-    if not prompts:
-        raise UserError(f"{location} is empty. Write one prompt per line.")
-    return prompts
+    return [Prompt(text, row) for _, text, row in read_lines(path, "prompt_file", "prompt")]
 
 
 class JsonlWriter:

@@ -31,8 +31,23 @@ def is_json_lines(path: str) -> bool:
     return path.lower().endswith((".jsonl", ".json"))
 
 
-def nonblank_lines(text: str) -> list[tuple[int, str]]:
-    r"""Returns (line number from 1, line); only \\n separates lines."""
+def read_lines(path: str, key: str, field: str) -> list[tuple[int, str, dict[str, Any]]]:
+    """Returns (line number from 1, text, object) of JSON Lines, or of plain lines.
+
+    Raises UserError if the file is unreadable or empty.
+    """
+    text = read_text_file(path, key)
+    if is_json_lines(path):
+        rows = json_rows(text, field, f"{key}={path}")
+    else:
+        rows = [(number, line.removesuffix("\r"), {}) for number, line in _nonblank_lines(text)]
+    if not rows:
+        raise UserError(f"{key}={path} is empty. Write one text per line.")
+    return rows
+
+
+def _nonblank_lines(text: str) -> list[tuple[int, str]]:
+    # Only \n separates lines, unlike in splitlines().
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
@@ -42,7 +57,7 @@ def json_rows(text: str, field: str, location: str) -> list[tuple[int, str, dict
     Raises UserError, citing `location`, if a line is not an object with text in that field.
     """
     found = []
-    for number, line in nonblank_lines(text):
+    for number, line in _nonblank_lines(text):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
