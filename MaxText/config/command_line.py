@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -180,16 +181,12 @@ def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
 
 def _option_value(remaining: list[str], index: int) -> str:
     """Removes the option at `index`; returns and removes its value."""
-    following = remaining[index + 1 : index + 2]
+    option, *operands = remaining[index : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
-    wants_file = remaining[index] == "--from-maxtext"
-    operands = [
-        word
-        for word in following
-        if wants_file or not (word.endswith((".yml", ".yaml")) or "=" in word or word[:1] == "-")
-    ]
+    if option != "--from-maxtext" and re.search(r"^-|=|\.ya?ml$", "".join(operands)):
+        operands = []
     del remaining[index : index + 1 + len(operands)]
-    return operands[0] if operands else ""
+    return "".join(operands)
 
 
 def _known(name: str) -> Key:

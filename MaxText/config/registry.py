@@ -196,11 +196,8 @@ class Parts(Section):
         """Converts {part: {key: value}}."""
         if not isinstance(given, dict) or "sections" in given:
             return given
-        found = []
-        for one in cls.with_keys():
-            assert one.keys is not None
-            found.append(one.keys.model_validate(given.get(one.name, {})))
-        return {"sections": tuple(found)}
+        parts = [(one.keys, given.get(one.name, {})) for one in cls.with_keys()]
+        return {"sections": tuple(keys.model_validate(own) for keys, own in parts if keys)}
 
     @model_serializer
     def _as_by_name(self) -> dict[str, dict[str, Any]]:
@@ -218,11 +215,10 @@ class Parts(Section):
 
     def with_values(self, values: dict[str, Any]) -> Self:
         """Returns these keys with other values of some of them."""
-        sections = []
-        for own in self.sections:
-            names = type(own).model_fields
-            changed = {name: value for name, value in values.items() if name in names}
-            sections.append(own.model_copy(update=changed))
+        sections = (
+            own.model_copy(update={n: v for n, v in values.items() if n in type(own).model_fields})
+            for own in self.sections
+        )
         return self.model_copy(update={"sections": tuple(sections)})
 
     def _of(self, registered: Registration) -> Section:

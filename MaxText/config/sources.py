@@ -132,21 +132,10 @@ def collect(
     """
     result = CollectedSettings()
     if own is not None:
-        saved = []
-        for name, value in own.values.items():
-            origin = Origin(
-                Source.SAVED_CONFIG, raw=values.format_value(value), note=f"of {own.place}"
-            )
-            saved.append(Setting(name, value, origin, name))
+        saved = _python_settings(own.values, Source.SAVED_CONFIG, note=f"of {own.place}")
         result.settings += _distinct(saved, result)
     paths, typed = _read_arguments(arguments, result)
-    typed += _distinct(
-        [
-            Setting(name, value, Origin(Source.ARGUMENT, raw=values.format_value(value)), name)
-            for name, value in overrides.items()
-        ],
-        result,
-    )
+    typed += _distinct(_python_settings(overrides, Source.ARGUMENT), result)
     environment_settings = _read_environment(environment, result)
     for path in paths:
         try:
@@ -169,6 +158,13 @@ def collect(
     bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Source.DECODER_BLOCK, result)
     result.settings[:0] = bundle
     return result
+
+
+def _python_settings(given: Mapping[str, Any], source: Source, note: str = "") -> list[Setting]:
+    return [
+        Setting(name, value, Origin(source, raw=values.format_value(value), note=note), name)
+        for name, value in given.items()
+    ]
 
 
 def _read_arguments(

@@ -147,7 +147,7 @@ class TaskScore(NamedTuple):
 
     task: str
     path: str
-    metrics: dict[str, float]  # as in TaskResult
+    metrics: dict[str, float]
     counts: dict[str, int]
     seconds: float  # wall time
 
