@@ -1,11 +1,13 @@
 """Interface of weight sources: arrays under our names, read one at a time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from flax import traverse_util
 
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.matching import ArraySpec, mismatches
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
@@ -31,11 +33,16 @@ def abstract_model(config: Config) -> Model:
     return Model(resolve_auto(config.model, "cpu")[0])
 
 
-def unreadable_checkpoint(where: Any, reason: Any) -> UserError:
-    return UserError(
-        f"the checkpoint at {where} cannot be read: {reason}\n"
-        "  Use an older step, or restore the files."
-    )
+@contextlib.contextmanager
+def corruption_as_user_error(where: Any, key: str = "") -> Iterator[None]:
+    """Converts CheckpointCorruptedError to UserError, naming a key."""
+    try:
+        yield
+    except CheckpointCorruptedError as error:
+        raise UserError(
+            f"{key}{': ' if key else ''}the checkpoint at {where} cannot be read: {error}\n"
+            "  Use an older step, or restore the files."
+        ) from error
 
 
 def num_bytes(weights: WeightSource) -> dict[str, int]:
