@@ -57,11 +57,7 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
 
 def parse_with_options(
-    program: str,
-    arguments: Sequence[str],
-    usage: str,
-    kind: type[OptionsT],
-    load: Load = load,
+    program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT], load: Load = load
 ) -> tuple[LoadedConfig, OptionsT, Words]:
     """Resolves a command line of options and configuration keys."""
     found: list[Any] = []
@@ -216,10 +212,7 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         f"  read by:  {'.'.join(key.section)} ({key.title.rstrip('.')})",
     ]
     lines.append(f"  accepted: {format_accepted(key)}")
-    facts: list[tuple[str, str]] = [
-        ("unit", key.unit),
-        ("default", values.to_yaml(key.default)),
-    ]
+    facts: list[tuple[str, str]] = [("unit", key.unit), ("default", values.to_yaml(key.default))]
     facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
     for entry in key.entries.values():

@@ -386,9 +386,7 @@ class MixtureOfExperts(Section):
         ge=-1,
     )
     eval_capacity_factor: float = key(
-        -1.0,
-        "Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens.",
-        ge=-1,
+        -1.0, "Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens.", ge=-1
     )
     moe_group_size: CountOrAuto = key(
         -1,
@@ -414,10 +412,7 @@ class ZoomDims(Options):
     """zoom_dim of single places."""
 
     qkv: float = key(
-        -1.0,
-        "zoom_dim of query, key and value; -1 is zoom_dim.",
-        only_if=_QKV_AND_OUTPUT,
-        ge=-1,
+        -1.0, "zoom_dim of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1
     )
     proj: float = key(
         -1.0, "zoom_dim of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1

@@ -13,12 +13,7 @@ from MaxText.config.sources import Source
 from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
 from MaxText.conversion.family import Family
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
-from MaxText.conversion.hf_checkpoint import (
-    GENERATION_CONFIG,
-    is_file,
-    local_path,
-    resolve_hf_path,
-)
+from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_config import (
     absent_in_transformers,
     find_family,

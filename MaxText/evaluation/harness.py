@@ -88,10 +88,7 @@ class MaxTextLM(TemplateLM):
         start_up.choose_platform(loaded.config.run.hardware)
         trained = load_model(loaded.config, show)
         tokenizer = open_tokenizer(
-            loaded.config,
-            trained.folder,
-            trained.metadata,
-            typed=loaded.typed("tokenizer_path"),
+            loaded.config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
         )
         return cls(trained, tokenizer, show)
 

@@ -24,12 +24,7 @@ class TextBytes:
     Gives a reason if neither is exact: bytes per token of another text or tokenizer would be wrong.
     """
 
-    def __init__(
-        self,
-        split: str,
-        masked: bool,
-        model_tokenizer: TextTokenizer | UserError,
-    ):
+    def __init__(self, split: str, masked: bool, model_tokenizer: TextTokenizer | UserError):
         """Takes the tokenizer of the weights, or the error of opening it.
 
         With `masked`, targets are hidden tokens, which do not form a text.

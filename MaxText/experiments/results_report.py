@@ -26,10 +26,7 @@ _LABELS_OF_TITLE = 3  # more would not fit on a line
 
 
 def sections(
-    plan: Plan,
-    variants: Sequence[Variant],
-    groups: Sequence[ConfigResults],
-    unasked: Sequence[str],
+    plan: Plan, variants: Sequence[Variant], groups: Sequence[ConfigResults], unasked: Sequence[str]
 ) -> list[Section]:
     """Returns the report's sections on the comparison."""
     found = Section(

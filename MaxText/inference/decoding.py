@@ -14,11 +14,7 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import Completion, StoppingCriteria, Timing, generate
-from MaxText.inference.model_tokenizer import (
-    ModelTokenizer,
-    load_model_tokenizer,
-    open_tokenizer,
-)
+from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokenizer, open_tokenizer
 from MaxText.inference.prompt_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.trained_model import load_model
