@@ -116,7 +116,9 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
         problems += idle.values()
     if problems:
         raise ConfigurationError(problems)
-    sources.print_notices([_notice(name, problem) for name, problem in idle.items()])
+    for name, problem in idle.items():
+        kind = "warning" if all_keys()[name].section[0] == "model" else "note"
+        sources.print_notices([f"{kind}: {problem.what} ({problem.where[0]})"])
     return LoadedConfig(config, origins, collected.config_path, tuple(kept))
 
 
@@ -349,11 +351,6 @@ def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
             )  # fmt: skip
             problems[name] = Problem(what, tuple(places), facts)
     return problems
-
-
-def _notice(name: str, problem: Problem) -> str:
-    kind = "warning" if all_keys()[name].section[0] == "model" else "note"
-    return f"{kind}: {problem.what} ({problem.where[0]})"
 
 
 def _find_unused_decoder_block(

@@ -129,7 +129,9 @@ def solve(
     if amount(stages) == budget:
         return Solution(stages, ({},) * len(stages), budget)
     search = _Search(stages, free, amount)
-    if free == WIDTH and _has_fixed_width(stages[-1]):
+    model = stages[-1].model
+    has_slots = model.attention.attention_projections != "dense"
+    if free == WIDTH and has_slots and model.shape.head_dim != -1:
         other_keys = [name for name in _helpful_keys(match, stages[-1]) if name != WIDTH]
         raise UserError(
             f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
@@ -173,13 +175,6 @@ def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
     if match == "params":
         return (WIDTH, DEPTH, SLOTS if _is_of_slots(config) else _MLP)
     return (STEPS,)
-
-
-def _has_fixed_width(config: Config) -> bool:
-    """Returns whether slot attention with a fixed head_dim sets the width."""
-    return config.model.attention.attention_projections != "dense" and (
-        config.model.shape.head_dim != -1
-    )
 
 
 def _is_of_slots(config: Config) -> bool:
