@@ -1,8 +1,8 @@
 """UTF-8 bytes of targets, the denominator of bits per byte.
 
-Bytes per id are defined for tokenizers whose text is the concatenation of the ids' bytes: byte tokenizers,
-byte-level BPE, tiktoken, and vocabularies with byte fallback (Llama 2, Gemma). Undefined where text
-is lowercased or unknown words share an id.
+Bytes per id are defined for tokenizers whose text is the concatenation of the ids' bytes: byte
+tokenizers, byte-level BPE, tiktoken, and vocabularies with byte fallback (Llama 2, Gemma).
+Undefined where text is lowercased or unknown words share an id.
 
 V: ids of the tokenizer.
 """
