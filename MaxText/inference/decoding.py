@@ -15,8 +15,8 @@ from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import Completion, StoppingCriteria, Timing, generate
 from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokenizer, open_tokenizer
-from MaxText.inference.prompt_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.sampling import SamplingParams
+from MaxText.inference.text_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.trained_model import load_model
 from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import Layout, microbatch_size

@@ -4,7 +4,7 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
-from MaxText.inference.prompt_files import read_prompts
+from MaxText.inference.text_files import read_prompts
 
 
 def read(**keys):
