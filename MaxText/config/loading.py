@@ -102,7 +102,7 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     problems += [
         sources.sweep_not_supported(name, one.place) for name, one in collected.sweep_blocks.items()
     ]
-    winners = _merge(collected.settings, problems)
+    winners = merge(collected.settings, problems)
     typed, origins, kept, wrong = winners
     _derive(typed, origins, collected.config_path)
     idle = _find_unused_keys(winners)
@@ -122,7 +122,8 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     return LoadedConfig(config, origins, collected.config_path, tuple(kept))
 
 
-def _merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
+def merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
+    """Returns the typed winners of settings; appends to `problems`."""
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
     origins = {name: Origin(Source.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}

@@ -133,9 +133,9 @@ def collect(
     result = CollectedSettings()
     if own is not None:
         saved = _python_settings(own.values, Source.SAVED_CONFIG, note=f"of {own.place}")
-        result.settings += _distinct(saved, result)
+        result.settings += distinct(saved, result)
     paths, typed = _read_arguments(arguments, result)
-    typed += _distinct(_python_settings(overrides, Source.ARGUMENT), result)
+    typed += distinct(_python_settings(overrides, Source.ARGUMENT), result)
     environment_settings = _read_environment(environment, result)
     for path in paths:
         try:
@@ -187,7 +187,7 @@ def _read_arguments(
             if os.path.exists(os.path.expanduser(argument)):
                 facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
-    return paths, _distinct(settings, result, last_wins=True)
+    return paths, distinct(settings, result, last_wins=True)
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
@@ -228,7 +228,7 @@ def _read_environment(environment: Mapping[str, str], result: CollectedSettings)
         elif close := close_matches(variable[2:], all_keys(), count=1):
             name = f"M_{close[0].upper()}"
             result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
-    return _distinct(settings, result, last_wins=True)
+    return distinct(settings, result, last_wins=True)
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
@@ -249,7 +249,7 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             for e in entries
             if e.name not in FILE_KEYS
         ]
-        chain.append(_distinct(settings, result))
+        chain.append(distinct(settings, result))
         for name in SWEEP_KEYS:
             if name not in result.sweep_blocks and (entry := special.get(name)):
                 place = f"{short_path(path)}:{entry.line}"
@@ -341,7 +341,7 @@ def sweep_not_supported(name: str, place: str) -> Problem:
     )
 
 
-def _distinct(
+def distinct(
     settings: list[Setting], result: CollectedSettings, *, last_wins: bool = False
 ) -> list[Setting]:
     """Returns the settings of one source under our names.
