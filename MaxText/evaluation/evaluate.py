@@ -70,9 +70,7 @@ def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
         found["data"] = _score_data(trained, data_set, show)
     if scoring.eval_tasks or scoring.harness.tasks:
-        tokenizer = open_tokenizer(
-            config, trained.folder, trained.metadata, typed=asked.is_tokenizer_typed
-        )
+        tokenizer = trained.open_tokenizer(typed=asked.is_tokenizer_typed)
         found |= _score_tasks(tasks, trained, tokenizer, config, show)
     whole = _described(trained) | found
     import jax  # already imported

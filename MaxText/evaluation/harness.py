@@ -14,7 +14,7 @@ import tokenizers
 from MaxText.errors import UserError
 from MaxText.evaluation.tasks import log_progress
 from MaxText.inference import checkpoint_config
-from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Show, TrainedModel, load_model
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
@@ -87,10 +87,7 @@ class MaxTextLM(TemplateLM):
         loaded = checkpoint_config.load(words)
         start_up.choose_platform(loaded.config.run.hardware)
         trained = load_model(loaded.config, show)
-        tokenizer = open_tokenizer(
-            loaded.config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
-        )
-        return cls(trained, tokenizer, show)
+        return cls(trained, trained.open_tokenizer(typed=loaded.typed("tokenizer_path")), show)
 
     @classmethod
     def create_from_arg_string(
