@@ -20,6 +20,8 @@ from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 Match = Literal["params", "flops", "tokens", "time"]
 Launch = Literal["run", "print"]
 
+UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
+
 # Keys that are set per run. A value for all runs would be silently overwritten.
 SET_PER_RUN = {
     "data_shuffle_seed": "seeds=",

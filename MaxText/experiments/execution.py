@@ -13,14 +13,18 @@ import jax
 
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
-from MaxText.experiments.compare_args import CompareArgs
+from MaxText.experiments.compare_args import UNITS, CompareArgs
 from MaxText.experiments.comparison_plan import (
     Chain,
     ComparisonSpec,
     Plan,
     Run,
     chains_of,
+    format_budget,
+    format_changes,
     load_or_create_plan,
+    plan_lines,
+    plan_rows,
     run_path,
 )
 from MaxText.experiments.comparison_results import (
@@ -45,15 +49,7 @@ from MaxText.experiments.comparison_results import (
     write_summary_csv,
 )
 from MaxText.experiments.runs_progress import RunsProgress
-from MaxText.experiments.solved_plan import (
-    format_budget,
-    format_changes,
-    plan_lines,
-    plan_rows,
-    solve_plan,
-    solved_variants,
-)
-from MaxText.experiments.solving import UNITS, validation_errors
+from MaxText.experiments.solving import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.step_timing import time_steps
 from MaxText.experiments.variants import Variant, confounding_keys
 from MaxText.metrics.run_record import RunRecord, read_run
