@@ -28,7 +28,7 @@ from MaxText.config.loading import load
 from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
-from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs
+from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs, expand_sweep
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
@@ -136,20 +136,19 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
     stages_of: dict[int, tuple[list[dict[str, Any]], str]] = {}
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
-        sweep, place = request.sweep, "command line, sweep=..."
+        assignments, place = request.sweep or [{}], "command line, sweep=..."
         in_file = sources.collect([path], {}, os.environ).sweep_blocks if path else {}
-        if sweep is None and "sweep" in in_file:
-            sweep, place = in_file["sweep"].value, in_file["sweep"].place
+        if request.sweep is None and "sweep" in in_file:
+            place = in_file["sweep"].place
+            try:
+                assignments = expand_sweep(in_file["sweep"].value)
+            except values.InvalidValueError as error:
+                found.append(Problem(f"sweep: {error}", (place,)))
         if chain := in_file.get("stages"):
             try:
                 stages_of[source] = read_stages(chain.value), chain.place
             except values.InvalidValueError as error:
                 found.append(Problem(f"stages: {error}", (chain.place,)))
-        try:
-            assignments = [{}] if sweep is None else expand_sweep(sweep)
-        except values.InvalidValueError as error:
-            found.append(Problem(f"sweep: {error}", (place,)))
-            assignments = [{}]
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
     several_sources = len(stems) > 1
@@ -264,38 +263,6 @@ def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config
                 for one in error.problems
             ]
         ) from error
-
-
-def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
-    """Expands a sweep into a list of key-value mappings.
-
-    A mapping of keys to lists is their product, with the last key varying fastest. A list of
-    mappings concatenates their products. A scalar counts as a list of one. Raises
-    InvalidValueError for anything else, or an empty sweep.
-    """
-    if isinstance(sweep, list):
-        if not sweep:
-            raise values.InvalidValueError("the list of variants is empty")
-        return [variant for part in sweep for variant in _product(part)]
-    return _product(sweep)
-
-
-def _product(part: Any) -> list[dict[str, Any]]:
-    if not isinstance(part, dict):
-        raise values.InvalidValueError(
-            f"{values.format_value(part)} is not a mapping; write {{key: [value, value]}}, or "
-            "a list of "
-            "these"
-        )
-    if not part:
-        raise values.InvalidValueError("a mapping without keys has no variants")
-    choices = []
-    for name, value in part.items():
-        items = value if isinstance(value, list) else [value]
-        if not items:
-            raise values.InvalidValueError(f"{name} has an empty list of values")
-        choices.append([(name, item) for item in items])
-    return [dict(combination) for combination in itertools.product(*choices)]
 
 
 def to_override(value: Any) -> str:
