@@ -133,7 +133,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
         )
         raise ConfigurationError(found)
     entries: list[tuple[int, str, dict[str, Any], str]] = []
-    stages_of: dict[int, tuple[list[dict[str, Any]], str]] = {}
+    chains: dict[int, list[tuple[dict[str, Any], str]]] = {}  # keys of stages and their place
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
         assignments, place = request.sweep or [{}], "command line, sweep=..."
@@ -146,7 +146,8 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
                 found.append(Problem(f"sweep: {error}", (place,)))
         if chain := in_file.get("stages"):
             try:
-                stages_of[source] = read_stages(chain.value), chain.place
+                stages = read_stages(chain.value)
+                chains[source] = [(s, f"{chain.place}, stage {n}") for n, s in enumerate(stages, 1)]
             except values.InvalidValueError as error:
                 found.append(Problem(f"stages: {error}", (chain.place,)))
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
@@ -159,11 +160,12 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
     with _deduplicate_notices():
         for (source, _, assignment, place), label in zip(entries, labels, strict=True):
             try:
-                stages = _load_stages(request, source, assignment, place, stages_of.get(source))
+                chain = chains.get(source, [({}, "")])
+                configs = _load_stages(request, source, assignment, place, chain)
             except ConfigurationError as error:
                 found += error.problems
             else:
-                variants.append(Variant(label, source, tuple(map(_own_name, assignment)), stages))
+                variants.append(Variant(label, source, tuple(map(_own_name, assignment)), configs))
     if len(entries) == 1 and not found:
         found.append(
             Problem(
@@ -190,23 +192,19 @@ def _load_stages(
     source: int,
     assignment: Mapping[str, Any],
     place: str,
-    chain: tuple[list[dict[str, Any]], str] | None,
+    chain: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Config, ...]:
     """Returns one configuration per stage.
 
-    `chain` holds the keys of each stage and where they were written; None for a single run. Raises
-    ConfigurationError for all stages at once.
+    `chain` holds the keys of each stage and where they were written. Raises ConfigurationError for
+    all stages at once.
     """
     given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
     swept = _words(assignment, place)
     _check_names(assignment, "sweep", "swept", place, given, {})
-    if chain is None:
-        return (_load(request, source, swept),)
+    taken = given | dict.fromkeys(map(_own_name, assignment), place)
     stages, problems = [], []
-    stage_keys, stage_place = chain
-    for number, keys in enumerate(stage_keys):
-        taken = given | dict.fromkeys(map(_own_name, assignment), place)
-        where = f"{stage_place}, stage {number + 1}"
+    for number, (keys, where) in enumerate(chain):
         try:
             _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
             words = _words(keys, where) | ({f"{SOURCE}={PREVIOUS}": where} if number else {})
