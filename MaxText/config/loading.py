@@ -218,7 +218,7 @@ def _unknown(setting: Setting) -> Problem:
 
 
 def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
-    """Returns the problem of a name that no key has."""
+    """Returns the problem of an unknown key."""
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", places)

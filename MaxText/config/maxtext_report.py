@@ -9,7 +9,7 @@ _SHOWN_FACTS = ("accepted", "nearest", "note")
 
 
 def report(path: str) -> str:
-    """Returns the keys that are supported, accepted with a note, or wrong."""
+    """Returns supported keys, keys accepted with a note, and wrong ones."""
     file = config_files.find(path)
     entries, problems = config_files.read(file)
     given = [

@@ -56,7 +56,7 @@ def peak_bytes(weights: WeightSource) -> int:
 
 
 def write(weights: WeightSource, length: int, target: Path, show: Callable[[str], None]) -> None:
-    """Writes the program, which needs jax and flatbuffers alone."""
+    """Writes the program; it needs jax and flatbuffers alone."""
     partial = writing_name(target)
     program = export_forward(weights, length).serialize()
     try:

@@ -33,7 +33,7 @@ def is_json_lines(path: str) -> bool:
 
 
 def read_lines(path: str, key: str, field: str) -> list[tuple[int, str, dict[str, Any]]]:
-    """Returns (line number from 1, text, object) of JSON Lines, or of plain lines.
+    """Returns (line number, text, object) of JSON Lines or plain lines.
 
     Raises UserError if the file is unreadable or empty.
     """
