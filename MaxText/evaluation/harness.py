@@ -125,14 +125,6 @@ class MaxTextLM(TemplateLM):
         """Default number of new tokens, as in the harness's own models."""
         return 256
 
-    def get_model_info(self) -> dict[str, Any]:
-        """Returns metadata for the harness's results."""
-        return {
-            "model_source": self._trained.source,
-            "model_num_parameters": self._trained.model.num_parameters,
-            "model_dtype": self._trained.model.section.numerics.dtype,
-        }
-
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
