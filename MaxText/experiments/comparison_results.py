@@ -24,7 +24,6 @@ from MaxText.experiments.seed_statistics import (
     paired_difference,
 )
 from MaxText.experiments.variants import Variant
-from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.goodput import PARTS, Goodput
 from MaxText.metrics.run_record import RunRecord, read_run
 from MaxText.metrics.step_line import perplexity
@@ -108,13 +107,11 @@ class ConfigResults:
 
 def load_record(run: Run) -> RunRecord | None:
     """Returns the run's record; None if it has not started recording."""
-    if not (run.folder / EVENTS_FILE).exists():
-        return None
     try:
         return read_run(run.folder)
     except UserError:
-        # Probably killed before its first row, and will restart. Other problems of the file
-        # are reported once the run has ended.
+        # No file, or killed before its first row. Other problems of the file are reported once
+        # the run has ended.
         return None
 
 
