@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from MaxText.config.registry import lookup
-from MaxText.conversion.family import Family, WeightMapping, numbered
-from MaxText.conversion.tensor_layout import TensorLayout
+from MaxText.conversion.family import Family, TensorLayout, WeightMapping, numbered
 from MaxText.errors import UserError
 from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
