@@ -11,10 +11,8 @@ from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import Checkpoint
-from MaxText.conversion.initial_weights import (
-    corruption_as_user_error,
-    open_parameters,
-)
+from MaxText.conversion.initial_weights import open_parameters
+from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.record import Record
@@ -174,7 +172,7 @@ def _load_full_state(
     path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> RestoreResult:
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
-    with corruption_as_user_error("load_full_state_path", stored):
+    with corruption_as_user_error(stored, "load_full_state_path"):
         position, metadata = None, stored.metadata.values
         if (stored.folder / checkpoint_files.POSITION).exists():
             position = stored.position()
