@@ -20,7 +20,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import make_train_iterator
-from MaxText.input_pipeline.preparation.process_pool import show_progress
+from MaxText.input_pipeline.prepare.process_pool import show_progress
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.sequences.order import OrderedWindows, random_words
 from MaxText.input_pipeline.token_store.store import TokenData, document_sizes

@@ -440,7 +440,7 @@ def _open_records(
 
 
 def _open_text(request: OpenRequest, files: list[FileInfo]) -> TokenData:
-    from MaxText.input_pipeline.preparation.prepare import tokenize_to_cache
+    from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 
     paths = [file.path for file in files]
     folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)

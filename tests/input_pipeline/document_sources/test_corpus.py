@@ -16,7 +16,7 @@ from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources import source_files
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
@@ -190,7 +190,7 @@ def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
 
 def test_imports_no_jax():
     check = (
-        "import sys; from MaxText.input_pipeline.preparation import prepare; "
+        "import sys; from MaxText.input_pipeline.prepare import prepare; "
         "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, cwd=REPOSITORY)

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.record_export import export_records, strided_windows
+from MaxText.input_pipeline.prepare.record_export import export_records, strided_windows
 from tests.input_pipeline.document_sources.written_corpora import tfrecord_contents
 from tests.input_pipeline.small_data import (
     EOS,

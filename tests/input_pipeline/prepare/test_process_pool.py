@@ -10,7 +10,7 @@ import time
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes
 from MaxText.storage import atomic
 from tests.refusals import refused
 

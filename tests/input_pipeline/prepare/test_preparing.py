@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import job
-from MaxText.input_pipeline.preparation import prepare as prepare_module
-from MaxText.input_pipeline.preparation.prepare import prepare, write_error
+from MaxText.input_pipeline.prepare import job
+from MaxText.input_pipeline.prepare import prepare as prepare_module
+from MaxText.input_pipeline.prepare.prepare import prepare, write_error
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.input_pipeline.small_data import contents
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of

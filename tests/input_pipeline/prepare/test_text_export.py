@@ -10,7 +10,7 @@ import pytest
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
     read_texts,

@@ -11,7 +11,7 @@ from subprocess import PIPE
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import job, token_shards
+from MaxText.input_pipeline.prepare import job, token_shards
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.storage.atomic import publish, writing_name
 from tests import programs
@@ -25,7 +25,7 @@ KILLED = """
 import functools, json, os, signal, sys
 from pathlib import Path
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation import prepare as preparing
+from MaxText.input_pipeline.prepare import prepare as preparing
 
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
@@ -98,8 +98,8 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 WORKERS = """
 import functools, sys, time
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation import job
-from MaxText.input_pipeline.preparation import prepare as preparing
+from MaxText.input_pipeline.prepare import job
+from MaxText.input_pipeline.prepare import prepare as preparing
 encode = job.tokenize_shard
 def encode_then_wait(*arguments):
     encode(*arguments)
@@ -137,7 +137,7 @@ def test_workers_end_with_a_killed_parent(tmp_path, monkeypatch):
 
 INTERRUPTED = """
 import os, runpy, signal, sys
-from MaxText.input_pipeline.preparation import job
+from MaxText.input_pipeline.prepare import job
 signal.signal(signal.SIGINT, signal.default_int_handler)
 encode = job.tokenize_shard
 def encode_then_stop(*arguments):

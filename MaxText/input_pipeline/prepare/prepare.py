@@ -26,14 +26,14 @@ from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, 
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
-from MaxText.input_pipeline.preparation import sampling
-from MaxText.input_pipeline.preparation.job import (
+from MaxText.input_pipeline.prepare import sampling
+from MaxText.input_pipeline.prepare.job import (
     READ_BYTES_PER_PROCESS,
     TokenizationJob,
     Workers,
 )
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
-from MaxText.input_pipeline.preparation.record_export import (
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.record_export import (
     LEDGER_NAMES,
     OPTIONS_OF_RECORDS,
     TEXT_FORMATS,
@@ -42,7 +42,7 @@ from MaxText.input_pipeline.preparation.record_export import (
     record_shape,
     stored_options,
 )
-from MaxText.input_pipeline.preparation.token_shards import Tokenization
+from MaxText.input_pipeline.prepare.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer

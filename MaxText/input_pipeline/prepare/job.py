@@ -20,9 +20,9 @@ from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
-from MaxText.input_pipeline.preparation.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
-from MaxText.input_pipeline.preparation.token_shards import (
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
+from MaxText.input_pipeline.prepare.token_shards import (
     ShardJob,
     Tokenization,
     TokenizedShard,

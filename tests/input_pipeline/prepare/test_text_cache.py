@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation.prepare import tokenize_to_cache
+from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.refusals import refused
 
