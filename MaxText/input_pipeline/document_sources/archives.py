@@ -4,7 +4,6 @@ Members are streamed from the archive: nothing is written to disk, and member na
 paths.
 """
 
-import io
 import struct
 import tarfile
 import zipfile
@@ -25,9 +24,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
 )
 from MaxText.input_pipeline.document_sources.text_streams import (
     Skipped,
-    counted_texts,
     json_texts,
-    line_texts,
     text_chunks,
 )
 
@@ -98,7 +95,6 @@ def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, B
 
 
 _MAX_DEPTH = 4  # OpenWebText nests archives once; deeper nesting is not a corpus
-_MAX_NESTED_BYTES = 2**28  # nested archives are read as a whole
 
 Members = Iterator[tuple[str, BinaryIO]]
 
@@ -128,10 +124,6 @@ def stream_texts(
             yield from json_texts(
                 stream, where, text_field, may_be_list=may_be_list, skipped=skipped
             )
-        elif layout is Layout.COUNTED:
-            yield from counted_texts(stream, where)
-        elif layout is Layout.LINES:
-            yield from line_texts(stream, where)
         else:
             assert layout is Layout.TEXT, layout
             yield from text_chunks(stream, where)
@@ -144,9 +136,7 @@ def _member_texts(
         member_where = f"{where}, member {name!r},"
         file_format = format_of_member(where, name)
         ending = "." + name.rsplit(".", 1)[-1].lower()
-        is_zip = file_format == FileFormat(Layout.ZIP)
-        seeks = file_format.layout in SEEKING and not is_zip
-        if seeks or file_format.layout is Layout.TFRECORD or ending in NOT_TEXT:
+        if file_format.layout in (*SEEKING, Layout.TFRECORD) or ending in NOT_TEXT:
             raise UserError(
                 f"{member_where} is not text, and {ending} files in archives are not read. Unpack "
                 "the archive and name the files to read."
@@ -155,16 +145,6 @@ def _member_texts(
             raise UserError(
                 f"{member_where} is nested in more than {_MAX_DEPTH} archives. Unpack some."
             )
-        if is_zip:
-            # The list of members is at the end of a zip.
-            with read_errors_as_user_error(member_where):
-                inner = contents.read(_MAX_NESTED_BYTES + 1)
-            if len(inner) > _MAX_NESTED_BYTES:
-                raise UserError(
-                    f"{member_where} is an archive of more than {_MAX_NESTED_BYTES:,} bytes in "
-                    "another one. Unpack the outer one."
-                )
-            contents = io.BytesIO(inner)
         texts = stream_texts(contents, file_format, member_where, text_field, skipped, depth + 1)
         for _, text in texts:
             yield text

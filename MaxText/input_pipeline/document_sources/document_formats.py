@@ -12,10 +12,8 @@ class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
 
     TEXT = "plain text"
-    LINES = "one document per line"
     JSON_LINES = "one JSON value per line"
     JSON = "JSON values, one per line or in a list"
-    COUNTED = "documents with their lengths"
     TAR = "tar archive"
     ZIP = "zip archive"
     PARQUET = "parquet"
@@ -68,8 +66,8 @@ NOT_TEXT = frozenset(
 """Endings of files that are certainly no text."""
 
 READ_ENDINGS = (
-    ".txt .md .rst .text .jsonl .json .tar .zip .parquet .arrow .array_record .tfrecord .dat.zst, "
-    "or text, json and tar with .gz .zst .xz .bz2"
+    ".txt .md .rst .text .jsonl .json .tar .zip .parquet .arrow .array_record .tfrecord, or text, "
+    "json and tar with .gz .zst .xz .bz2"
 )
 """What is read, for messages."""
 
@@ -86,10 +84,6 @@ def known_format(name: str) -> FileFormat | None:
     stem, ending = os.path.splitext(_NUMBERED.sub(r"\1", stem if compression else name))
     if ending in _LAYOUTS:
         return FileFormat(_LAYOUTS[ending], compression)
-    if ending == ".dat" and compression == "zst":
-        return FileFormat(Layout.COUNTED, compression)
-    if not ending and compression == "gz":
-        return FileFormat(Layout.LINES, compression)
     return None
 
 

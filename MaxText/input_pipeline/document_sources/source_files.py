@@ -10,7 +10,6 @@ import json
 import os
 import stat
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ _KEY = "prepare_source"
 # Standard library folders with third-party packages or nothing to read.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
-# Lists the arrow files of a saved Hugging Face dataset in order; others are cached results.
+# Lists the arrow files of a saved Hugging Face dataset; others are cached or older results.
 _STATE = "state.json"
 _KEPT_RESULT = "cache-"
 
@@ -188,16 +187,10 @@ def _source_file(path: str, name: str) -> SourceFile:
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
-    """Returns the error for a folder, with a pattern for `found` names."""
-    endings = Counter(os.path.splitext(name)[1] for name in found)
-    unreadable = bool(endings) and all(each.lower() in NOT_TEXT for each in endings)
-    if not unreadable:
-        endings = {each: count for each, count in endings.items() if each.lower() not in NOT_TEXT}
-    # The most common extension; ties are broken by name.
-    ending = min(endings, key=lambda each: (-endings[each], each), default=".py")
-    folders = "**/" if any("/" in name or ending for name in found) else ""
-    pattern = f"{entry.rstrip('/')}/{folders if found else '**/'}*{ending}"
-    remedy = f"To read other plain text, give a pattern, for example '{_KEY}={pattern}'."
+    unreadable = bool(found) and all(
+        os.path.splitext(name)[1].lower() in NOT_TEXT for name in found
+    )
+    remedy = f"To read other plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
     if unreadable:
         remedy = "Convert them to plain text or to .jsonl, one object with the text per line."
     return UserError(
@@ -239,43 +232,26 @@ def _folder_files(entry: str) -> list[SourceFile]:
             return True
         return base in saved[parent] if parent in saved else not base.startswith(_KEPT_RESULT)
 
-    def order(name: str) -> tuple:
-        parent, base = os.path.split(name)
-        # Saved arrow files keep the order of their state.json.
-        if base in saved.get(parent, ()):
-            return file_access.natural_key(parent), saved[parent].index(base)
-        return file_access.natural_key(name), -1
-
     formats = {name: known for name in found if is_data(name) and (known := known_format(name))}
     has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
     chosen = [name for name in formats if os.path.basename(name).lower() not in hidden]
     if not chosen:
         raise _nothing_to_read(entry, [*found])
-    return [_source_file(found[name], name) for name in sorted(chosen, key=order)]
+    return [_source_file(found[name], name) for name in sorted(chosen, key=file_access.natural_key)]
 
 
 def _saved_files(state: Path) -> list[str] | None:
-    """Returns the Arrow files of a `datasets` state.json, or None.
-
-    Raises UserError if one is missing, or the dataset is a selection of rows.
-    """
+    """Returns the Arrow files of a `datasets` state.json, or None."""
     try:
         content = json.loads(state.read_bytes())
         names = [file["filename"] for file in content["_data_files"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    if content.get("_indices_data_files"):
-        raise UserError(
-            f"{state} selects rows of its arrow files. Save the data set again after "
-            "flatten_indices()."
-        )
-    for name in names:
-        # Reject path traversal.
-        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise UserError(f"{state} lists {name!r}, which is not a file name. Save it again.")
-        if not (state.parent / name).is_file():
-            raise UserError(f"{state} lists {name}, which is missing next to it. Copy it again.")
+    missing = [name for name in names if not (state.parent / str(name)).is_file()]
+    if missing or content.get("_indices_data_files"):
+        problem = f"lists {missing[0]}, which is missing" if missing else "selects rows"
+        raise UserError(f"{state} {problem}. Save the data set again after flatten_indices().")
     return names
 
 

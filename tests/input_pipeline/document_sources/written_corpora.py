@@ -60,11 +60,6 @@ def frames(texts: Sequence[str]) -> bytes:
     return b"".join(zstandard.compress(rows([text])) for text in texts) or zstandard.compress(b"")
 
 
-def counted(texts: Sequence[str]) -> bytes:
-    encoded = [text.encode() for text in texts]
-    return b"".join(b"%016d" % len(text) + text for text in encoded)
-
-
 def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
     return tar_archive({"folder/": b"", **dict(members)}, mode)
 
@@ -138,7 +133,6 @@ _CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
     ".jsonl.bz2": _packed(rows, "bz2"),
     ".json.gz": _packed(_strings, "gz"),
     ".json.zst": _packed(lambda texts: json.dumps(texts).encode(), "zst"),
-    ".dat.zst": _packed(counted, "zst"),
     ".tar": lambda texts: tar(members_of(texts)),
     ".tar.gz": lambda texts: tar(members_of(texts), "w:gz"),
     ".tgz": lambda texts: tar(members_of(texts), "w:gz"),
@@ -150,7 +144,6 @@ _CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
     "openwebtext.tar.xz": openwebtext,
     "urlsf_subset00-3_data.xz": lambda texts: tar(members_of(texts), "w:xz"),
     ".zip": zipped,
-    "_zips.tar": lambda texts: tar([("a.zip", zipped(texts))]),
     ".parquet": parquet_file,
     ".arrow": arrow_stream,
     "_file.arrow": lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file),
