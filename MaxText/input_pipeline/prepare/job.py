@@ -41,8 +41,8 @@ from MaxText.storage.atomic import atomic_write_text, sync_file
 
 Show = Callable[[str], None]
 
-# Below this, threads of one process are faster: a process takes up to a second to start.
-_TOKENIZED_BYTES_PER_PROCESS = 32_000_000
+# Less text takes no longer than a process to start, which is up to a second.
+_TOKENIZED_BYTES_PER_PROCESS = 16_000_000
 READ_BYTES_PER_PROCESS = 256_000_000
 """Least text that is worth a process of its own where text is only read."""
 
@@ -59,12 +59,10 @@ class Workers:
 
     def for_corpus(
         self, corpus: Corpus, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
-    ) -> tuple[int, int]:
-        """Returns the processes, and threads of each, for a corpus size."""
+    ) -> int:
+        """Returns the number of processes for a corpus size."""
         num_bytes = sum(shard.num_bytes for shard in corpus.shards)
-        useful = max(min(num_bytes // bytes_per_process, len(corpus.shards)), 1)
-        num_processes = min(self.num_processes, useful)
-        return num_processes, max(self.num_processes // num_processes, 1)
+        return min(self.num_processes, max(num_bytes // bytes_per_process, 1))
 
 
 @dataclass(frozen=True)
@@ -155,13 +153,12 @@ class TokenizationJob:
         if num_finished:
             show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
         if self.workers.beam_options is not None:
-            _tokenize_with_beam(tokenization.with_threads(1), jobs, self.workers.beam_options)
+            _tokenize_with_beam(tokenization, jobs, self.workers.beam_options)
         else:
-            num_processes, num_threads = self.workers.for_corpus(corpus)
-            shared = tokenization.with_threads(num_threads)
+            processes = self.workers.for_corpus(corpus)
             num_bytes = sum(shard.num_bytes for shard in corpus.shards)
             with show_progress("Encoding", num_bytes, show) as advance:
-                for _ in map_in_processes(tokenize_shard, shared, jobs, num_processes, advance):
+                for _ in map_in_processes(tokenize_shard, tokenization, jobs, processes, advance):
                     pass
         found = [finished_shard(tokenization, job.number) for job in jobs]
         shards = [shard for shard in found if shard is not None]

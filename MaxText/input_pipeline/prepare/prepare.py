@@ -282,7 +282,7 @@ def _sample(request: _Request) -> tuple[list[sampling.ShardText], tuple[str, ...
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
     preparation = request.preparation
     num_bytes = sum(job.shard.num_bytes for job in jobs)
-    num_processes, _ = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
+    num_processes = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
     settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, request.show) as advance:
         texts = map_in_processes(sampling.read_shard, settings, jobs, num_processes, advance)

@@ -31,7 +31,6 @@ SAMPLE_BYTES = 8_000_000
 SAMPLED_SHARDS = 32  # limits sampling to 2 GB, so that terabytes are not read twice for 8 MB
 
 _HASHED_TOGETHER = 1024  # hashing short documents one by one would take longer than reading them
-_LONG_TEXT = 2**16
 
 
 def document_number(shard: int, index: int) -> int:
@@ -80,24 +79,12 @@ class TextDigest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._pending: list[bytes] = []
 
     def add(self, encoded: bytes) -> None:
-        self._pending += (len(encoded).to_bytes(8, "little"), encoded)
-        # One long update is faster than many short ones; a long text is not copied.
-        if len(self._pending) >= _HASHED_TOGETHER or len(encoded) > _LONG_TEXT:
-            self._update()
-
-    def _update(self) -> None:
-        if len(self._pending) > 2:
-            self._hash.update(b"".join(self._pending))
-        else:
-            for piece in self._pending:
-                self._hash.update(piece)
-        self._pending = []
+        self._hash.update(len(encoded).to_bytes(8, "little"))
+        self._hash.update(encoded)
 
     def hexdigest(self) -> str:
-        self._update()
         return self._hash.hexdigest()
 
 

@@ -10,7 +10,6 @@ without documents in a split has no files there.
 
 import array
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import json
@@ -40,8 +39,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.storage.atomic import atomic_write_text, publish, sync_file, writing_name
 
-# Text tokenized at a time: enough for several threads, but the tokenizers library takes some
-# hundred bytes per token.
+# Text tokenized at a time: the tokenizers library takes some hundred bytes per token.
 _BATCH_CHARACTERS = 4_000_000
 
 
@@ -78,11 +76,6 @@ class Tokenization:
             "vocab_size": self.tokenizer.entry.vocab_size,
         }
         return json.dumps(contents, indent=1, sort_keys=True) + "\n"
-
-    def with_threads(self, num_threads: int) -> "Tokenization":
-        tokenizer = copy.copy(self.tokenizer)
-        tokenizer.num_threads = num_threads
-        return dataclasses.replace(self, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)

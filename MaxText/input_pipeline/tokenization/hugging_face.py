@@ -81,7 +81,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         if self._fast is None:
             return self._reference_ids(text)
         try:
-            # One text at a time runs in this thread; `encode` has its own threads.
+            # One text at a time runs in this thread: other processes use the other cores.
             ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
         except ValueError:  # excessive backtracking of a regular expression
             return self._reference_ids(text)

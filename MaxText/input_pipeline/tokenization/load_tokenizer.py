@@ -88,20 +88,13 @@ class ByteTokenizer(TextTokenizer):
         return write_files(folder, {}, {"tokenizer_type": "byte"})
 
 
-def load_tokenizer(
-    tokenizer_path: str | Path, tokenizer_type: str = "auto", num_threads: int = 0
-) -> TextTokenizer:
+def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> TextTokenizer:
     """Loads a tokenizer.
 
     `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
     `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
     """
-    tokenizer = _load(str(tokenizer_path), tokenizer_type)
-    tokenizer.num_threads = num_threads or tokenizer.num_threads
-    return tokenizer
-
-
-def _load(tokenizer_path: str, tokenizer_type: str) -> TextTokenizer:
+    tokenizer_path = str(tokenizer_path)
     if tokenizer_type not in TOKENIZER_TYPES:
         raise UserError(
             f"tokenizer_type={tokenizer_type} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."

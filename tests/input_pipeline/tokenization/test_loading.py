@@ -77,7 +77,7 @@ def test_saved_loaded_and_pickled(tmp_path, make, files):
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_byte_tokenizer(text):
-    tokenizer = load_tokenizer("bytes", num_threads=1)
+    tokenizer = load_tokenizer("bytes")
     (ids,) = tokenizer.encode([text])
     assert bytes(ids.tolist()) == text.encode()
     assert tokenizer.decode(ids.tolist()) == text

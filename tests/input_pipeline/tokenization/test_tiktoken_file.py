@@ -43,7 +43,7 @@ def published(tmp_path_factory):
         for name in ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
             stated = openai_public.ENCODING_CONSTRUCTORS[name]()
             stated.pop("explicit_n_vocab", None)
-            ours = load_tokenizer(str(write(folder / f"{name}.tiktoken")), num_threads=1)
+            ours = load_tokenizer(str(write(folder / f"{name}.tiktoken")))
             found[name] = ours, tiktoken.Encoding(**stated)
     return found
 
