@@ -10,10 +10,8 @@ hash covers everything that affects the ids, so a changed file gets a new folder
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,9 +74,6 @@ _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options", "re
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.
 _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,16 +224,9 @@ def write_error(location: object, error: OSError) -> UserError:
     """Returns the error, with a remedy, for an unwritable folder."""
     if isinstance(error, BrokenPipeError):
         raise error  # stdout, for example piped to `head`
-    reason = error.strerror or str(error)
-    if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
-        remedy = "Free some space or choose another dataset_path"
-    elif error.errno in _REFUSED:
-        remedy = "Get write permission or choose another dataset_path"
-    else:
-        remedy = "Fix that or choose another dataset_path"
     return UserError(
-        f"{error.filename or location} cannot be written ({reason}). {remedy}, and run the same "
-        "command to resume: finished shards are kept."
+        f"{error.filename or location} cannot be written ({error.strerror or error}). Fix that or "
+        "choose another dataset_path, and run the same command to resume: finished shards are kept."
     )
 
 

@@ -74,12 +74,8 @@ class EpochPermutation:
         """Initializes the order; num_epoch=-1 is unbounded.
 
         `groups` (int64: first window of each group, then the end) are visited in order, and windows
-        are only shuffled within them. Raises UserError for num_epoch=0 or 2**32 windows or more.
+        are only shuffled within them. Raises UserError for 2**32 windows or more.
         """
-        if num_epoch == 0:
-            raise UserError(
-                "num_epoch=0 reads no data: use -1 (repeat until `steps`) or 1 and above."
-            )
         if num_windows >= _MAX_WINDOWS:
             raise UserError(
                 f"{num_windows} windows of max_target_length tokens are more than the shuffle can "

@@ -1,7 +1,6 @@
 """Finds and loads tokenizers of any kind."""
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url, local_path
 
 BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
-TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
 # What a folder holds of each kind, in order of preference.
 _WANTED = {
     "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
@@ -95,10 +93,6 @@ def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> 
     `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
     """
     tokenizer_path = str(tokenizer_path)
-    if tokenizer_type not in TOKENIZER_TYPES:
-        raise UserError(
-            f"tokenizer_type={tokenizer_type} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
-        )
     path = Path(tokenizer_path).expanduser()
     named_byte = tokenizer_path in BYTE_NAMES and tokenizer_type in ("auto", "byte")
     try:
@@ -237,18 +231,4 @@ def _has_tokenizer(folder: Path) -> bool:
     # The byte tokenizer has only a configuration file.
     with contextlib.suppress(UserError):
         return read_json(folder / CONFIG_NAME).get("tokenizer_type") in BYTE_NAMES
-    return False
-
-
-def is_tokenizer_in(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
-    """Returns whether a path is the tokenizer in `folder`, or has this digest."""
-    path = Path(tokenizer_path).expanduser()
-    if folder is not None and folder.resolve() in (path.resolve(), path.resolve().parent):
-        return True
-    for file in (path, path / TOKENIZER_NAME):
-        try:
-            if hashlib.sha256(file.read_bytes()).hexdigest() == sha256:
-                return True
-        except OSError:
-            continue
     return False

@@ -218,7 +218,6 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
         ({"notes.txt": b"x"}, "tiktoken", r"\.tiktoken"),
         ({"a.model": b"\x0a\x0e", "b.model": b"\x0a\x0e"}, "auto", r"a\.model, b\.model"),
         ({"a.model": b"\x0a\x0e", "tokenizer.model": b""}, "auto", r"tokenizer\.model is empty"),
-        ({"notes.txt": b"x"}, "wordpiece", "tokenizer_type=wordpiece"),
     ],
 )
 def test_unusable_folders(tmp_path, files, kind, message):
