@@ -129,7 +129,7 @@ def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
 
 
 def read_ids(
-    path: str, kind: str, fields: Sequence[str] = (), *, shift_labels: bool | None = None
+    path: str, kind: str, fields: Sequence[str] = ()
 ) -> Iterator[TokenDocument | BadRecord]:
     """Yields the documents of one file, or a BadRecord for damaged ones.
 
@@ -142,7 +142,6 @@ def read_ids(
       kind: "tfrecord", "arrayrecord", "parquet", "arrow" or "webdataset".
       fields: Features, columns or sample fields, of which the first that exists is read; empty for
         the usual ones, or the only one in an archive.
-      shift_labels: As in table_documents; None decides by this file alone.
 
     Raises:
       BadRecord: Nothing can be read from its position on.
@@ -150,7 +149,7 @@ def read_ids(
     """
     position = 0
     with _read_errors_as_bad_record(path, kind, lambda: position):
-        for item in _documents(path, kind, fields, shift_labels):
+        for item in _documents(path, kind, fields):
             position, document = item
             yield document
 
@@ -207,16 +206,14 @@ def _read_errors_as_bad_record(
         raise BadRecord(path, position(), reason, _UNITS[kind]) from error
 
 
-def _documents(
-    path: str, kind: str, fields: Sequence[str], shift_labels: bool | None
-) -> _Documents:
+def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
     if kind in ("parquet", "arrow"):
         part = FileRange.whole(path)
         check_not_compressed(path, part.file.format)
         with open_table(part) as table:
             column = id_column(table, path, fields or USUAL_FIELDS)
             assert column is not None
-            yield from table_documents(table, path, column, shift_labels)
+            yield from table_documents(table, path, column)
     elif kind == "webdataset":
         yield from _archive_documents(path, fields)
     else:

@@ -47,7 +47,6 @@ READ_BYTES_PER_PROCESS = 256_000_000
 """Least text that is worth a process of its own where text is only read."""
 
 _MAX_NAMED_ERRORS = 10
-_ERROR_SUFFIX = ".refused"  # file with the error of a shard on Beam
 
 
 @dataclass(frozen=True)
@@ -242,20 +241,14 @@ class TokenizationJob:
             f"{counted(manifest.source.num_files, 'file')}"
             + (f"; skipped: {', '.join(reasons)}" if reasons else "")
         )
-        unit = "bytes" if self.tokenization.is_text else "tokens"
-        if kept:
-            num_tokens = sum(shards[number].num_tokens for number in kept)
-            parts = f"{len(kept):,} of {len(shards):,} shards"
-            self.show(f"Kept {num_tokens:,} {unit} in {parts}, tokenized before")
         new = [shard for number, shard in enumerate(shards) if number not in kept]
         if new:
+            unit = "bytes" if self.tokenization.is_text else "tokens"
             num_tokens = sum(shard.num_tokens for shard in new)
             speed = sum(shard.num_bytes for shard in new) / 1e6 / max(seconds, 1e-3)
-            cpu_speed = num_tokens / max(sum(shard.cpu_seconds for shard in new), 1e-3)
             engine = self.tokenization.tokenizer.engine
             self.show(
-                f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s, "
-                f"{cpu_speed:,.0f} {unit} per CPU second ({engine})"
+                f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s ({engine})"
             )
 
 
@@ -276,28 +269,20 @@ def _tokenize_with_beam(
             "prepare_runner=beam needs the package apache-beam, which is not installed. Run: pip "
             "install 'MaxText[beam]', or set prepare_runner=local."
         ) from error
-    folder = tokenization.staging / "shards"
-    for leftover in folder.glob(f"*{_ERROR_SUFFIX}"):
-        leftover.unlink()
     options = PipelineOptions(shlex.split(beam_options))
-    with apache_beam.Pipeline(options=options) as pipeline:
-        # Without a reshuffle, Beam would fuse everything into one bundle.
-        _ = (
-            pipeline
-            | "Shards" >> apache_beam.Create(list(jobs))
-            | apache_beam.Reshuffle()
-            | "Tokenize" >> apache_beam.Map(functools.partial(_tokenize_on_beam, tokenization))
-        )
-    refused = sorted(folder.glob(f"*{_ERROR_SUFFIX}"))
-    if refused:
-        raise UserError(refused[0].read_text(encoding="utf-8"))
+    try:
+        with apache_beam.Pipeline(options=options) as pipeline:
+            # Without a reshuffle, Beam would fuse everything into one bundle.
+            _ = (
+                pipeline
+                | "Shards" >> apache_beam.Create(list(jobs))
+                | apache_beam.Reshuffle()
+                | "Tokenize" >> apache_beam.Map(functools.partial(_tokenize_on_beam, tokenization))
+            )
+    except Exception as error:  # runners raise errors of their own about those of workers
+        raise UserError(f"prepare_runner=beam: {error}") from error
 
 
 def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
-    """Tokenizes a shard. UserErrors go to a file: Beam would retry them."""
-    try:
-        tokenize_shard(tokenization, job, lambda done: None)
-    except UserError as error:
-        path = tokenization.staging / "shards" / f"{job.number:06d}{_ERROR_SUFFIX}"
-        atomic_write_text(path, str(error))
+    tokenize_shard(tokenization, job, lambda done: None)
     return job.number

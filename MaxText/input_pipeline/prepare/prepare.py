@@ -449,12 +449,9 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
 def _held(staging: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
-        # Only errors of taking the lock are about the folder.
-        held = contextlib.ExitStack()
-        held.enter_context(atomic.lock(staging.with_suffix(".lock"), show))
     except OSError as error:
         raise cache_write_error(cache_dir, error) from error
-    with held:
+    with atomic.lock(staging.with_suffix(".lock"), show):
         yield
 
 

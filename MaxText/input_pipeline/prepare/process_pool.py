@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from MaxText.errors import UserError
 
@@ -141,12 +137,6 @@ def _end_with_parent() -> None:
 @contextlib.contextmanager
 def show_progress(title: str, num_bytes: int, show: Callable[[str], None]) -> Iterator[Advance]:
     """Yields a function to call with the bytes done since the last call."""
-    if sys.stderr.isatty():
-        columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=num_bytes)
-            yield lambda done: bar.advance(task, done)
-        return
     start = shown = time.monotonic()
     done = quarters = 0
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +117,6 @@ class TokenizedShard(pydantic.BaseModel):
     highest: tuple[int, int] | None
     moved: tuple[int, bool] | None
     splits: dict[str, ShardSplit]
-    cpu_seconds: float  # summed over cores
 
     @property
     def num_tokens(self) -> int:
@@ -202,7 +200,6 @@ def _is_of(
 def _tokenize(
     tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
 ) -> TokenizedShard:
-    start = time.process_time()
     clean = sampling.text_cleaner(tokenization.fix_text)
     threshold = sampling.held_out_threshold(tokenization.validation_fraction)
     minimum = max(tokenization.minimum_tokens, 1)
@@ -252,7 +249,6 @@ def _tokenize(
         highest=ranked[1] if ranked else None,
         moved=job.moved,
         splits=splits,
-        cpu_seconds=time.process_time() - start,
     )
 
 

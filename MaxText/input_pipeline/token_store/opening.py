@@ -26,7 +26,6 @@ from MaxText.input_pipeline.document_sources.source_files import FileRange
 from MaxText.input_pipeline.document_sources.tables import (
     has_mask_and_labels,
     id_column,
-    labels_are_ids,
     open_table,
 )
 from MaxText.input_pipeline.formats import tfrecord
@@ -356,14 +355,12 @@ def _open_tables(
         column = id_column(table, path, fields or USUAL_FIELDS)
         assert column is not None
         has_mask, has_labels = has_mask_and_labels(table)
-        # Decided once for all files.
-        shift_labels = labels_are_ids(table, column) if has_labels else None
     if has_labels and request.data.token_records.eos_id >= 0:
         raise UserError(
             f"token_records.eos_id={request.data.token_records.eos_id}: {path} has labels, which "
             "have no place for another token. Leave token_records.eos_id=-1."
         )
-    read = functools.partial(read_ids, kind=kind, fields=fields, shift_labels=shift_labels)
+    read = functools.partial(read_ids, kind=kind, fields=fields)
     identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
     return _open_records(request, files, "table", read, identity)
 

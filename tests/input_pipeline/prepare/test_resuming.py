@@ -12,7 +12,6 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prepare import job, token_shards
-from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.storage.atomic import publish, writing_name
 from tests import programs
 from tests.house.sources import REPOSITORY
@@ -159,8 +158,7 @@ def test_program_is_interrupted_and_resumes(tmp_path, users_environment):
     done = programs.run("prepare_data.py", keys, tmp_path, users_environment)
     assert done.returncode == 0, done.stderr
     # Nothing was left to encode, so no speed is shown.
-    splits = read_manifest(str(tmp_path / "d")).splits.values()
-    assert f"Kept {sum(split.num_tokens for split in splits):,} tokens in 1 of 1" in done.stdout
+    assert "Resuming: 1 of 1 shards" in done.stdout
     assert "Encoded" not in done.stdout
     keys[0] = "prepare_source=absent.txt"
     mistake = programs.run("prepare_data.py", keys, tmp_path, users_environment)
