@@ -15,7 +15,6 @@ class Layout(enum.Enum):
     JSON_LINES = "one JSON value per line"
     JSON = "JSON values, one per line or in a list"
     TAR = "tar archive"
-    ZIP = "zip archive"
     PARQUET = "parquet"
     ARROW = "arrow"
     ARRAY_RECORD = "ArrayRecord"
@@ -38,7 +37,6 @@ _LAYOUTS = {
     **dict.fromkeys((".tfrecord", ".tfrecords"), Layout.TFRECORD),
     ".json": Layout.JSON,
     ".tar": Layout.TAR,
-    ".zip": Layout.ZIP,
     ".parquet": Layout.PARQUET,
     ".arrow": Layout.ARROW,
 }
@@ -53,21 +51,21 @@ _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$
 JSON_LAYOUTS = frozenset({Layout.JSON_LINES, Layout.JSON})
 TABLE_LAYOUTS = frozenset({Layout.PARQUET, Layout.ARROW})
 RECORD_LAYOUTS = frozenset({Layout.ARRAY_RECORD, Layout.TFRECORD})
-SEEKING = frozenset({Layout.ZIP, Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
+SEEKING = frozenset({Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
 """Layouts that are read in several places at once, so never as a stream."""
 
 NOT_TEXT = frozenset(
     (
         *(".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth"),
         *(".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png"),
-        *(".7z", ".rar"),
+        *(".7z", ".rar", ".zip"),
     )
 )
 """Endings of files that are certainly no text."""
 
 READ_ENDINGS = (
-    ".txt .md .rst .text .jsonl .json .tar .zip .parquet .arrow .array_record .tfrecord, or text, "
-    "json and tar with .gz .zst .xz .bz2"
+    ".txt .md .rst .text .jsonl .json .tar .parquet .arrow .array_record .tfrecord, or text, json "
+    "and tar with .gz .zst .xz .bz2"
 )
 """What is read, for messages."""
 

@@ -8,7 +8,6 @@ inside it. The order depends on names only.
 import glob
 import json
 import os
-import stat
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -175,15 +174,9 @@ def _source_file(path: str, name: str) -> SourceFile:
         system, remote_path = file_access.file_system(path)
         return SourceFile(path, name, system.info(remote_path).get("size") or 0, file_format)
     path = file_access.local_path(path)
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(
-            f"{path} is not a regular file, so it cannot be read twice. Copy its contents to a "
-            "file and name that, or remove it from prepare_source."
-        )
     # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
     name = os.fsencode(name).decode(errors="replace")
-    return SourceFile(path, name, found.st_size, file_format)
+    return SourceFile(path, name, os.stat(path).st_size, file_format)
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,14 +66,6 @@ def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
 def members_of(texts: Sequence[str]) -> list[tuple[str, bytes]]:
     """Members of an archive, one per text; names longer than a tar header holds."""
     return [(f"folder/{'long' * 30}/{i}.txt", text.encode()) for i, text in enumerate(texts)]
-
-
-def zipped(texts: Sequence[str]) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members_of(texts):
-            archive.writestr(name, data)
-    return content.getvalue()
 
 
 def openwebtext(texts: Sequence[str]) -> bytes:
@@ -143,7 +134,6 @@ _CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
     ),
     "openwebtext.tar.xz": openwebtext,
     "urlsf_subset00-3_data.xz": lambda texts: tar(members_of(texts), "w:xz"),
-    ".zip": zipped,
     ".parquet": parquet_file,
     ".arrow": arrow_stream,
     "_file.arrow": lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file),
