@@ -4,7 +4,6 @@ As a program it reads all of them, and prints what came out and how many megabyt
 
 import bz2
 import functools
-import io
 import json
 import lzma
 import os

@@ -98,20 +98,19 @@ def test_a_missing_file_ends_the_run_after_all_tries(kept):
 
 
 @of_kind("megatron", "prepared_bin")
-@pytest.mark.parametrize("longer", [False, True])
-def test_other_data_of_the_same_name_are_refused(kept, longer):
+def test_other_data_of_the_same_name_are_refused(kept):
     folder, files, keys = kept
 
     def replace():
         for file in files:
             content = file.read_bytes()
             file.unlink()  # so that one who keeps it open goes on reading the old one
-            file.write_bytes(content[::-1] + b"more" * longer)
+            file.write_bytes(content[::-1])
 
     iterator = opened(folder, keys | {"data_retry.attempts": 2})
     with (
         failing_reads(1, from_step=4, then=replace, path=str(files[0])),
-        pytest.raises(UserError, match=r"other data|another batch"),
+        pytest.raises(UserError, match="another batch"),
     ):
         take(iterator, 20)
 

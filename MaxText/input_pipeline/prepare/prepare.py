@@ -14,7 +14,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +431,11 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     does, if other files are there, or if the bucket cannot be written.
     """
     staging = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
-    with _held(staging, cache_dir, request.show):
+    try:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cache_write_error(cache_dir, error) from error
+    with atomic.lock(staging.with_suffix(".lock"), request.show):
         if path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
@@ -445,36 +449,20 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
         return manifest
 
 
-@contextlib.contextmanager
-def _held(staging: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
-    try:
-        staging.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cache_write_error(cache_dir, error) from error
-    with atomic.lock(staging.with_suffix(".lock"), show):
-        yield
-
-
 def _upload(folder: Path, url: str, last: str) -> None:
     """Uploads all files of a folder, with `last` as the last one."""
-    files = sorted(
-        (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
-        key=lambda file: (file == last, file),
-    )
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     system, path = file_system(url)
     try:
-        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
-        if system.exists(f"{path}/{last}"):
-            raise UserError(
-                f"dataset_path={url}: another machine wrote a data set there meanwhile. Run the "
-                "same command to compare it with the request."
-            )
+        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files} | (
+            {last} if system.exists(f"{path}/{last}") else set()
+        )
         if others:
             raise UserError(
-                f"dataset_path={url} has other files ({min(others)}) and is not a data set of the "
-                "requested kind. Choose another folder, or delete them."
+                f"dataset_path={url} has other files ({min(others)}) meanwhile. Run the same "
+                "command to compare them with the request, or choose another folder."
             )
-        for file in files:
+        for file in sorted(files, key=lambda file: (file == last, file)):
             system.put_file(str(folder / file), f"{path}/{file}")
     except Exception as error:  # fsspec backends raise their own errors
         if isinstance(error, UserError) and not isinstance(error, OSError):

@@ -143,17 +143,12 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
     Raises UserError if it is missing, unreadable, damaged or newer than this program.
     """
+    folder = Path(dataset_path).expanduser()
+    file = folder / name
     how = (
         "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
         f"python_stdlib> dataset_path={dataset_path or '<folder>'}"
     )
-    if not dataset_path:
-        raise UserError(
-            f"dataset_path is not set, and dataset_type=grain reads a prepared data set. {how}, "
-            "or train on random tokens with dataset_type=synthetic."
-        )
-    folder = Path(dataset_path).expanduser()
-    file = folder / name
     try:
         if not path_type(folder):
             raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")

@@ -84,31 +84,13 @@ class TokenStore:
         file = max(0, int(np.searchsorted(self._first[:-1], start, side="right")) - 1)
         return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
 
-    def check(self, paths: Sequence[str]) -> None:
-        """Raises after a failed read if a file is missing or has grown."""
-        known = {path: number for number, path in enumerate(self.files)}
-        for path in paths:
-            if path not in known:
-                continue
-            size = file_access.file_info(path).size
-            expected = self._num_bytes(known[path])
-            if size > expected:
-                raise UserError(
-                    f"{path} has {size} bytes and had {expected} when it was opened: it has "
-                    "other data. Restore the file."
-                )
-
-    def _num_bytes(self, file: int) -> int:
-        return int(self._first[file + 1] - self._first[file]) * self._dtype.itemsize
-
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
-        for number, file in enumerate(files):
-            if file.size != (num_bytes := self._num_bytes(number)):
+        for file, num_tokens in zip(files, np.diff(self._first).tolist(), strict=True):
+            if file.size != (num_bytes := num_tokens * self._dtype.itemsize):
                 raise UserError(
-                    f"{file.path} has {file.size} bytes, where its "
-                    f"{num_bytes // self._dtype.itemsize} tokens take {num_bytes}: it is "
-                    "truncated or changed, or belongs to another index. Copy the data set again."
+                    f"{file.path} has {file.size} bytes, where its {num_tokens} tokens take "
+                    f"{num_bytes}: it is truncated or changed. Copy the data set again."
                 )
 
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
