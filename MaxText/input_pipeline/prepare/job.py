@@ -8,11 +8,12 @@ The folder outlives the process; the next process tokenizes the remaining shards
 """
 
 import functools
+import json
 import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +69,12 @@ class Workers:
 class TokenizationJob:
     """The dataset `<tokenization.staging>/data_set` to build from a corpus.
 
-    `digests` has the text digests of shards that were read before. Only one process may work on a
-    staging folder at a time.
+    Only one process may work on a staging folder at a time.
     """
 
     corpus: Corpus
     tokenization: Tokenization
     workers: Workers
-    digests: Mapping[int, str]
     show: Show
 
     def run(self, options: dict[str, Any]) -> Manifest:
@@ -117,7 +116,9 @@ class TokenizationJob:
 
     def _open_staging(self) -> None:
         """Creates the folder, deleting other results and partial files."""
-        staging, summary = self.tokenization.staging, self.tokenization.summary()
+        staging = self.tokenization.staging
+        contents = {**self.tokenization.summary(), "corpus": self.corpus.identity()}
+        summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         request = staging / "request.json"
         if staging.exists():
             try:
@@ -125,9 +126,7 @@ class TokenizationJob:
             except (OSError, ValueError):
                 same = False
             if not same:
-                self.show(
-                    f"Deleting {staging}: an unfinished data set of another tokenizer or options"
-                )
+                self.show(f"Deleting {staging}: an unfinished data set of other text or options")
                 shutil.rmtree(staging)
         for name in ("shards", "data_set"):
             (staging / name).mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,7 @@ class TokenizationJob:
             names = ", ".join(dict.fromkeys(splits))
             show(f"The source has splits of its own ({names}): validation_fraction is not used")
         jobs = [
-            ShardJob(number, shard, split, expected_sha256=self.digests.get(number, ""))
+            ShardJob(number, shard, split)
             for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
         ]
         before = [finished_shard(tokenization, job.number) for job in jobs]
@@ -157,13 +156,12 @@ class TokenizationJob:
             processes = self.workers.for_corpus(corpus)
             num_bytes = sum(shard.num_bytes for shard in corpus.shards)
             with show_progress("Encoding", num_bytes, show) as advance:
-                for _ in map_in_processes(tokenize_shard, tokenization, jobs, processes, advance):
-                    pass
+                for job, _ in map_in_processes(tokenize_shard, tokenization, jobs, processes):
+                    advance(job.shard.num_bytes)
         found = [finished_shard(tokenization, job.number) for job in jobs]
         shards = [shard for shard in found if shard is not None]
         assert len(shards) == len(jobs), f"shards are missing in {tokenization.staging}"
-        # A shard whose text changed was tokenized again.
-        return shards, {job.number for job in jobs if before[job.number] == shards[job.number]}
+        return shards, {number for number, shard in enumerate(before) if shard is not None}
 
     def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
         """Moves one document if the hash left a split empty.
@@ -184,9 +182,8 @@ class TokenizationJob:
         else:
             return
         number = shard_of(moved[0])
-        shard, sha256 = self.corpus.shards[number], shards[number].sha256
-        job = ShardJob(number, shard, moved=moved, expected_sha256=sha256)
-        shards[number] = tokenize_shard(self.tokenization, job, lambda done: None)
+        job = ShardJob(number, self.corpus.shards[number], moved=moved)
+        shards[number] = tokenize_shard(self.tokenization, job)
 
     def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
         """Reports skipped rows and files, and returns counts by reason."""
@@ -212,18 +209,16 @@ class TokenizationJob:
 
     def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
         target = self.tokenization.staging / "data_set"
-        num_bytes = sum(path.stat().st_size for path in target.rglob("tokens-*"))
         entries = {}
-        with show_progress("Checksums", num_bytes, self.show) as advance:
-            for split in sorted({split for shard in shards for split in shard.splits}):
-                parts = [
-                    (number, shard.splits[split])
-                    for number, shard in enumerate(shards)
-                    if split in shard.splits and shard.splits[split].num_documents
-                ]
-                if parts:
-                    entries[split] = write_documents(self.tokenization, split, parts, advance)
-                    sync_file(target / split)
+        for split in sorted({split for shard in shards for split in shard.splits}):
+            parts = [
+                (number, shard.splits[split])
+                for number, shard in enumerate(shards)
+                if split in shard.splits and shard.splits[split].num_documents
+            ]
+            if parts:
+                entries[split] = write_documents(self.tokenization, split, parts)
+                sync_file(target / split)
         for folder in target.iterdir():
             if folder.is_dir() and folder.name not in entries:
                 shutil.rmtree(folder)
@@ -277,12 +272,7 @@ def _tokenize_with_beam(
                 pipeline
                 | "Shards" >> apache_beam.Create(list(jobs))
                 | apache_beam.Reshuffle()
-                | "Tokenize" >> apache_beam.Map(functools.partial(_tokenize_on_beam, tokenization))
+                | "Tokenize" >> apache_beam.Map(functools.partial(tokenize_shard, tokenization))
             )
     except Exception as error:  # runners raise errors of their own about those of workers
         raise UserError(f"prepare_runner=beam: {error}") from error
-
-
-def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
-    tokenize_shard(tokenization, job, lambda done: None)
-    return job.number

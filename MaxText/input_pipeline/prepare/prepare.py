@@ -47,7 +47,7 @@ from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import atomic, file_access
-from MaxText.storage.file_access import file_infos, file_system, is_url, local_path, path_type
+from MaxText.storage.file_access import file_system, is_url, local_path, path_type
 
 Show = Callable[[str], None]
 
@@ -188,7 +188,7 @@ def _make(request: _Request, staging: Path) -> Manifest:
     preparation, is_text = request.preparation, request.is_text
     if request.is_records:
         record_shape(preparation)  # fail before the work
-    tokenizer, digests = _tokenizer(request)
+    tokenizer = _tokenizer(request)
     before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
     tokenization = Tokenization(
         staging=staging,
@@ -201,7 +201,7 @@ def _make(request: _Request, staging: Path) -> Manifest:
         minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
         is_text=is_text,
     )
-    job = TokenizationJob(request.corpus, tokenization, request.workers, digests, request.show)
+    job = TokenizationJob(request.corpus, tokenization, request.workers, request.show)
     return job.run(_options(preparation))
 
 
@@ -230,21 +230,20 @@ def write_error(location: object, error: OSError) -> UserError:
     )
 
 
-def _tokenizer(request: _Request) -> tuple[TextTokenizer, dict[int, str]]:
-    """Returns the tokenizer, and the digests of shards read to train it."""
+def _tokenizer(request: _Request) -> TextTokenizer:
     if request.trains_tokenizer:
-        texts, sample = _sample(request)
+        sample = _sample(request)
         tokenizer = _train(request, sample)
     else:
         tokenizer = _given_tokenizer(request)
         shards = request.corpus.shards
-        texts, sample = [], (each.text for one in shards for each in one.documents(Skipped()))
+        sample = (each.text for one in shards for each in one.documents(Skipped()))
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.show(
             f"{fast} gives different ids on this text: using {tokenizer.engine}, which is slower"
         )
-    return tokenizer, {text.number: text.sha256 for text in texts}
+    return tokenizer
 
 
 def _given_tokenizer(request: _Request) -> TextTokenizer:
@@ -253,18 +252,14 @@ def _given_tokenizer(request: _Request) -> TextTokenizer:
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
-def _sample(request: _Request) -> tuple[list[sampling.ShardText], tuple[str, ...]]:
-    """Returns shards, and texts from them to train a tokenizer on."""
+def _sample(request: _Request) -> tuple[str, ...]:
+    """Returns texts to train a tokenizer on."""
     preparation, corpus = request.preparation, request.corpus
     seed = preparation.prepare_seed
     fraction = 0.0 if corpus.splits else preparation.validation_fraction
-    for max_shards in (sampling.SAMPLED_SHARDS, len(corpus.shards)):
-        # All shards only if the sampled ones are empty.
-        texts = _read(request, sampling.sampling_jobs(corpus, seed, max_shards))
-        sample = sampling.join_samples(texts, seed, fraction)
-        if sample or max_shards >= len(corpus.shards):
-            break
-    return texts, sample
+    return sampling.join_samples(
+        _read(request, sampling.sampling_jobs(corpus, seed)), seed, fraction
+    )
 
 
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
@@ -273,8 +268,11 @@ def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.Shar
     num_processes = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
     settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, request.show) as advance:
-        texts = map_in_processes(sampling.read_shard, settings, jobs, num_processes, advance)
-        return sorted(texts, key=lambda text: text.number)
+        texts = []
+        for job, text in map_in_processes(sampling.read_shard, settings, jobs, num_processes):
+            texts.append(text)
+            advance(job.shard.num_bytes)
+    return sorted(texts, key=lambda text: text.number)
 
 
 def _train(request: _Request, sample: Sequence[str]) -> TextTokenizer:
@@ -367,14 +365,10 @@ def _digest_path(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
     """
     if cache_dir is None:
         return None
-    ranges = [part for shard in corpus.shards for part in shard.ranges]
-    files = file_infos(list(dict.fromkeys(part.file.path for part in ranges)))
-    if not all(file.tag for file in files):
+    identity = corpus.identity()
+    if not all(file.tag for file in identity["files"]):
         return None
-    first = corpus.shards[0]
-    read = [[part.file.path, part.start, part.stop] for part in ranges]
-    decisive = json.dumps([files, read, first.text_field, first.max_bad_records])
-    name = hashlib.sha256(decisive.encode()).hexdigest()
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Path(cache_dir).expanduser() / "text_digests" / name[:32]
 
 

@@ -242,7 +242,7 @@ def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarra
         first = stop
 
 
-def write_record_file(job: RecordFileJob) -> FinishedFile:
+def write_record_file(_: None, job: RecordFileJob) -> FinishedFile:
     """Writes a file unless it exists.
 
     Raises UserError for a damaged dataset or a failed write.
@@ -363,7 +363,7 @@ def export_records(
     files: list[FinishedFile] = []
     quarters = 0
     num_processes = preparation.prepare_num_workers or num_cores()
-    for file in map_in_processes(_write, None, jobs, num_processes, lambda _: None):
+    for _, file in map_in_processes(write_record_file, None, jobs, num_processes):
         files.append(file)
         if len(files) * 4 // len(jobs) > quarters and len(files) < len(jobs):
             quarters = len(files) * 4 // len(jobs)
@@ -394,11 +394,6 @@ def _open_output(output: Path, ledger: dict[str, Any]) -> None:
         atomic_write_text(request, asked)
     for leftover in output.glob(f"*{WRITING_SUFFIX}"):
         leftover.unlink()
-
-
-def _write(shared: None, job: RecordFileJob, advance: Callable[[int], None]) -> FinishedFile:
-    del shared, advance
-    return write_record_file(job)
 
 
 def stored_options(preparation: Preparation) -> dict[str, Any]:

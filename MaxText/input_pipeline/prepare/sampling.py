@@ -119,7 +119,7 @@ class ShardText:
     sample: tuple[tuple[int, int, bytes], ...] = field(repr=False)
 
 
-def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], None]) -> ShardText:
+def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
     """Reads a shard once, with bounded memory."""
     digest = TextDigest()
     clean = text_cleaner(settings.fix_text)
@@ -130,7 +130,6 @@ def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], No
     for index, document in enumerate(job.shard.documents(Skipped())):
         encoded = document.text.encode()
         digest.add(encoded)
-        advance(len(encoded))
         if not job.sample_bytes:
             continue
         number = document_number(job.number, index)

@@ -130,8 +130,8 @@ class RecordImport:
         processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
         with show_progress("Importing", total, show) as advance:
             advance(total - sum(self.files[number].size for number in todo))
-            for _ in map_in_processes(_import_file, self, todo, processes, advance):
-                pass
+            for number, _ in map_in_processes(_import_file, self, todo, processes):
+                advance(self.files[number].size)
         num_records, num_tokens = self._finish([json.loads(path.read_text()) for path in entries])
         seconds = time.monotonic() - began
         show(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
@@ -199,7 +199,7 @@ def _load(folder: Path) -> ImportedRecords | None:
         return None
 
 
-def _import_file(job: RecordImport, number: int, advance: Callable[[int], None]) -> None:
+def _import_file(job: RecordImport, number: int) -> None:
     file = job.files[number]
     ids, labels = _Writer(job.path("tokens", number)), None
     sizes: list[int] = []
@@ -238,7 +238,6 @@ def _import_file(job: RecordImport, number: int, advance: Callable[[int], None])
         "bad": bad,
     }
     atomic_write_text(job.path("file", number), json.dumps(entry))
-    advance(file.size)
 
 
 def _raise_if_unreadable(problem: BadRecord) -> None:

@@ -331,18 +331,6 @@ def test_unusable_targets(corpus, tmp_path, told):
     told("\n".join(messages))
 
 
-def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
-    train = prepare_module.train_tokenizer
-
-    def change_first(*arguments, **keywords):
-        swap_case(corpus / "003.txt")
-        return train(*arguments, **keywords)
-
-    monkeypatch.setattr(prepare_module, "train_tokenizer", change_first)
-    refused("changed while", made, options(corpus), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
     read = mock.Mock(side_effect=prepare_module.sampling.read_shard)
     monkeypatch.setattr(prepare_module.sampling, "read_shard", read)

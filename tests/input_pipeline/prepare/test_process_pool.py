@@ -15,57 +15,48 @@ from MaxText.storage import atomic
 from tests.refusals import refused
 
 
-def run(function, shared, jobs, num_processes, advance=lambda done: None):
-    return list(map_in_processes(function, shared, jobs, num_processes, advance))
+def run(function, shared, jobs, num_processes):
+    return [result for _, result in map_in_processes(function, shared, jobs, num_processes)]
 
 
-def multiply(factor, number, advance):
+def multiply(factor, number):
     """Work that says in which process it was done."""
     if number < 0:
         raise UserError("below 0")
-    advance(number)
     return factor * number, os.getpid()
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_every_job_is_done_once(num_processes):
-    done = []
     jobs = list(range(20))
-    results = run(multiply, 3, jobs, num_processes, done.append)
-    assert sorted(result for result, _ in results) == [3 * number for number in jobs]
-    assert sum(done) == sum(jobs)
-    assert (os.getpid() in {process for _, process in results}) == (num_processes == 1)
+    pairs = list(map_in_processes(multiply, 3, jobs, num_processes))
+    assert sorted((job, product) for job, (product, _) in pairs) == [(n, 3 * n) for n in jobs]
+    assert (os.getpid() in {process for _, (_, process) in pairs}) == (num_processes == 1)
     assert run(multiply, 3, [2], 8) == [(6, os.getpid())]  # one job needs no process
     assert run(multiply, 3, [], 8) == []
     refused("below 0", run, multiply, 3, [1, -1, 2], num_processes)
 
 
-def kill_itself(shared, number, advance):
-    del number
-    if shared == "lock held":
-        advance.__closure__[0].cell_contents.get_lock().acquire()
+def kill_itself(shared, number):
+    del shared, number
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("shared", ["lock free", "lock held"])
-def test_killed_process_is_reported(shared):
-    refused("killed", run, kill_itself, shared, [0, 1], 2)
+def test_killed_process_is_reported():
+    refused("killed", run, kill_itself, None, [0, 1], 2)
     assert multiprocessing.active_children() == []
 
 
-def wait_long(shared, number, advance):
-    del shared, number
-    advance(1)
-    time.sleep(60)
+def wait_unless_first(shared, number):
+    del shared
+    time.sleep(60 * bool(number))
 
 
 def test_an_interrupt_does_not_wait_for_work():
-    def interrupt(done):
-        if done:
-            raise KeyboardInterrupt
-
+    results = map_in_processes(wait_unless_first, None, [0, 1, 2], 2)
+    next(results)
     with pytest.raises(KeyboardInterrupt):
-        run(wait_long, None, [0, 1, 2], 2, interrupt)
+        results.throw(KeyboardInterrupt)
     assert multiprocessing.active_children() == []
 
 
