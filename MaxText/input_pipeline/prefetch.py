@@ -1,7 +1,7 @@
 """Prefetches batches in a thread or in Grain worker processes.
 
-Failed reads are retried. The thread that waits for batches is a daemon of this module: Grain's
-iterators have no timeout, and its thread pool blocks process exit while a read hangs.
+Failed reads are retried. The thread is a daemon of this module: Grain's iterators have no timeout,
+and its thread pool blocks process exit while a read hangs.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Prefetcher:
         self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(BATCHES_READY):
             self._wanted.put(None)
-        self._batches = _grain_iterator(source, first, num_processes)
+        self._batches = _steps_from(source, first, num_processes)
         # The thread holds no reference to this object, so it ends when the object is collected.
         copies = num_processes > 0
         work = functools.partial(
@@ -133,20 +133,20 @@ class Prefetcher:
         _start(functools.partial(_end, self._batches)).join(_SECONDS_TO_CLOSE)
 
 
-def _grain_iterator(source: StepDataset, first: int, num_processes: int) -> Any:
-    dataset = grain.MapDataset.source(_StepsFrom(source, first)).to_iter_dataset(
+def _steps_from(source: StepDataset, first: int, num_processes: int) -> Iterator[dict[str, Any]]:
+    steps = _StepsFrom(source, first)
+    if not num_processes:
+        return map(steps.__getitem__, range(len(steps)))
+    # Grain's worker processes read absl flags, which programs without absl's main never parse.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    options = grain.MultiprocessingOptions(
+        num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
+    )
+    dataset = grain.MapDataset.source(steps).to_iter_dataset(
         grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     )
-    if num_processes:
-        # Grain's worker processes read absl flags, which programs without absl's main never parse.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        dataset = dataset.mp_prefetch(
-            grain.MultiprocessingOptions(
-                num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
-            )
-        )
-    return iter(dataset)
+    return iter(dataset.mp_prefetch(options))
 
 
 def _produce(
@@ -184,7 +184,7 @@ def _stop(stopped: threading.Event, wanted: "queue.SimpleQueue[None]") -> None:
 def _end(batches: Any) -> None:
     # If a worker hangs, a thread is still blocked in the iterator, and errors are meaningless.
     with contextlib.suppress(Exception):
-        batches.close()
+        batches.close()  # only worker processes have to end
 
 
 def _start(work: Callable[[], object]) -> threading.Thread:
