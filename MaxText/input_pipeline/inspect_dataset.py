@@ -21,7 +21,6 @@ from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.prepare.process_pool import show_progress
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
-from MaxText.input_pipeline.sequences.order import OrderedWindows
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
@@ -128,42 +127,6 @@ def evenly_spaced_indices(count: int, limit: int) -> np.ndarray:
     return np.arange(count) if count <= limit else np.arange(limit) * count // limit
 
 
-@dataclasses.dataclass(frozen=True)
-class SequenceStatistics:
-    """Statistics of the sequences of an epoch."""
-
-    num_sequences: int
-    num_read: int
-    num_counted: int  # targets with nonzero weight
-    largest_target: int  # among counted targets; -1 without any
-
-
-def measure_sequences(
-    source: OrderedWindows, max_tokens: int, progress: Callable[[int], None]
-) -> SequenceStatistics:
-    """Measures evenly spaced groups of sequences.
-
-    Reads about `max_tokens` in all, and at least one group.
-    """
-    windows, length = source.windows, source.windows.length
-    in_order = source.in_order()
-    group = max(1, BLOCK_TOKENS // length)
-    num_read = num_counted = 0
-    largest_target = -1
-    for block in evenly_spaced_indices(
-        -(-len(windows) // group), max_tokens // (group * length)
-    ).tolist():
-        numbers = np.arange(block * group, min((block + 1) * group, len(windows)))
-        arrays = in_order.read(numbers)
-        counted_BT = arrays["weights"] > 0
-        largest = arrays["targets"].max(initial=-1, where=counted_BT)
-        largest_target = max(largest_target, int(largest))
-        num_read += numbers.size
-        num_counted += int(np.count_nonzero(counted_BT))
-        progress(numbers.size * length)
-    return SequenceStatistics(len(windows), num_read, num_counted, largest_target)
-
-
 class Inspection:
     """The data of a run, opened as train.py opens it."""
 
@@ -234,14 +197,14 @@ class Inspection:
 
     def show_statistics(self, max_tokens: int) -> None:
         """Shows statistics of each dataset, from about `max_tokens` tokens."""
-        largest_id = -1
+        largest_ids = []
         for source in self._batches.opened:
             self._show(f"\n{source.entry.location}")
-            largest_id = max(largest_id, self._show_source(source, max_tokens))
+            largest_ids.append(self._show_source(source, max_tokens))
         if skipped := self._batches.skipped:
             self._show(f"\nRecords that cannot be read: {len(skipped):,}")
             self._lines([f"  {message}" for message in skipped[:_SHOWN_BAD_RECORDS]])
-        self._check_ids(largest_id)
+        self._check_ids(max(largest_ids))
 
     def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
         """Shows one dataset; returns the largest id."""
@@ -252,15 +215,8 @@ class Inspection:
         self._lines(token_lines(data, tokens, self._tokenizer, self._vocab_size))
         sizes_D = np.diff(data.store.document_offsets)
         self._lines(document_lines(sizes_D, tokens, data.store.document_name))
-        num_bytes = _ID_BYTES * min(max_tokens, len(windows) * windows.length)
-        with show_progress("Reading sequences", num_bytes, self._show) as progress:
-            sequences = measure_sequences(
-                source.rows, max_tokens, lambda done: progress(_ID_BYTES * done)
-            )
-        self._lines(sequence_lines(sequences, windows.length))
-        if data.labels is not None:
-            self._show(f"  labels that count: ids up to {sequences.largest_target}")
-        return max(tokens.largest_id, sequences.largest_target)
+        self._show(f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch")
+        return tokens.largest_id
 
     def _check_ids(self, largest_id: int) -> None:
         if self._vocab_size is not None and largest_id >= self._vocab_size:
@@ -370,19 +326,6 @@ def document_lines(
         f"Documents: {sizes_D.size:,} of {sizes_D.min():,} to {sizes_D.max():,} tokens, median "
         f"{middle:,}, mean {sizes_D.mean():,.1f}, 99 % of them up to {high:,}",
         repeated,
-    ]
-
-
-def sequence_lines(statistics: SequenceStatistics, length: int) -> list[str]:
-    """Describes the sequences of an epoch, `length` tokens each."""
-    read = "all read"
-    if statistics.num_read < statistics.num_sequences:
-        read = f"a sample of {statistics.num_read:,} read in evenly spread groups"
-    total = statistics.num_read * length
-    return [
-        f"Sequences of {length:,} tokens: {statistics.num_sequences:,} in an epoch, {read}",
-        f"  targets that count: {statistics.num_counted:,} of {total:,} "
-        f"({_share(statistics.num_counted, total)})",
     ]
 
 

@@ -15,12 +15,9 @@ from MaxText.input_pipeline.inspect_dataset import (
     show_sequence,
     visible,
 )
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.input_pipeline.small_data import (
     EOS,
-    data_keys,
-    open_train,
     quiet,
     random_documents,
     write_data_set,
@@ -41,13 +38,6 @@ def documents() -> list[np.ndarray]:
     documents[55] = documents[54]
     documents[70] = np.append(np.arange(5, 25), 40_000)
     return documents
-
-
-def rows_of(location: Path, length: int, **keys):
-    plan = BatchSchedule.constant(1, length)
-    return (
-        open_train(data_keys(location, **keys), schedule=plan, vocab_size=2**31 - 1).opened[0].rows
-    )
 
 
 @pytest.mark.parametrize("kind", ["prepared_array_record", "tfrecord"])
@@ -183,4 +173,3 @@ def test_the_program_reports_statistics(tmp_path, users_environment, told):
     told(result.stdout)
     size = np.concatenate(documents).size
     assert f"Tokens: all {size} read" in result.stdout
-    assert f" {size - 3} of {8 * -(-(size - 1) // 8)} " in result.stdout

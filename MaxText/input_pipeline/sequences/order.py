@@ -145,10 +145,6 @@ class OrderedWindows:
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return fill_batch([self.batch_part(rows, np.arange(len(rows)))], self.has_documents)
 
-    def in_order(self) -> "OrderedWindows":
-        order = EpochPermutation(len(self.windows), self.seed, False, 1)
-        return OrderedWindows(self.windows, order, self.seed)
-
     def origin(self, row: int) -> list[tuple[str, int, int]]:
         (window,) = self.order[np.array([row])].tolist()
         (draw,) = random_words(self.seed, np.array([row])).tolist()
