@@ -90,20 +90,21 @@ class EpochPermutation:
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         """Returns the windows of `rows` (int64 [B]); EMPTY past the last epoch."""
-        epochs, windows = np.divmod(rows, self._num_windows)
-        if self._shuffle:
-            first, sizes = np.zeros_like(rows), np.full_like(rows, self._num_windows)
-            if self._groups is not None:
-                group = np.searchsorted(self._groups, windows, side="right") - 1
-                first, sizes = self._groups[group], np.diff(self._groups)[group]
-            seeds = np.array([_epoch_seed(self._seed, epoch) for epoch in epochs.tolist()])
-            # Groups of equal size get different orders.
-            seeds = (seeds + first) % 2**32
-            positions = zip(
-                (windows - first).tolist(), (sizes - 1).tolist(), seeds.tolist(), strict=True
-            )
-            windows = first + [index_shuffle(*position, _ROUNDS) for position in positions]
-        return np.where(rows < self.num_rows, windows, EMPTY)
+        return np.array([self._window(row) for row in rows.tolist()], np.int64)
+
+    def _window(self, row: int) -> int:
+        if row >= self.num_rows:
+            return EMPTY
+        epoch, window = divmod(row, self._num_windows)
+        if not self._shuffle:
+            return window
+        first, end = 0, self._num_windows
+        if self._groups is not None:
+            group = int(np.searchsorted(self._groups, window, side="right"))
+            first, end = self._groups[group - 1 : group + 1].tolist()
+        # Groups of equal size get different orders.
+        seed = (_epoch_seed(self._seed, epoch) + first) % 2**32
+        return first + index_shuffle(window - first, end - first - 1, seed, _ROUNDS)
 
 
 @functools.lru_cache(maxsize=64)
