@@ -129,7 +129,8 @@ def _member_texts(
     for member, contents in scan_members(file, where):
         name = member.name
         if contents is None:
-            skipped["links and devices in archives"] += not member.isdir()
+            if not member.isdir():
+                skipped["links and devices in archives"] += 1
             continue
         if any(part.startswith(".") and part.strip(".") for part in name.split("/")):
             skipped["hidden files in archives"] += 1

@@ -50,19 +50,12 @@ READ_BYTES_PER_PROCESS = 256_000_000
 _MAX_NAMED_ERRORS = 10
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Local processes, or options of the Apache Beam runner."""
-
-    num_processes: int
-    beam_options: str | None = None
-
-    def for_corpus(
-        self, corpus: Corpus, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
-    ) -> int:
-        """Returns the number of processes for a corpus size."""
-        num_bytes = sum(shard.num_bytes for shard in corpus.shards)
-        return min(self.num_processes, max(num_bytes // bytes_per_process, 1))
+def processes_for(
+    corpus: Corpus, most: int, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
+) -> int:
+    """Returns the number of processes for a corpus size."""
+    num_bytes = sum(shard.num_bytes for shard in corpus.shards)
+    return min(most, max(num_bytes // bytes_per_process, 1))
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,8 @@ class TokenizationJob:
 
     corpus: Corpus
     tokenization: Tokenization
-    workers: Workers
+    num_processes: int
+    beam_options: str | None  # of the Apache Beam runner; None for local processes
     show: Show
 
     def run(self, options: dict[str, Any]) -> Manifest:
@@ -150,10 +144,10 @@ class TokenizationJob:
         num_finished = sum(shard is not None for shard in before)
         if num_finished:
             show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
-        if self.workers.beam_options is not None:
-            _tokenize_with_beam(tokenization, jobs, self.workers.beam_options)
+        if self.beam_options is not None:
+            _tokenize_with_beam(tokenization, jobs, self.beam_options)
         else:
-            processes = self.workers.for_corpus(corpus)
+            processes = processes_for(corpus, self.num_processes)
             num_bytes = sum(shard.num_bytes for shard in corpus.shards)
             with show_progress("Encoding", num_bytes, show) as advance:
                 for job, _ in map_in_processes(tokenize_shard, tokenization, jobs, processes):

@@ -28,7 +28,7 @@ from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.prepare.job import (
     READ_BYTES_PER_PROCESS,
     TokenizationJob,
-    Workers,
+    processes_for,
 )
 from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.prepare.record_export import (
@@ -103,10 +103,8 @@ class _Request:
         return not is_given and not self.is_text
 
     @property
-    def workers(self) -> Workers:
-        keys = self.preparation
-        beam_options = keys.beam_options if keys.prepare_runner == "beam" else None
-        return Workers(keys.prepare_num_workers or num_cores(), beam_options)
+    def num_processes(self) -> int:
+        return self.preparation.prepare_num_workers or num_cores()
 
 
 def prepare(
@@ -201,7 +199,10 @@ def _make(request: _Request, staging: Path) -> Manifest:
         minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
         is_text=is_text,
     )
-    job = TokenizationJob(request.corpus, tokenization, request.workers, request.show)
+    beam_options = preparation.beam_options if preparation.prepare_runner == "beam" else None
+    job = TokenizationJob(
+        request.corpus, tokenization, request.num_processes, beam_options, request.show
+    )
     return job.run(_options(preparation))
 
 
@@ -265,7 +266,7 @@ def _sample(request: _Request) -> tuple[str, ...]:
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
     preparation = request.preparation
     num_bytes = sum(job.shard.num_bytes for job in jobs)
-    num_processes = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
+    num_processes = processes_for(request.corpus, request.num_processes, READ_BYTES_PER_PROCESS)
     settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, request.show) as advance:
         texts = []

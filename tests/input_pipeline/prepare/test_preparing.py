@@ -140,7 +140,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
 )  # fmt: skip
 def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)
-    monkeypatch.setattr(job.Workers, "for_corpus", lambda self, *_: self.num_processes)
+    monkeypatch.setattr(job, "processes_for", lambda corpus, most: most)
     for workers in (1, 2):
         asked = options(corpus, prepare_num_workers=workers, **{"records.num_shards": 3}, **keys)
         prepare(asked, str(tmp_path / str(workers)), lambda line: None)

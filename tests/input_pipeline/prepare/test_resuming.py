@@ -104,7 +104,7 @@ def encode_then_wait(*arguments):
     encode(*arguments)
     time.sleep(60)
 job.tokenize_shard = encode_then_wait
-job.Workers.for_corpus = lambda self, *arguments: 2
+job.processes_for = lambda *arguments: 2
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
     keys = Preparation(prepare_source=sys.argv[1], tokenizer_path="bytes")
