@@ -33,7 +33,7 @@ def map_in_processes(
     jobs: Sequence[Job],
     num_processes: int,
 ) -> Iterator[tuple[Job, Result]]:
-    """Calls `function(shared, job)` per job; yields (job, result) in any order.
+    """Yields (job, function(shared, job)) for each job, in any order.
 
     `function` must be importable; `shared` is sent to each process once. Raises UserError if a
     process was killed, or any error of `function`: no more jobs are started then, and those in

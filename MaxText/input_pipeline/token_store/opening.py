@@ -254,7 +254,7 @@ def _is_prepared(location: str, key: str) -> bool:
 
 
 def _show_unused(request: OpenRequest, manifest: Manifest) -> None:
-    """Reports keys of records and text that a prepared dataset does not use."""
+    """Reports keys of records and text without effect on a prepared dataset."""
     preparation = request.preparation
     unused = ["token_records.eos_id"] * (request.data.token_records.eos_id >= 0)
     if preparation.tokenizer_path and not preparation.prepare_source:

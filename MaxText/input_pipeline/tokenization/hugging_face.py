@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: tokenizer.json, and byte-level BPE trained here."""
+"""Hugging Face tokenizers: tokenizer.json, and trained byte-level BPE."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

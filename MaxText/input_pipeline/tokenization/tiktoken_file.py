@@ -185,8 +185,8 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
         ) from error
     if b"" in ranks or not len(lines) == len(ranks) == len({*ranks.values()}):
         raise UserError(f"{origin} has an empty token, or one token or rank twice. Copy it again.")
-    if not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 32:
-        raise UserError(f"{origin} has a rank that is no token id. Copy the file again.")
+    if any(not 0 <= rank < 1 << 32 for rank in ranks.values()):
+        raise UserError(f"{origin} has an impossible rank. Copy the file again.")
     missing = [byte for byte in BYTES_OF_UTF8 if bytes([byte]) not in ranks]
     if missing:
         raise UserError(
