@@ -148,13 +148,13 @@ def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
     return ShardText(job.number, digest.hexdigest(), sample)
 
 
-def sampling_jobs(corpus: Corpus, seed: int, max_shards: int = SAMPLED_SHARDS) -> list[ReadJob]:
+def sampling_jobs(corpus: Corpus, seed: int) -> list[ReadJob]:
     """Selects shards to sample, each with its share of SAMPLE_BYTES."""
     numbers = np.arange(len(corpus.shards))
     if TRAIN in corpus.splits:
         numbers = np.flatnonzero(np.array(corpus.splits) == TRAIN)
     drawn = hashes(seed, SAMPLED, numbers)
-    numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:max_shards]].tolist())
+    numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:SAMPLED_SHARDS]].tolist())
     total = max(sum(corpus.shards[number].num_bytes for number in numbers), 1)
     return [
         ReadJob(number, shard, max(SAMPLE_BYTES * shard.num_bytes // total, 1))

@@ -238,8 +238,6 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
 
 
 def _is_prepared(location: str, key: str) -> bool:
-    if not location:
-        return True  # read_manifest raises with instructions
     if is_url(location):
         # Web servers may answer requests for any name.
         manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"

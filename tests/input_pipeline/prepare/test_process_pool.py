@@ -1,17 +1,14 @@
 """Work in several processes, and the lock of a dataset in preparation."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import time
 
 import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prepare.process_pool import map_in_processes
-from MaxText.storage import atomic
 from tests.refusals import refused
 
 
@@ -58,13 +55,3 @@ def test_an_interrupt_does_not_wait_for_work():
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt)
     assert multiprocessing.active_children() == []
-
-
-def test_a_lock_says_who_holds_it(tmp_path):
-    lock, lines, other = tmp_path / ".d.lock", [], contextlib.ExitStack()
-    other.enter_context(atomic.lock(lock, print))
-    with atomic.lock(lock, lambda line: (lines.append(line), other.close())):
-        assert lock.exists()
-    assert not lock.exists()
-    (line,) = lines
-    assert f"process {os.getpid()} on {socket.gethostname()}" in line

@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.prepare import record_export
 from MaxText.input_pipeline.prepare.record_export import export_records, strided_windows
 from tests.input_pipeline.document_sources.written_corpora import tfrecord_contents
 from tests.input_pipeline.small_data import (
@@ -66,6 +67,7 @@ def test_no_token_is_lost_or_repeated(sizes, num_shards, chunk_length, output_fo
             "records.chunk_length": chunk_length, "records.name": "text8"}  # fmt: skip
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # most of the time
+        monkeypatch.setattr(record_export, "_BATCH_TOKENS", 50)
         prepared = prepared_set(Path(name, "set"), documents)
         for kind in ("documents", "chunks"):
             output = Path(name, kind)
@@ -119,20 +121,6 @@ def test_splits_field_and_ledger(tmp_path):
     file = parquet.ParquetFile(tmp_path / "parquet" / "train-00000-of-00001.parquet")
     assert str(file.schema_arrow.field("input_ids").type) == "list<element: int32>"
     assert file.metadata.row_group(0).column(0).compression == "ZSTD"
-
-
-def test_more_tokens_than_are_read_at_once(tmp_path):
-    documents = [np.arange(1, 40_001)] * 30
-    prepared = tmp_path / "set"
-    write_data_set(prepared, {"train": documents}, chunk_length=8192, file_format="bin")
-    for output_format, name, field in (
-        ("tfrecord", "train_00000_30.tfrecords", "text"),
-        ("parquet", "train-00000-of-00001.parquet", "input_ids"),
-    ):
-        output = tmp_path / output_format
-        export(prepared, output, prepare_output_format=output_format)
-        assert ids_of(output / name, field) == [document.tolist() for document in documents]
-    assert parquet.ParquetFile(output / name).num_row_groups > 1
 
 
 STRIDED = {

@@ -12,7 +12,6 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prepare import job, token_shards
-from MaxText.storage.atomic import publish, writing_name
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents
@@ -214,18 +213,3 @@ def test_finished_units_are_kept_where_nothing_changed(interrupted, change, keys
     assert not (interrupted / ".d.preparing").exists()
     assert lines[0].startswith(first_line)
     assert ("Resuming" in "".join(lines)) == ("Resuming" in first_line)
-
-
-def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
-    synced = []
-
-    def fsync(descriptor):
-        inode = os.fstat(descriptor).st_ino
-        synced.extend(path.name for path in tmp_path.iterdir() if path.stat().st_ino == inode)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    writing = writing_name(tmp_path / "a")
-    writing.write_text("contents")
-    publish(writing, tmp_path / "a")
-    assert synced == [writing.name]
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
