@@ -118,26 +118,22 @@ class TokenStore:
 
     def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
         ids, width = np.empty(total, self._dtype), self._dtype.itemsize
-        files = np.searchsorted(self._first, starts, side="right") - 1
-        sizes = stops - starts
-        if total and sizes.all() and np.all(stops <= self._first[files + 1]):
-            # Fast path: no range crosses files.
-            paths = [self.files[file] for file in files.tolist()]
-            offsets = (starts - self._first[files]) * width
-            ends = np.cumsum(sizes)
-            parts = [ids[i:j] for i, j in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-            file_access.read_ranges(paths, offsets.tolist(), parts)
-            return ids
+        files = np.searchsorted(self._first[1:-1], starts, side="right")
+        begins, ends = self._first[files].tolist(), self._first[files + 1].tolist()
         paths, offsets, parts, at = [], [], [], 0
-        for file, start, stop in zip(files.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        for file, start, stop, begin, end in zip(
+            files.tolist(), starts.tolist(), stops.tolist(), begins, ends, strict=True
+        ):
             while start < stop:
-                end = min(stop, int(self._first[file + 1]))
                 if start < end:
                     paths.append(self.files[file])
-                    offsets.append((start - int(self._first[file])) * width)
-                    parts.append(ids[at : at + end - start])
-                    at += end - start
-                start, file = end, file + 1
+                    offsets.append((start - begin) * width)
+                    size = min(stop, end) - start
+                    parts.append(ids[at : at + size])
+                    at += size
+                start, file = max(start, end), file + 1
+                if start < stop:  # the range goes on in the next file
+                    begin, end = self._first[file : file + 2].tolist()
         file_access.read_ranges(paths, offsets, parts)
         return ids
 
