@@ -49,7 +49,6 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.tar", b"no archive", ".* archive"),
         ("a.tar", tar([("b.txt", b"\xff")]), r", member 'b\.txt',.* UTF-8"),
         ("a.tar", tar([("b.parquet", b"PAR1")]), r", member 'b\.parquet'"),
-        ("a.tar", tar([("b.png", b"\x89")]), r", member 'b\.png'"),
         ("a.tar", tar([("b.jsonl.gz", b"x")]), r", member 'b\.jsonl\.gz',.* compressed"),
         ("a.tar", tar([("a", b"x")]) + tar([("b", b"x")]), ".* cat"),
         ("a.tar.gz", 2 * COMPRESS["gz"](tar([("a.txt", b"text")])), ".* cat"),

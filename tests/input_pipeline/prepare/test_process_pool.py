@@ -50,8 +50,7 @@ def wait_unless_first(shared, number):
 
 
 def test_an_interrupt_does_not_wait_for_work():
-    results = map_in_processes(wait_unless_first, None, [0, 1, 2], 2)
-    next(results)
+    next(results := map_in_processes(wait_unless_first, None, [0, 1, 2], 2))
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt)
     assert multiprocessing.active_children() == []

@@ -141,7 +141,6 @@ def test_strided_windows_with_mask_and_labels(tmp_path):
         "labels": [[EOS, 13, 14, 15], [15, 16, EOS, -100], [32, EOS, -100, -100]],
     }
     assert "1 document, and 2 tokens" in lines[1]
-    # Shards do not show.
     prepared = prepared_set(tmp_path / "random", random_documents(0, 40, 30))
     rows = []
     for num_shards in (1, 7):

@@ -78,7 +78,6 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
     (tmp_path / "made").mkdir()
     shards = {} if keys == {"tokenizer_path": "bytes"} else {"records.num_shards": 4}
     arguments = [tmp_path / "text", tmp_path / "made", json.dumps(keys | shards), first, stride]
-    # It forks itself: an interpreter of its own has no threads and little memory.
     done = subprocess.run(
         [sys.executable, "-c", KILLED, *map(str, arguments)],
         cwd=REPOSITORY, capture_output=True, text=True,
@@ -156,7 +155,6 @@ def test_program_is_interrupted_and_resumes(tmp_path, users_environment):
     assert len(stderr.splitlines()) == 1
     done = programs.run("prepare_data.py", keys, tmp_path, users_environment)
     assert done.returncode == 0, done.stderr
-    # Nothing was left to encode, so no speed is shown.
     assert "Resuming: 1 of 1 shards" in done.stdout
     assert "Encoded" not in done.stdout
     keys[0] = "prepare_source=absent.txt"

@@ -1,5 +1,6 @@
 """Text as records: contents, splits, sizes of files, and what is kept."""
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -112,12 +113,9 @@ def test_array_record_on_a_full_disk(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write_file():
-        writer = ArrayRecordWriter(tmp_path / "a.array_record")
-        try:
+        with contextlib.closing(ArrayRecordWriter(tmp_path / "a.array_record")) as writer:
             for number in range(10):
                 writer.write(np.random.default_rng(number).bytes(100_000))
-        finally:
-            writer.close()
 
     write_file()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))

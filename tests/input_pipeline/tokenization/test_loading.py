@@ -191,8 +191,6 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
         ({"tokenizer_config.json": b"{", "tokenizer.json": None}, "auto", "config.* not JSON"),
         ({"tokenizer_config.json": b"[1]", "tokenizer.json": None}, "auto", "config.* a list"),
         ({"notes.txt": b"x"}, "auto", r"tokenizer\.json.*\.model.*\.tiktoken"),
-        ({"notes.txt": b"x"}, "huggingface", r"tokenizer\.json"),
-        ({"notes.txt": b"x"}, "sentencepiece", r"\.model"),
         ({"notes.txt": b"x"}, "tiktoken", r"\.tiktoken"),
         ({"a.model": b"\x0a\x0e", "b.model": b"\x0a\x0e"}, "auto", r"a\.model, b\.model"),
         ({"a.model": b"\x0a\x0e", "tokenizer.model": b""}, "auto", r"tokenizer\.model is empty"),
