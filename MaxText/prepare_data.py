@@ -14,8 +14,8 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.input_pipeline.preparation.prepare import prepare
-from MaxText.input_pipeline.preparation.record_export import TEXT_FORMATS
+from MaxText.input_pipeline.prepare.prepare import prepare
+from MaxText.input_pipeline.prepare.record_export import TEXT_FORMATS
 from MaxText.input_pipeline.token_store.manifest import describe
 
 USAGE = """

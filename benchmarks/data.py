@@ -109,7 +109,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     """Text to ids, and to a data set; leaves `trained` and `bin` in `folder`."""
     import fastokens
 
-    from MaxText.input_pipeline.preparation.prepare import prepare
+    from MaxText.input_pipeline.prepare.prepare import prepare
     from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
     def prepared(tokenizer_path: str, name: str, workers: int) -> None:

@@ -186,7 +186,7 @@ class TextBytes:
         self._split = split
         self._masked = masked
         self._model_tokenizer = model_tokenizer
-        self._of_path = functools.cache(lambda path: load_tokenizer(path, num_threads=1))
+        self._of_path = functools.cache(lambda path: load_tokenizer(path))
 
     def byte_counts(self, source: "OpenDataSource | None") -> tuple[TokenByteCounts | None, str]:
         """Returns bytes per id of a source, or None and the reason."""

@@ -120,7 +120,7 @@ def load_model_tokenizer(
     `eos_ids` default to its own. Raises UserError if it cannot be read, or has more ids than the
     model.
     """
-    tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
+    tokenizer = load_tokenizer(path, config.preparation.tokenizer_type)
     where = Path(path).expanduser()
     folder = where if where.is_dir() else where.parent
     adds_bos = _adds_bos(folder)

@@ -152,7 +152,7 @@ def prepare_sources(config: Config) -> None:
     """Prepares the dataset of `prepare_source`, and checks all local data."""
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
-        from MaxText.input_pipeline.preparation.prepare import prepare
+        from MaxText.input_pipeline.prepare.prepare import prepare
 
         prepare(
             config.preparation,

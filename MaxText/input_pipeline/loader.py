@@ -167,12 +167,12 @@ def make_eval_iterator(
 
     The last batch is padded with sequences of weight 0. `eval_steps` is the maximum number of
     batches; -1 is the whole split. Raises UserError as make_train_iterator does, and for an unknown
-    or empty split, or eval_steps=0.
+    or empty split.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
     schedule = BatchSchedule.constant(global_batch_size, max_target_length)
     _check_hosts(schedule, process_index, process_count)
-    num_steps = _step_limit(eval_steps)
+    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
     log = RetryLog(show)
     opened: list[OpenDataSource] = []
     options: dict[str, Any] = {}
@@ -242,9 +242,8 @@ def open_source_batches(
     schedule = BatchSchedule.constant(rows, shape.max_target_length)
     _check_hosts(schedule, part, parts)
     options = _processing([source], masking, shape.vocab_size)
-    batches = GlobalBatch(
-        sequences, schedule, part, parts, num_steps=_step_limit(eval_steps), **options
-    )
+    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
+    batches = GlobalBatch(sequences, schedule, part, parts, num_steps=num_steps, **options)
     return EvalBatches(batches, [source], RetryPolicy.of(config.data), RetryLog(show))
 
 
@@ -265,12 +264,6 @@ def _sliding_windows(
             "Set attend_across_documents=true to score them as one text."
         )
     return windows
-
-
-def _step_limit(eval_steps: int) -> int:
-    if eval_steps == 0:
-        raise UserError("eval_steps=0 evaluates nothing: use -1 (the whole split) or 1 and above.")
-    return sys.maxsize if eval_steps == -1 else eval_steps
 
 
 def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int) -> None:

@@ -16,9 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,7 +30,6 @@ from MaxText.storage.file_access import FileInfo
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _LENGTHS_NAME = "arrays.json"
 _MAX_AGE_SECONDS = 180 * 86400
-_FILES_AT_ONCE = 4
 
 
 class Arrays:
@@ -172,34 +169,35 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
 
     Raises UnreadableFile for the source and UserError for the target folder.
     """
-    targets = [(file, folder / file.path.rsplit("/", 1)[-1]) for file in files]
-    missing = [(file, to) for file, to in targets if not to.exists()]
+    missing = [file for file in files if not (folder / _name(file)).exists()]
     if not missing:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-            list(threads.map(_copy, *zip(*missing, strict=True)))
+        # Renamed when complete: safe against interruption and concurrent copies.
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as staging:
+            for file in missing:
+                copy = os.path.join(staging, _name(file))
+                _copy(file, copy)
+                os.replace(copy, folder / _name(file))
     except UserError:
         raise
     except OSError as error:
         raise cache_write_error(folder.parent.parent, error) from error
 
 
-def _copy(file: FileInfo, to: Path) -> None:
-    # Copied under a unique name, then renamed: safe against interruption and concurrent copies.
-    temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
+def _name(file: FileInfo) -> str:
+    return file.path.rsplit("/", 1)[-1]
+
+
+def _copy(file: FileInfo, to: str) -> None:
     try:
-        try:
-            system, name = file_access.file_system(file.path)
-            system.get_file(name, str(temporary))
-        except UserError:
-            raise
-        except Exception as error:  # fsspec backends raise their own errors
-            problem = f"{file.path} cannot be read ({file_access.reason(error)})"
-            raise UnreadableFile(problem, file.path) from error
-        if temporary.stat().st_size != file.size:
-            raise UnreadableFile(f"{file.path} ended early while it was copied", file.path)
-        os.replace(temporary, to)
-    finally:
-        temporary.unlink(missing_ok=True)
+        system, name = file_access.file_system(file.path)
+        system.get_file(name, to)
+    except UserError:
+        raise
+    except Exception as error:  # fsspec backends raise their own errors
+        problem = f"{file.path} cannot be read ({file_access.reason(error)})"
+        raise UnreadableFile(problem, file.path) from error
+    if os.path.getsize(to) != file.size:
+        raise UnreadableFile(f"{file.path} ended early while it was copied", file.path)

@@ -1,7 +1,7 @@
 """Prefetches batches in a thread or in Grain worker processes.
 
-Failed reads are retried. The thread that waits for batches is a daemon of this module: Grain's
-iterators have no timeout, and its thread pool blocks process exit while a read hangs.
+Failed reads are retried. The thread is a daemon of this module: Grain's iterators have no timeout,
+and its thread pool blocks process exit while a read hangs.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Prefetcher:
         self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(BATCHES_READY):
             self._wanted.put(None)
-        self._batches = _grain_iterator(source, first, num_processes)
+        self._batches = _steps_from(source, first, num_processes)
         # The thread holds no reference to this object, so it ends when the object is collected.
         copies = num_processes > 0
         work = functools.partial(
@@ -133,20 +133,20 @@ class Prefetcher:
         _start(functools.partial(_end, self._batches)).join(_SECONDS_TO_CLOSE)
 
 
-def _grain_iterator(source: StepDataset, first: int, num_processes: int) -> Any:
-    dataset = grain.MapDataset.source(_StepsFrom(source, first)).to_iter_dataset(
+def _steps_from(source: StepDataset, first: int, num_processes: int) -> Iterator[dict[str, Any]]:
+    steps = _StepsFrom(source, first)
+    if not num_processes:
+        return map(steps.__getitem__, range(len(steps)))
+    # Grain's worker processes read absl flags, which programs without absl's main never parse.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    options = grain.MultiprocessingOptions(
+        num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
+    )
+    dataset = grain.MapDataset.source(steps).to_iter_dataset(
         grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     )
-    if num_processes:
-        # Grain's worker processes read absl flags, which programs without absl's main never parse.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        dataset = dataset.mp_prefetch(
-            grain.MultiprocessingOptions(
-                num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
-            )
-        )
-    return iter(dataset)
+    return iter(dataset.mp_prefetch(options))
 
 
 def _produce(
@@ -184,7 +184,7 @@ def _stop(stopped: threading.Event, wanted: "queue.SimpleQueue[None]") -> None:
 def _end(batches: Any) -> None:
     # If a worker hangs, a thread is still blocked in the iterator, and errors are meaningless.
     with contextlib.suppress(Exception):
-        batches.close()
+        batches.close()  # only worker processes have to end
 
 
 def _start(work: Callable[[], object]) -> threading.Thread:
@@ -385,22 +385,16 @@ class RetryingReader:
         Raises UserError after all retries or if the data does not fit the model, or StopWaiting.
         """
         interruptible_sleep(0.0, self.stopping)
-        failed_path: str | None = None
 
         def attempt(number: int) -> dict[str, Any]:
-            nonlocal failed_path
             try:
                 if number > 1:
-                    try:
-                        self._reopen_and_check(failed_path)
-                    except UserError as error:  # the files may be put back
-                        raise UnreadableFile(str(error), failed_path or "") from error
+                    call_with_timeout(self._reopen, self._policy.timeout or None, self.stopping)
                 if self._prefetcher is None:
                     self._prefetcher = Prefetcher(self.source, step, self._num_processes)
                 return self._prefetcher.next(self._policy.timeout or None, self.stopping)
-            except Exception as error:
+            except Exception:
                 self._stop()
-                failed_path = getattr(error, "path", None) or failed_path
                 raise
 
         arrays = self._policy.call(
@@ -426,30 +420,18 @@ class RetryingReader:
             hint = ""  # the message has a hint
         return f"{hint} Then run the same command to resume from the last checkpoint.".lstrip()
 
-    def _reopen_and_check(self, path: str | None) -> None:
-        """Reopens all files and verifies that the data is unchanged.
+    def _reopen(self) -> None:
+        """Reopens all files; rereads the last batch to see whether they changed.
 
-        Also checks the file at `path`. Raises UnreadableFile if it is still missing or truncated,
-        UserError if its contents changed, and ReadTimeout if the check hangs.
+        Raises UnreadableFile if they did, because they may be put back.
         """
-        newest = self._last_batch
-
-        def look() -> None:
-            for one in self._opened:
-                for store in (one.data.store, one.data.labels):
-                    if store is not None:
-                        file_access.forget(store.files)
-                        store.check([path] if path else [])
-            if newest is not None:
-                self._compare(*newest)
-
-        call_with_timeout(look, self._policy.timeout or None, self.stopping)
-
-    def _compare(self, step: int, arrays: dict[str, Any]) -> None:
-        """Rereads the last batch and verifies that it is unchanged.
-
-        File sizes cannot prove it.
-        """
+        for one in self._opened:
+            for store in (one.data.store, one.data.labels):
+                if store is not None:
+                    file_access.forget(store.files)
+        if self._last_batch is None:
+            return
+        step, arrays = self._last_batch
         try:
             again = self.source[step]
             if all(np.array_equal(again[name], arrays[name]) for name in arrays):
@@ -458,7 +440,8 @@ class RetryingReader:
             raise
         except UserError:  # ids beyond vocab_size
             pass
-        raise UserError(
+        raise UnreadableFile(
             f"The files changed: step {step}, read again, gives another batch. Restore the files "
-            "that the run was started with, or start a new run (another run_name)."
+            "that the run was started with, or start a new run (another run_name).",
+            "",
         )

@@ -16,7 +16,7 @@ from MaxText.evaluation.scores import SourceScore, source_table, total_score
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.validation import evaluate, make_eval_step
 from MaxText.input_pipeline.loader import make_eval_iterator, open_eval_sources
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained

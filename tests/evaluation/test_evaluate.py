@@ -14,7 +14,7 @@ from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError
 from MaxText.evaluation.evaluate import evaluate, parse_request
 from MaxText.inference.checkpoint_config import load
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
 from tests.programs import run as start

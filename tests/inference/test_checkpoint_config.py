@@ -17,7 +17,7 @@ from MaxText.errors import UserError
 from MaxText.inference.checkpoint_config import load
 from MaxText.inference.model_tokenizer import open_tokenizer
 from MaxText.inference.trained_model import load_model, weights_path, with_stored_zoom
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.run.records import write_run_files
 from tests.inference.small_models import END, llama_folder
 

@@ -12,7 +12,6 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
-from MaxText.storage.errors import BadRecord, is_transient
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,
@@ -98,20 +97,19 @@ def test_a_missing_file_ends_the_run_after_all_tries(kept):
 
 
 @of_kind("megatron", "prepared_bin")
-@pytest.mark.parametrize("longer", [False, True])
-def test_other_data_of_the_same_name_are_refused(kept, longer):
+def test_other_data_of_the_same_name_are_refused(kept):
     folder, files, keys = kept
 
     def replace():
         for file in files:
             content = file.read_bytes()
             file.unlink()  # so that one who keeps it open goes on reading the old one
-            file.write_bytes(content[::-1] + b"more" * longer)
+            file.write_bytes(content[::-1])
 
     iterator = opened(folder, keys | {"data_retry.attempts": 2})
     with (
         failing_reads(1, from_step=4, then=replace, path=str(files[0])),
-        pytest.raises(UserError, match=r"other data|another batch"),
+        pytest.raises(UserError, match="another batch"),
     ):
         take(iterator, 20)
 
@@ -193,36 +191,6 @@ def test_a_mistake_is_not_retried(kept, fault, monkeypatch):
     lines = []
     refused(str(folder), opened, folder, keys, lines.append)
     assert not any(" Try " in line for line in lines)
-
-
-class OfALibrary(Exception):
-    __module__ = "gcsfs.retry"
-
-    def __init__(self, code=None):
-        super().__init__("from a bucket")
-        self.code = code
-
-
-def caused(error, cause):
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "local", "remote"),
-    [
-        (OSError(errno.EIO, ""), True, True), (OSError(errno.ENOSPC, ""), False, False),
-        (OSError("no number: damaged contents, or a library behind a URL"), False, True),
-        (FileNotFoundError(errno.ENOENT, ""), False, False),
-        (ConnectionResetError(errno.ECONNRESET, ""), True, True), (OfALibrary(), False, True),
-        (OfALibrary(503), False, True), (OfALibrary(403), False, False),
-        (KeyError("ours"), False, False), (UserError("a mistake"), False, False),
-        (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
-        (caused(BadRecord("f", 0, "damaged"), ValueError("no number")), False, False),
-    ],
-)  # fmt: skip
-def test_transient_errors(error, local, remote):
-    assert (is_transient(error, remote=False), is_transient(error, remote=True)) == (local, remote)
 
 
 @pytest.mark.slow

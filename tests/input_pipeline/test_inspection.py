@@ -10,20 +10,14 @@ from MaxText.input_pipeline import inspect_dataset
 from MaxText.input_pipeline.inspect_dataset import (
     Inspection,
     batch_lines,
-    document_lengths,
-    document_lines,
     evenly_spaced_indices,
-    find_duplicates,
     measure_tokens,
     show_sequence,
     visible,
 )
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.input_pipeline.small_data import (
     EOS,
-    data_keys,
-    open_train,
     quiet,
     random_documents,
     write_data_set,
@@ -46,13 +40,6 @@ def documents() -> list[np.ndarray]:
     return documents
 
 
-def rows_of(location: Path, length: int, **keys):
-    plan = BatchSchedule.constant(1, length)
-    return (
-        open_train(data_keys(location, **keys), schedule=plan, vocab_size=2**31 - 1).opened[0].rows
-    )
-
-
 @pytest.mark.parametrize("kind", ["prepared_array_record", "tfrecord"])
 @pytest.mark.parametrize("block", [7, 1000, 10**6])
 def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block):
@@ -64,13 +51,9 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     assert found.num_tokens == found.num_read == sum(seen) == stream.size
     assert (found.smallest_id, found.largest_id) == (stream.min(), stream.max())
     assert found.largest_document == (70, 20)
-    np.testing.assert_array_equal(found.counts_V, np.bincount(stream))
-    assert found.num_uncounted == 0
-    assert found.occurrences(0) == 119  # all documents end with 0 but the planted one
-    assert found.num_from(1000) == 1
-    repeats, num_different = found.documents, len({ids.tobytes() for ids in documents})
-    assert repeats.num_documents == repeats.num_repeats + num_different == len(documents)
-    assert (repeats.max_copies, repeats.example) == (7, (7, 30))
+    num_different = len({ids.tobytes() for ids in documents})
+    assert found.num_documents == found.num_repeats + num_different == len(documents)
+    assert found.example == (7, 30)
 
 
 def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
@@ -81,10 +64,8 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     found = measure_tokens(data, 350, quiet)
     assert evenly_spaced_indices(10, 3).tolist() == [0, 3, 6]
     assert (found.num_tokens, found.num_read) == (1000, 300)
-    expected = np.concatenate([stream[0:100], stream[300:400], stream[600:700]])
-    np.testing.assert_array_equal(np.flatnonzero(found.counts_V), expected)
-    assert found.documents.num_documents == 6
-    # Less than a block is asked for: one is read.
+    assert (found.smallest_id, found.largest_id) == (1, 700)
+    assert found.num_documents == 6
     assert measure_tokens(data, 1, quiet).num_read == 100
 
 
@@ -97,7 +78,6 @@ def test_rows_are_shown_from_both_ends_and_visibly():
     assert show_sequence(ids[:1000], tokenizer) == [text[:1000]]
     assert show_sequence(ids, tokenizer)[::2] == [text[:500], text[-500:]]
     assert "203" in show_sequence(ids, tokenizer)[1]
-    assert show_sequence(np.zeros(0, np.int32), tokenizer) == [""]
     assert show_sequence(np.arange(120), None) == [" ".join(map(str, range(120)))]
     assert "1 more" in show_sequence(np.arange(121), None)[1]
     masked = np.array([300, 65, 66, 300, 300, 67], np.int32)
@@ -105,17 +85,13 @@ def test_rows_are_shown_from_both_ends_and_visibly():
     assert show_sequence(masked, None, mask_id=300) == ["[MASK] 65 66 [MASK] [MASK] 67"]
 
 
-def test_histogram_and_rows_of_a_batch(told):
-    lengths = document_lengths(np.cumsum([0, 0, 1, 1, 5, 7, 4, 32]))
-    repeats = find_duplicates(np.array([3, 4, 3, 5, 6, 7], np.uint64), np.arange(6))
-    # Of rows that are cut in two.
+def test_rows_of_a_batch_cut_in_two(told):
     arrays = {
         "tokens": np.array([[5, 6], [7, 0], [0, 0], [8, 0]]),
         "weights": np.array([[1, 1], [1, 0], [0, 0], [0, 0]], np.float32),
     }
     origins = [[("a", 0, 4)], [("b", 10, 1), ("c", 0, 1)]]
-    lines = document_lines(lengths, repeats, lambda document: f"file {document}")
-    lines += batch_lines(3, arrays, origins, lambda ids: [" ".join(map(str, ids))], pad_id=0)
+    lines = batch_lines(3, arrays, origins, lambda ids: [" ".join(map(str, ids))], pad_id=0)
     told("\n".join(lines))
 
 
@@ -183,16 +159,14 @@ def test_mistakes(tmp_path):
     lines: list[str] = []
     small = inspection(lines.append, has_model=True, vocab_size=200, **keys)
     refused(r"vocab_size=200 .*id \d+", small.show_statistics, ALL)
-    assert "vocab_size = 200 ids: 3 " in "\n".join(lines)
+    assert "vocab_size = 200 ids: id 256 is beyond" in "\n".join(lines)
 
 
 def test_the_program_reports_statistics(tmp_path, users_environment, told):
     documents = text_set(tmp_path / "set")
     keys = ["max_target_length=8", "vocab_size=300"]
-    # It needs a standard output of its own to set how that is encoded.
     result = run("inspect_data.py", ["set", *keys], tmp_path, users_environment)
     assert result.returncode == 0, result.stderr
     told(result.stdout)
     size = np.concatenate(documents).size
     assert f"Tokens: all {size} read" in result.stdout
-    assert f" {size - 3} of {8 * -(-(size - 1) // 8)} " in result.stdout

@@ -4,7 +4,7 @@ import fsspec
 import pytest
 
 from MaxText.config.data_sections import Preparation
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.storage.errors import BadRecord
 from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write

@@ -4,10 +4,7 @@ Members are streamed from the archive: nothing is written to disk, and member na
 paths.
 """
 
-import io
-import struct
 import tarfile
-import zipfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
@@ -25,9 +22,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
 )
 from MaxText.input_pipeline.document_sources.text_streams import (
     Skipped,
-    counted_texts,
     json_texts,
-    line_texts,
     text_chunks,
 )
 
@@ -98,9 +93,6 @@ def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, B
 
 
 _MAX_DEPTH = 4  # OpenWebText nests archives once; deeper nesting is not a corpus
-_MAX_NESTED_BYTES = 2**28  # nested archives are read as a whole
-
-Members = Iterator[tuple[str, BinaryIO]]
 
 
 def stream_texts(
@@ -113,40 +105,40 @@ def stream_texts(
 ) -> Iterator[tuple[int, str]]:
     """Yields (number, text) of documents, across archive members.
 
-    `file_format` must be streamable, or zip; `where` names the file and enclosing members in
+    `file_format` must be streamable; `where` names the file and enclosing members in
     messages; `depth` counts enclosing archives. Raises UserError if it cannot be read.
     """
     layout, compression = file_format
     with read_errors_as_user_error(where):
         stream = decompressed(file, compression)
-        if layout in (Layout.TAR, Layout.ZIP):
-            read_members = _tar_members if layout is Layout.TAR else _zip_members
-            members = read_members(stream, where, skipped)
-            yield from enumerate(_member_texts(members, where, text_field, skipped, depth))
+        if layout is Layout.TAR:
+            yield from enumerate(_member_texts(stream, where, text_field, skipped, depth))
         elif layout in (Layout.JSON_LINES, Layout.JSON):
             may_be_list = layout is Layout.JSON
             yield from json_texts(
                 stream, where, text_field, may_be_list=may_be_list, skipped=skipped
             )
-        elif layout is Layout.COUNTED:
-            yield from counted_texts(stream, where)
-        elif layout is Layout.LINES:
-            yield from line_texts(stream, where)
         else:
             assert layout is Layout.TEXT, layout
             yield from text_chunks(stream, where)
 
 
 def _member_texts(
-    members: Members, where: str, text_field: str, skipped: Skipped, depth: int
+    file: BinaryIO, where: str, text_field: str, skipped: Skipped, depth: int
 ) -> Iterator[str]:
-    for name, contents in members:
+    for member, contents in scan_members(file, where):
+        name = member.name
+        if contents is None:
+            if not member.isdir():
+                skipped["links and devices in archives"] += 1
+            continue
+        if any(part.startswith(".") and part.strip(".") for part in name.split("/")):
+            skipped["hidden files in archives"] += 1
+            continue
         member_where = f"{where}, member {name!r},"
         file_format = format_of_member(where, name)
         ending = "." + name.rsplit(".", 1)[-1].lower()
-        is_zip = file_format == FileFormat(Layout.ZIP)
-        seeks = file_format.layout in SEEKING and not is_zip
-        if seeks or file_format.layout is Layout.TFRECORD or ending in NOT_TEXT:
+        if file_format.layout in (*SEEKING, Layout.TFRECORD) or ending in NOT_TEXT:
             raise UserError(
                 f"{member_where} is not text, and {ending} files in archives are not read. Unpack "
                 "the archive and name the files to read."
@@ -155,55 +147,6 @@ def _member_texts(
             raise UserError(
                 f"{member_where} is nested in more than {_MAX_DEPTH} archives. Unpack some."
             )
-        if is_zip:
-            # The list of members is at the end of a zip.
-            with read_errors_as_user_error(member_where):
-                inner = contents.read(_MAX_NESTED_BYTES + 1)
-            if len(inner) > _MAX_NESTED_BYTES:
-                raise UserError(
-                    f"{member_where} is an archive of more than {_MAX_NESTED_BYTES:,} bytes in "
-                    "another one. Unpack the outer one."
-                )
-            contents = io.BytesIO(inner)
         texts = stream_texts(contents, file_format, member_where, text_field, skipped, depth + 1)
         for _, text in texts:
             yield text
-
-
-def _tar_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
-    for member, contents in scan_members(file, where):
-        if contents is not None and not _is_hidden(member.name, skipped):
-            yield member.name, contents
-        elif contents is None and not member.isdir():
-            skipped["links and devices in archives"] += 1
-
-
-def _zip_members(file: BinaryIO, where: str, skipped: Skipped) -> Members:
-    try:
-        opened = zipfile.ZipFile(file)
-    # A damaged list of members raises more than zipfile's own errors.
-    except (NotImplementedError, ValueError, OverflowError, struct.error) as error:
-        raise zipfile.BadZipFile(f"its list of members is damaged: {error}") from error
-    with opened as archive:
-        for member in archive.infolist():
-            if member.is_dir() or _is_hidden(member.filename, skipped):
-                continue
-            try:
-                if member.compress_type == zipfile.ZIP_BZIP2:
-                    # zipfile decompresses bzip2 without bound: 4 KB may become 5 GB.
-                    raise ValueError("it is compressed by bzip2")
-                contents = archive.open(member)
-            except (RuntimeError, NotImplementedError, ValueError, struct.error) as error:
-                raise UserError(
-                    f"{where}, member {member.filename!r}, cannot be read ({error}). Pack the "
-                    "archive again without password, with zip's usual compression."
-                ) from error
-            with contents:
-                yield member.filename, cast(BinaryIO, contents)
-
-
-def _is_hidden(name: str, skipped: Skipped) -> bool:
-    hidden = any(part.startswith(".") and part.strip(".") for part in name.split("/"))
-    if hidden:
-        skipped["hidden files in archives"] += 1
-    return hidden

@@ -10,7 +10,6 @@ import shutil
 import sys
 import tarfile
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,8 +36,7 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
 }
 
 _COMPRESSION_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError)
-_ARCHIVE_ERRORS = (tarfile.TarError, zipfile.BadZipFile)
-READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
+READ_ERRORS = (*_COMPRESSION_ERRORS, tarfile.TarError, OSError)
 """What reading a damaged or missing file raises."""
 
 
@@ -46,7 +44,7 @@ def describe_error(error: Exception) -> str:
     """Returns text for one of READ_ERRORS, to follow the file name."""
     if isinstance(error, _COMPRESSION_ERRORS):
         return f"is not a complete compressed file: {error}"
-    if isinstance(error, _ARCHIVE_ERRORS):
+    if isinstance(error, tarfile.TarError):
         return f"is not a complete archive: {error}"
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 

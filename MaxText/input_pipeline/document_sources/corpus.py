@@ -5,7 +5,7 @@ import platform
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import text_streams
@@ -30,7 +30,7 @@ from MaxText.input_pipeline.document_sources.source_files import (
 )
 from MaxText.input_pipeline.document_sources.tables import table_texts
 from MaxText.input_pipeline.document_sources.text_streams import NoValidRow, Skipped
-from MaxText.storage.file_access import is_url
+from MaxText.storage.file_access import file_infos, is_url
 
 SHARD_BYTES = 2**26
 
@@ -105,6 +105,16 @@ class Corpus:
     num_files: int
     shards: tuple[Shard, ...]  # in document order
     splits: tuple[str, ...] = ()  # one per shard; empty if the source has none
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what the text depends on: files, their times, and options."""
+        ranges = [part for shard in self.shards for part in shard.ranges]
+        return {
+            "files": file_infos(list(dict.fromkeys(part.file.path for part in ranges))),
+            "ranges": [[part.file.path, part.start, part.stop] for part in ranges],
+            "text_field": self.shards[0].text_field,
+            "max_bad_records": self.shards[0].max_bad_records,
+        }
 
 
 def open_corpus(

@@ -12,12 +12,9 @@ class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
 
     TEXT = "plain text"
-    LINES = "one document per line"
     JSON_LINES = "one JSON value per line"
     JSON = "JSON values, one per line or in a list"
-    COUNTED = "documents with their lengths"
     TAR = "tar archive"
-    ZIP = "zip archive"
     PARQUET = "parquet"
     ARROW = "arrow"
     ARRAY_RECORD = "ArrayRecord"
@@ -40,7 +37,6 @@ _LAYOUTS = {
     **dict.fromkeys((".tfrecord", ".tfrecords"), Layout.TFRECORD),
     ".json": Layout.JSON,
     ".tar": Layout.TAR,
-    ".zip": Layout.ZIP,
     ".parquet": Layout.PARQUET,
     ".arrow": Layout.ARROW,
 }
@@ -55,21 +51,21 @@ _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$
 JSON_LAYOUTS = frozenset({Layout.JSON_LINES, Layout.JSON})
 TABLE_LAYOUTS = frozenset({Layout.PARQUET, Layout.ARROW})
 RECORD_LAYOUTS = frozenset({Layout.ARRAY_RECORD, Layout.TFRECORD})
-SEEKING = frozenset({Layout.ZIP, Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
+SEEKING = frozenset({Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
 """Layouts that are read in several places at once, so never as a stream."""
 
 NOT_TEXT = frozenset(
     (
         *(".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth"),
         *(".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png"),
-        *(".7z", ".rar"),
+        *(".7z", ".rar", ".zip"),
     )
 )
 """Endings of files that are certainly no text."""
 
 READ_ENDINGS = (
-    ".txt .md .rst .text .jsonl .json .tar .zip .parquet .arrow .array_record .tfrecord .dat.zst, "
-    "or text, json and tar with .gz .zst .xz .bz2"
+    ".txt .md .rst .text .jsonl .json .tar .parquet .arrow .array_record .tfrecord, or text, json "
+    "and tar with .gz .zst .xz .bz2"
 )
 """What is read, for messages."""
 
@@ -86,10 +82,6 @@ def known_format(name: str) -> FileFormat | None:
     stem, ending = os.path.splitext(_NUMBERED.sub(r"\1", stem if compression else name))
     if ending in _LAYOUTS:
         return FileFormat(_LAYOUTS[ending], compression)
-    if ending == ".dat" and compression == "zst":
-        return FileFormat(Layout.COUNTED, compression)
-    if not ending and compression == "gz":
-        return FileFormat(Layout.LINES, compression)
     return None
 
 

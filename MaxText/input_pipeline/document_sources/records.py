@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -51,8 +50,6 @@ _TENSOR_ENDINGS = (".pth", ".pt", ".npy")
 # Default fields if a sample has several.
 _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
 _LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
-# Python 3.11's ast, which parses .npy headers, sometimes fails in threads.
-_HEADER_LOCK = threading.Lock()
 
 _Documents = Iterator[tuple[int, TokenDocument | BadRecord]]
 
@@ -129,7 +126,7 @@ def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
 
 
 def read_ids(
-    path: str, kind: str, fields: Sequence[str] = (), *, shift_labels: bool | None = None
+    path: str, kind: str, fields: Sequence[str] = ()
 ) -> Iterator[TokenDocument | BadRecord]:
     """Yields the documents of one file, or a BadRecord for damaged ones.
 
@@ -142,7 +139,6 @@ def read_ids(
       kind: "tfrecord", "arrayrecord", "parquet", "arrow" or "webdataset".
       fields: Features, columns or sample fields, of which the first that exists is read; empty for
         the usual ones, or the only one in an archive.
-      shift_labels: As in table_documents; None decides by this file alone.
 
     Raises:
       BadRecord: Nothing can be read from its position on.
@@ -150,7 +146,7 @@ def read_ids(
     """
     position = 0
     with _read_errors_as_bad_record(path, kind, lambda: position):
-        for item in _documents(path, kind, fields, shift_labels):
+        for item in _documents(path, kind, fields):
             position, document = item
             yield document
 
@@ -207,16 +203,14 @@ def _read_errors_as_bad_record(
         raise BadRecord(path, position(), reason, _UNITS[kind]) from error
 
 
-def _documents(
-    path: str, kind: str, fields: Sequence[str], shift_labels: bool | None
-) -> _Documents:
+def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
     if kind in ("parquet", "arrow"):
         part = FileRange.whole(path)
         check_not_compressed(path, part.file.format)
         with open_table(part) as table:
             column = id_column(table, path, fields or USUAL_FIELDS)
             assert column is not None
-            yield from table_documents(table, path, column, shift_labels)
+            yield from table_documents(table, path, column)
     elif kind == "webdataset":
         yield from _archive_documents(path, fields)
     else:
@@ -270,31 +264,29 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
 
 
 def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
-    chosen = None
+    chosen, first_name = None, ""
     there: dict[str, None] = {}
-    first_name = ""
     for name, sample in _samples(path):
         first_name = name
         there |= dict.fromkeys(sample)
-        wanted = fields or (there if len(there) == 1 else _USUAL_TENSORS)
-        before, chosen = chosen, next((field for field in wanted if field in there), None)
-        if before not in (None, chosen):
-            raise UserError(
-                f"{path} has tensors of {', '.join(there)}, and only of {before} at first. Set "
-                "token_records.field to the one that holds token ids."
-            )
-        if chosen in sample:
-            offset, content = sample[chosen]
-            read = functools.partial(_tensor, content)
-            yield offset, _document(read, path, "webdataset", offset)
-    if first_name and chosen is None:
-        asked = f"field {' or '.join(fields)}" if fields else "one field of tokens"
-        found = ", ".join(sorted(field or "(no name)" for field in there)) or "none"
-        raise UserError(
-            f"{path} has no tensors of {asked} (fields of its {'/'.join(_TENSOR_ENDINGS)} members: "
-            f"{found}; first member: {first_name}). Set token_records.field to the one that holds "
-            "token ids."
-        )
+        wanted = fields or (sample if len(sample) == 1 else _USUAL_TENSORS)
+        field = next((field for field in wanted if field in sample), None)
+        chosen = field if chosen is None else chosen
+        if field is not None and field == chosen:
+            offset, content = sample[field]
+            yield offset, _document(functools.partial(_tensor, content), path, "webdataset", offset)
+        elif not fields:
+            break
+    else:
+        if chosen is not None or not first_name:
+            return
+    asked = f"field {' or '.join(fields)}" if fields else "one field of tokens"
+    found = ", ".join(sorted(field or "(no name)" for field in there)) or "none"
+    raise UserError(
+        f"{path} has no tensors of {asked} (fields of its {'/'.join(_TENSOR_ENDINGS)} members: "
+        f"{found}; first member: {first_name}). Set token_records.field to the one that holds "
+        "token ids."
+    )
 
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
@@ -326,8 +318,7 @@ def _tensor(content: bytes) -> np.ndarray:
     if not content.startswith(b"\x93NUMPY"):
         return read_tensor(content)
     try:
-        with _HEADER_LOCK:
-            values = np.load(io.BytesIO(content), allow_pickle=False)
+        values = np.load(io.BytesIO(content), allow_pickle=False)
     # A damaged header can raise anything, even MemoryError (a shape of 2^60).
     except Exception as error:
         raise UserError(f"the .npy member is damaged ({error})") from error

@@ -5,15 +5,13 @@ prepare_data.py wrote (with manifest.json, records.json or export.json), so resu
 inside it. The order depends on names only.
 """
 
-import glob
 import json
 import os
-import stat
+import re
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from MaxText.errors import UserError
@@ -32,6 +30,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
 )
 from MaxText.input_pipeline.document_sources.text_streams import token_ids_error
 from MaxText.storage import file_access
+from MaxText.storage.file_access import FileInfo
 
 STDLIB = "python_stdlib"
 
@@ -40,7 +39,7 @@ _KEY = "prepare_source"
 # Standard library folders with third-party packages or nothing to read.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
-# Lists the arrow files of a saved Hugging Face dataset in order; others are cached results.
+# Lists the arrow files of a saved Hugging Face dataset; others are cached or older results.
 _STATE = "state.json"
 _KEPT_RESULT = "cache-"
 
@@ -134,70 +133,46 @@ def resolve_files(entry: str) -> list[SourceFile]:
     An entry is a file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with
     one name per line, or `python_stdlib`. Raises UserError if it matches no readable file.
     """
+    if entry == STDLIB:
+        return _stdlib_files(stdlib_root())
     try:
-        if entry == STDLIB:
-            return _stdlib_files(stdlib_root())
-        if _is_folder(entry):
-            return _folder_files(entry)
-        is_there = file_access.is_url(entry) or os.path.exists(file_access.local_path(entry))
-        if not (is_there or glob.has_magic(entry) or entry.startswith("@") or "{" in entry):
-            raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
-        return [_source_file(path, name) for name, path in _listed(entry).items()]
+        is_folder = file_access.path_type(entry) == "directory"
     except OSError as error:
-        where = error.filename or entry
-        raise UserError(
-            f"{_KEY}={entry}: {where} cannot be read: {error.strerror or error}."
-        ) from error
+        raise UserError(f"{_KEY}={entry} cannot be read: {error.strerror or error}.") from error
+    if is_folder and not file_access.is_url(entry):
+        folder = file_access.local_path(entry)
+        if _is_made(Path(folder), _MADE_OF_IDS):
+            found_ids = "the output of prepare_data.py"
+            raise token_ids_error(f"{_KEY}={entry}", folder, found_ids)
+        files = file_access.list_files(entry, _KEY)
+        names = [Path(os.path.relpath(file.path, folder)).as_posix() for file in files]
+    else:
+        files = file_access.list_files(entry, _KEY)
+        names = [*file_access.names_below([file.path for file in files])]
+    found = dict(zip(names, files, strict=True))
+    return _folder_files(entry, found) if is_folder else [*map(_source_file, files, names)]
 
 
-def _is_folder(entry: str) -> bool:
-    if not file_access.is_url(entry):
-        return Path(file_access.local_path(entry)).is_dir()
-    system, name = file_access.file_system(entry)
-    return not glob.has_magic(entry) and "{" not in entry and system.isdir(name)
-
-
-def _listed(entry: str) -> dict[str, str]:
-    paths = [file.path for file in file_access.list_files(entry, _KEY)]
-    return dict(zip(file_access.names_below(paths), paths, strict=True))
-
-
-def _source_file(path: str, name: str) -> SourceFile:
+def _source_file(file: FileInfo, name: str) -> SourceFile:
     """Returns a named or matched file: any extension but NOT_TEXT."""
     file_format = format_of(name)
     ending = os.path.splitext(name)[1].lower()
     if ending in NOT_TEXT:
         raise UserError(
-            f"{path}: {ending} files are not read. Convert it to plain text or to .jsonl (one "
+            f"{file.path}: {ending} files are not read. Convert it to plain text or to .jsonl (one "
             "object with the text per line), which may be compressed (.gz .zst .xz .bz2)."
         )
-    check_not_compressed(path, file_format)
-    if file_access.is_url(path):
-        system, remote_path = file_access.file_system(path)
-        return SourceFile(path, name, system.info(remote_path).get("size") or 0, file_format)
-    path = file_access.local_path(path)
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(
-            f"{path} is not a regular file, so it cannot be read twice. Copy its contents to a "
-            "file and name that, or remove it from prepare_source."
-        )
+    check_not_compressed(file.path, file_format)
     # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
     name = os.fsencode(name).decode(errors="replace")
-    return SourceFile(path, name, found.st_size, file_format)
+    return SourceFile(file.path, name, file.size, file_format)
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
-    """Returns the error for a folder, with a pattern for `found` names."""
-    endings = Counter(os.path.splitext(name)[1] for name in found)
-    unreadable = bool(endings) and all(each.lower() in NOT_TEXT for each in endings)
-    if not unreadable:
-        endings = {each: count for each, count in endings.items() if each.lower() not in NOT_TEXT}
-    # The most common extension; ties are broken by name.
-    ending = min(endings, key=lambda each: (-endings[each], each), default=".py")
-    folders = "**/" if any("/" in name or ending for name in found) else ""
-    pattern = f"{entry.rstrip('/')}/{folders if found else '**/'}*{ending}"
-    remedy = f"To read other plain text, give a pattern, for example '{_KEY}={pattern}'."
+    unreadable = bool(found) and all(
+        os.path.splitext(name)[1].lower() in NOT_TEXT for name in found
+    )
+    remedy = f"To read other plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
     if unreadable:
         remedy = "Convert them to plain text or to .jsonl, one object with the text per line."
     return UserError(
@@ -217,21 +192,18 @@ def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
     return False
 
 
-def _folder_files(entry: str) -> list[SourceFile]:
+def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
     """Returns files of a folder with a known extension, in natural order."""
     saved: dict[str, list[str]] = {}
-    if file_access.is_url(entry):
-        found = _listed(entry)
-    else:
+    if not file_access.is_url(entry):
         folder = Path(file_access.local_path(entry))
-        if _is_made(folder, _MADE_OF_IDS):
-            found_ids = "the output of prepare_data.py"
-            raise token_ids_error(f"{_KEY}={entry}", str(folder), found_ids)
-        names = _walk(folder, lambda below: _is_made(below, _MADE))
-        found = {name: str(folder / name) for name in names}
-        for name, path in found.items():
-            if os.path.basename(name) == _STATE and (files := _saved_files(Path(path))) is not None:
-                saved[os.path.dirname(name)] = files
+        below = {str(parent) for name in found for parent in PurePosixPath(name).parents} - {"."}
+        made = tuple(f"{name}/" for name in below if _is_made(folder / name, _MADE))
+        found = {name: file for name, file in found.items() if not name.startswith(made)}
+        for name in found:
+            parent, base = os.path.split(name)
+            if base == _STATE and (files := _saved_files(folder / name)) is not None:
+                saved[parent] = files
 
     def is_data(name: str) -> bool:
         parent, base = os.path.split(name)
@@ -239,60 +211,27 @@ def _folder_files(entry: str) -> list[SourceFile]:
             return True
         return base in saved[parent] if parent in saved else not base.startswith(_KEPT_RESULT)
 
-    def order(name: str) -> tuple:
-        parent, base = os.path.split(name)
-        # Saved arrow files keep the order of their state.json.
-        if base in saved.get(parent, ()):
-            return file_access.natural_key(parent), saved[parent].index(base)
-        return file_access.natural_key(name), -1
-
     formats = {name: known for name in found if is_data(name) and (known := known_format(name))}
     has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
     chosen = [name for name in formats if os.path.basename(name).lower() not in hidden]
     if not chosen:
         raise _nothing_to_read(entry, [*found])
-    return [_source_file(found[name], name) for name in sorted(chosen, key=order)]
+    return [_source_file(found[name], name) for name in sorted(chosen, key=file_access.natural_key)]
 
 
 def _saved_files(state: Path) -> list[str] | None:
-    """Returns the Arrow files of a `datasets` state.json, or None.
-
-    Raises UserError if one is missing, or the dataset is a selection of rows.
-    """
+    """Returns the Arrow files of a `datasets` state.json, or None."""
     try:
         content = json.loads(state.read_bytes())
         names = [file["filename"] for file in content["_data_files"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    if content.get("_indices_data_files"):
-        raise UserError(
-            f"{state} selects rows of its arrow files. Save the data set again after "
-            "flatten_indices()."
-        )
-    for name in names:
-        # Reject path traversal.
-        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise UserError(f"{state} lists {name!r}, which is not a file name. Save it again.")
-        if not (state.parent / name).is_file():
-            raise UserError(f"{state} lists {name}, which is missing next to it. Copy it again.")
+    missing = [name for name in names if not (state.parent / str(name)).is_file()]
+    if missing or content.get("_indices_data_files"):
+        problem = f"lists {missing[0]}, which is missing" if missing else "selects rows"
+        raise UserError(f"{state} {problem}. Save the data set again after flatten_indices().")
     return names
-
-
-def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
-    """Returns the visible files below `folder`, sorted."""
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=stop):
-        below = Path(parent).relative_to(folder)
-        folders[:] = [
-            name for name in folders if name[0] != "." and not is_skipped(folder / below / name)
-        ]
-        found += [(below / name).as_posix() for name in names if name[0] != "."]
-    return sorted(found)
 
 
 def stdlib_root() -> Path:
@@ -300,12 +239,13 @@ def stdlib_root() -> Path:
 
 
 def _stdlib_files(root: Path) -> list[SourceFile]:
+    names = []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in _NOT_STDLIB]
+        below = Path(parent).relative_to(root)
+        names += [(below / name).as_posix() for name in files if re.fullmatch(r"[^.].*\.py", name)]
     # Build settings contain paths of the build machine.
-    names = [
-        name
-        for name in _walk(root, lambda below: below.name in _NOT_STDLIB)
-        if name.endswith(".py") and not name.startswith(("config-", "_sysconfigdata"))
-    ]
+    names = sorted(name for name in names if not name.startswith(("config-", "_sysconfigdata")))
     if not names:
         raise UserError(
             f"{_KEY}={STDLIB}: this interpreter has no source files in {root}. Give a folder of "

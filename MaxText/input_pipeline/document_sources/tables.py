@@ -221,19 +221,18 @@ def has_mask_and_labels(table: Table) -> tuple[bool, bool]:
 
 
 def table_documents(
-    table: Table, path: str, column: str, shift_labels: bool | None = None
+    table: Table, path: str, column: str
 ) -> Iterator[tuple[int, TokenDocument | BadRecord]]:
     """Yields (row number, document or error) for all rows.
 
     Without labels, a row ends after the last position with attention, if there is an
     `attention_mask`. With labels it keeps its length, and padding has no label.
 
-    `shift_labels` says that labels are the ids of their own positions, as Hugging Face models take
-    them, and must be shifted left by one; None infers it from the first labels.
+    Labels that are the ids of their own positions, as Hugging Face models take them, are shifted
+    left by one; the first labels of the file tell.
     """
     has_mask, has_labels = has_mask_and_labels(table)
-    if has_labels and shift_labels is None:
-        shift_labels = labels_are_ids(table, column)
+    shift_labels = has_labels and _labels_are_ids(table, column)
     columns = [column, *[_MASK] * has_mask, *[_LABELS] * has_labels]
     for first, batch in table.batches(columns):
         ids = _rows(batch, column)
@@ -241,13 +240,13 @@ def table_documents(
         labels = _rows(batch, _LABELS) if has_labels else [None] * len(ids)
         for row, values in enumerate(zip(ids, masks, labels, strict=True), start=first):
             try:
-                document = _document(*values, bool(shift_labels), path, row)
+                document = _document(*values, shift_labels, path, row)
             except BadRecord as problem:
                 document = problem
             yield row, document
 
 
-def labels_are_ids(table: Table, column: str) -> bool:
+def _labels_are_ids(table: Table, column: str) -> bool:
     """Returns whether labels equal the ids at their own positions."""
     for _, batch in table.batches([column, _LABELS]):
         num_counted = 0

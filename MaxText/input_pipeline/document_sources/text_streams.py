@@ -1,4 +1,4 @@
-"""Splits streams of JSON rows, plain text and lines into documents.
+"""Splits streams of JSON rows and plain text into documents.
 
 A JSON row is an object with the text in one field, or the text itself. The text may be a list of
 paragraphs. Plain text is split at the end of the line at each multiple of LONGEST_TEXT bytes;
@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import decode
-from MaxText.input_pipeline.document_sources.document_formats import READ_ENDINGS
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 PARAGRAPH_END = "\n\n"
@@ -23,11 +22,8 @@ LONGEST_TEXT = 2**20
 
 # Search for a line end within 1/16 of LONGEST_TEXT past the multiple, else split the line there.
 _SEARCHED_SHARE = 16
-_LONGEST_ROW = 2**28  # limits memory for files without line ends
-_LONGEST_COUNTED = 2**28  # limits memory for corrupt lengths
-_COUNT_BYTES = 16
+_LONGEST_ROW = 2**28  # limits memory: of a line, or a whole list
 _CHUNK_BYTES = 2**20
-_COUNTED_CHUNK_BYTES = 2**24
 
 
 class Skipped(Counter[str]):
@@ -128,64 +124,21 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
     return _row_text(row, where, text_field)
 
 
-def _list_values(file: io.BufferedReader, where: str) -> Iterator[Any]:
-    """Yields the values of a JSON list, parsed incrementally."""
-    characters = codecs.getincrementaldecoder("utf-8-sig")()
-    decoder = json.JSONDecoder()
-    text, at, has_ended = "", 0, False
-
-    def malformed(reason: str) -> UserError:
-        return UserError(
-            f"{where} is not JSON ({reason}). A .json file must be one object per line or one list "
-            "of objects or strings."
+def _list_values(file: BinaryIO, where: str) -> list[Any]:
+    content = file.read(_LONGEST_ROW + 1)
+    if len(content) > _LONGEST_ROW:
+        raise UserError(
+            f"{where} is a list of more than {_LONGEST_ROW:,} bytes. Write it as .jsonl, one value "
+            "per line."
         )
-
-    def read_more() -> None:
-        nonlocal text, at, has_ended
-        left = text[at:]
-        if len(left) > _LONGEST_ROW:
-            raise malformed(f"a value is longer than {_LONGEST_ROW} characters")
-        # Double the buffer, so that a long value is not rescanned quadratically.
-        data = file.read(max(_CHUNK_BYTES, len(left)))
-        has_ended = not data
-        try:
-            text, at = left + characters.decode(data, final=has_ended), 0
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where} is not UTF-8 text ({error.reason}).") from error
-
-    def peek() -> str:
-        nonlocal at
-        while True:
-            while at < len(text) and text[at] in " \t\r\n":
-                at += 1
-            if at < len(text) or has_ended:
-                return text[at : at + 1]
-            read_more()
-
-    def take(*expected: str) -> str:
-        nonlocal at
-        found = peek()
-        if found not in expected:
-            raise malformed(f"there is {found or 'the end'!r} in place of {expected[0]!r}")
-        at += 1
-        return found
-
-    take("[")
-    delimiter = take("]") if peek() == "]" else ","
-    while delimiter == ",":
-        peek()
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            # The value may just be incomplete in the buffer.
-            if has_ended or isinstance(error, RecursionError):
-                raise malformed(str(error)) from error
-            read_more()
-            continue
-        yield value
-        delimiter = take("]", ",")
-    if peek():
-        raise malformed("there is more after the list")
+    text = decode(content.removeprefix(codecs.BOM_UTF8), where)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where} is not JSON ({error}). A .json file must be one object per line or one list "
+            "of objects or strings."
+        ) from error
 
 
 def _row_text(row: object, where: str, text_field: str) -> str:
@@ -281,53 +234,3 @@ def _partial_character(data: bytes) -> int:
         if byte < 0x80:
             return 0
     return 0
-
-
-def line_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
-    number = 0
-    while line := file.readline(_LONGEST_ROW):
-        line_where = f"{where}:{number + 1}"
-        if len(line) >= _LONGEST_ROW:
-            raise UserError(
-                f"{line_where} is longer than {_LONGEST_ROW} bytes. Cut it, or name the file "
-                ".txt.gz if it holds no lines."
-            )
-        yield number, decode(line.rstrip(b"\r\n"), line_where)
-        number += 1
-
-
-def counted_texts(file: io.BufferedReader, where: str) -> Iterator[tuple[int, str]]:
-    """Yields documents with lengths in bytes, 16 decimal digits each."""
-    at = number = 0
-    while count := file.read(_COUNT_BYTES):
-        if len(count) < _COUNT_BYTES or not count.isdigit():
-            raise UserError(
-                f"{where} is damaged at byte {at}: {count!r} is not a length of {_COUNT_BYTES} "
-                f"digits. Copy it again; known text files are {READ_ENDINGS}."
-            )
-        length = int(count)
-        at += _COUNT_BYTES
-        text = _read_exactly(file, min(length, _LONGEST_COUNTED))
-        if len(text) == _LONGEST_COUNTED < length:
-            raise UserError(
-                f"{where}: document {number} at byte {at} has {length:,} bytes; up to "
-                f"{_LONGEST_COUNTED:,} are read. Cut it."
-            )
-        if len(text) < length:
-            raise UserError(
-                f"{where} ends at byte {at + len(text)}, inside document {number} of {length} "
-                f"bytes at byte {at}. Copy it again."
-            )
-        yield number, decode(text, where, at)
-        at += length
-        number += 1
-
-
-def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
-    """Reads `length` bytes or the rest, in chunks of bounded memory."""
-    if length <= _COUNTED_CHUNK_BYTES:
-        return file.read(length)
-    data = bytearray()
-    while chunk := file.read(min(length - len(data), _COUNTED_CHUNK_BYTES)):
-        data += chunk
-    return bytes(data)

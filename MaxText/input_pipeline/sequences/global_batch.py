@@ -141,11 +141,11 @@ class GlobalBatch:
         """Converts indices in a batch to sample numbers in the data (int64 [N])."""
         ahead = self.schedule.samples_before(step) - self.schedule.samples_before(self.first_step)
         numbers_N = ahead + indices_N
-        return np.where(
-            numbers_N >= 0,
-            self.exclusions.ahead(self.first_sample, numbers_N),
-            self._passed.behind(self.first_sample, -numbers_N),
-        )
+        forward = self.exclusions.ahead(self.first_sample, numbers_N)
+        if ahead >= 0:
+            return forward
+        backward = self._passed.behind(self.first_sample, -numbers_N)
+        return np.where(numbers_N >= 0, forward, backward)
 
     def __len__(self) -> int:
         total = self._rows.num_rows

@@ -54,12 +54,7 @@ class MLMMasking:
             )
         kept = masking.mlm.same_token_prob
         drawn = masking.mlm.random_token_prob
-        if kept + drawn > 1 + 1e-9:
-            raise UserError(
-                f"mlm.same_token_prob={kept} and mlm.random_token_prob={drawn} are shares of the "
-                f"predicted tokens and sum to {kept + drawn:g}. Lower one so that they sum to at "
-                "most 1."
-            )
+        assert kept + drawn <= 1 + 1e-9, (kept, drawn)
         named = [("mlm.mask_id", mask_id), ("mlm.cls_token_id", masking.mlm.cls_token_id)]
         named += [("mlm.mask_ignore_ids", token) for token in masking.mlm.mask_ignore_ids]
         for key, token in named:

@@ -74,12 +74,8 @@ class EpochPermutation:
         """Initializes the order; num_epoch=-1 is unbounded.
 
         `groups` (int64: first window of each group, then the end) are visited in order, and windows
-        are only shuffled within them. Raises UserError for num_epoch=0 or 2**32 windows or more.
+        are only shuffled within them. Raises UserError for 2**32 windows or more.
         """
-        if num_epoch == 0:
-            raise UserError(
-                "num_epoch=0 reads no data: use -1 (repeat until `steps`) or 1 and above."
-            )
         if num_windows >= _MAX_WINDOWS:
             raise UserError(
                 f"{num_windows} windows of max_target_length tokens are more than the shuffle can "
@@ -94,20 +90,21 @@ class EpochPermutation:
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         """Returns the windows of `rows` (int64 [B]); EMPTY past the last epoch."""
-        epochs, windows = np.divmod(rows, self._num_windows)
-        if self._shuffle:
-            first, sizes = np.zeros_like(rows), np.full_like(rows, self._num_windows)
-            if self._groups is not None:
-                group = np.searchsorted(self._groups, windows, side="right") - 1
-                first, sizes = self._groups[group], np.diff(self._groups)[group]
-            seeds = np.array([_epoch_seed(self._seed, epoch) for epoch in epochs.tolist()])
-            # Groups of equal size get different orders.
-            seeds = (seeds + first) % 2**32
-            positions = zip(
-                (windows - first).tolist(), (sizes - 1).tolist(), seeds.tolist(), strict=True
-            )
-            windows = first + [index_shuffle(*position, _ROUNDS) for position in positions]
-        return np.where(rows < self.num_rows, windows, EMPTY)
+        return np.array([self._window(row) for row in rows.tolist()], np.int64)
+
+    def _window(self, row: int) -> int:
+        if row >= self.num_rows:
+            return EMPTY
+        epoch, window = divmod(row, self._num_windows)
+        if not self._shuffle:
+            return window
+        first, end = 0, self._num_windows
+        if self._groups is not None:
+            group = int(np.searchsorted(self._groups, window, side="right"))
+            first, end = self._groups[group - 1 : group + 1].tolist()
+        # Groups of equal size get different orders.
+        seed = (_epoch_seed(self._seed, epoch) + first) % 2**32
+        return first + index_shuffle(window - first, end - first - 1, seed, _ROUNDS)
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,10 +145,6 @@ class OrderedWindows:
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return fill_batch([self.batch_part(rows, np.arange(len(rows)))], self.has_documents)
-
-    def in_order(self) -> "OrderedWindows":
-        order = EpochPermutation(len(self.windows), self.seed, False, 1)
-        return OrderedWindows(self.windows, order, self.seed)
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
         (window,) = self.order[np.array([row])].tolist()

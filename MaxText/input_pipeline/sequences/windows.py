@@ -80,25 +80,6 @@ class Windows(abc.ABC):
         """Returns the number of leading weight-0 targets of ranges, or None."""
         return None
 
-    def beginnings(self, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (row, position) of each document start in order, int64 [Q] each.
-
-        With attend_across_documents a whole sequence is one document.
-        """
-        if self.options.attend_across_documents:
-            first_P = spans.position_P == 0
-            return spans.row_P[first_P], spans.position_P[first_P]
-        # Documents start at ranges, and inside them.
-        span_Q, inside_Q = _boundaries(self.data.store.document_offsets, spans)
-        row_Q = np.concatenate([spans.row_P, spans.row_P[span_Q]])
-        position_Q = np.concatenate([spans.position_P, spans.position_P[span_Q] + inside_Q])
-        order = np.lexsort((position_Q, row_Q))
-        row_Q, position_Q = row_Q[order], position_Q[order]
-        # An empty document starts where the next one does.
-        new_Q = np.ones(row_Q.size, bool)
-        new_Q[1:] = (np.diff(row_Q) != 0) | (np.diff(position_Q) != 0)
-        return row_Q[new_Q], position_Q[new_Q]
-
     def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
         """Returns (document, first token, tokens) for each document."""
         spans = self.spans(np.array([window]), np.array([draw], np.uint64))
@@ -401,25 +382,30 @@ def _add_documents(
     row before its padding; None if there is none.
     """
     num_rows, length = arrays["tokens"].shape
-    begins = [part.windows.beginnings(part.spans) for part in parts]
-    row_Q = np.concatenate([rows + n for (rows, _), n in zip(begins, before, strict=False)])
-    position_Q = np.concatenate([positions for _, positions in begins])
+    stride = length + 1  # the last target may begin a document
+    keys = [np.arange(num_rows) * stride]
+    for part, first_row in zip(parts, before.tolist(), strict=False):
+        spans, windows = part.spans, part.windows
+        if windows.options.attend_across_documents:
+            continue  # a whole sequence is one document
+        # Documents start at ranges, and inside them.
+        key_P = (spans.row_P + first_row) * stride + spans.position_P
+        span_Q, inside_Q = _boundaries(windows.data.store.document_offsets, spans)
+        keys += (key_P, key_P[span_Q] + inside_Q)
+    # An empty document starts where the next one does.
+    row_Q, position_Q = np.divmod(np.unique(np.concatenate(keys)), stride)
     if parts[0].windows.joined:
         # The target before a document start belongs to another document.
         later = position_Q > 0
         arrays["weights"][row_Q[later], position_Q[later] - 1] = 0
     here = position_Q < length
     row_Q, position_Q = row_Q[here], position_Q[here]
-    segments = np.zeros((num_rows, length), np.int32)
-    segments[row_Q, position_Q] = 1
-    np.cumsum(segments, axis=1, out=segments)
-    # A cumulative sum of ones, reset to 0 at each document start.
-    positions = np.ones((num_rows, length), np.int32)
-    before_Q = np.zeros_like(position_Q)
-    before_Q[1:] = np.where(row_Q[1:] == row_Q[:-1], position_Q[:-1], 0)
-    positions[row_Q, position_Q] = 1 - (position_Q - before_Q)
-    positions[:, 0] = 0
-    np.cumsum(positions, axis=1, out=positions)
+    number_Q = np.arange(1, len(row_Q) + 1) - np.searchsorted(row_Q, row_Q)
+    flat_Q = row_Q * length + position_Q
+    counts_Q = np.diff(flat_Q, append=num_rows * length)
+    segments = np.repeat(number_Q.astype(np.int32), counts_Q).reshape(num_rows, length)
+    positions = np.repeat(-flat_Q.astype(np.int32), counts_Q).reshape(num_rows, length)
+    positions += np.arange(positions.size, dtype=np.int32).reshape(num_rows, length)
     if used_B is not None:
         beyond = np.arange(length) >= used_B[:, None]
         segments[beyond] = 0

@@ -30,7 +30,7 @@ from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
@@ -130,8 +130,8 @@ class RecordImport:
         processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
         with show_progress("Importing", total, show) as advance:
             advance(total - sum(self.files[number].size for number in todo))
-            for _ in map_in_processes(_import_file, self, todo, processes, advance):
-                pass
+            for number, _ in map_in_processes(_import_file, self, todo, processes):
+                advance(self.files[number].size)
         num_records, num_tokens = self._finish([json.loads(path.read_text()) for path in entries])
         seconds = time.monotonic() - began
         show(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
@@ -199,7 +199,7 @@ def _load(folder: Path) -> ImportedRecords | None:
         return None
 
 
-def _import_file(job: RecordImport, number: int, advance: Callable[[int], None]) -> None:
+def _import_file(job: RecordImport, number: int) -> None:
     file = job.files[number]
     ids, labels = _Writer(job.path("tokens", number)), None
     sizes: list[int] = []
@@ -238,7 +238,6 @@ def _import_file(job: RecordImport, number: int, advance: Callable[[int], None])
         "bad": bad,
     }
     atomic_write_text(job.path("file", number), json.dumps(entry))
-    advance(file.size)
 
 
 def _raise_if_unreadable(problem: BadRecord) -> None:

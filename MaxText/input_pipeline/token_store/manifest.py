@@ -143,17 +143,12 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
     Raises UserError if it is missing, unreadable, damaged or newer than this program.
     """
+    folder = Path(dataset_path).expanduser()
+    file = folder / name
     how = (
         "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
         f"python_stdlib> dataset_path={dataset_path or '<folder>'}"
     )
-    if not dataset_path:
-        raise UserError(
-            f"dataset_path is not set, and dataset_type=grain reads a prepared data set. {how}, "
-            "or train on random tokens with dataset_type=synthetic."
-        )
-    folder = Path(dataset_path).expanduser()
-    file = folder / name
     try:
         if not path_type(folder):
             raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
@@ -198,24 +193,14 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
     present = ", ".join(sorted(manifest.splits)) or "none"
     remedy = f"Set {key} to one of them"
     if key == "eval_split":
-        if _can_be_held_out(manifest, split):
-            remedy += ", prepare again with validation_fraction above 0 and at least two documents"
-        elif manifest.splits:
-            remedy += f" ({' or '.join(f'{key}={name}' for name in sorted(manifest.splits))})"
-        remedy += ", or, where train.py is to evaluate, switch that off (eval_interval=-1)"
+        remedy += (
+            ", prepare the text again with validation_fraction above 0, or, where train.py is to "
+            "evaluate, switch that off (eval_interval=-1)"
+        )
     problem = "is empty" if entry is not None else "does not exist"
     raise UserError(
         f"{key}={split}: this split {problem} in {dataset_path} (splits: {present}). {remedy}."
     )
-
-
-def _can_be_held_out(manifest: Manifest, split: str) -> bool:
-    """Returns whether another preparation can create this split."""
-    if split != "validation" or not set(manifest.splits) <= {"train", "validation"}:
-        return False
-    # One of two documents is held out, unless the source defines the splits.
-    num_documents = sum(entry.num_documents for entry in manifest.splits.values())
-    return not manifest.options.get("validation_fraction") or num_documents < 2
 
 
 def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:

@@ -26,7 +26,6 @@ from MaxText.input_pipeline.document_sources.source_files import FileRange
 from MaxText.input_pipeline.document_sources.tables import (
     has_mask_and_labels,
     id_column,
-    labels_are_ids,
     open_table,
 )
 from MaxText.input_pipeline.formats import tfrecord
@@ -50,7 +49,7 @@ from MaxText.input_pipeline.token_store.store import (
     open_flat,
     record_length,
 )
-from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near, is_tokenizer_in
+from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo, is_url, local_path, names_below, open_stream
 
@@ -81,11 +80,10 @@ def choose_format(
     """Returns the file format of a location and the files in this format.
 
     `kind` is grain_file_type. Formats are tfrecord, arrayrecord, parquet, arrow, webdataset,
-    megatron and text. Raises UserError if it is unknown, ambiguous, or `kind` does not match.
+    megatron and text. Raises UserError if it is unknown or ambiguous.
     """
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file.path) == kind]
-        _check_format(kind, (named or files)[0].path, key, location)
         return kind, named or files
     by_kind: dict[str, list[FileInfo]] = {}
     for file in files:
@@ -110,24 +108,6 @@ def choose_format(
     raise UserError(
         f"{key}={location}: {files[0].path} has an unknown format. Accepted: "
         f"{ACCEPTED}. If its name is misleading, set grain_file_type."
-    )
-
-
-def _check_format(kind: str, file: str, key: str, location: str) -> None:
-    """Checks that a file has the format given as grain_file_type."""
-    # Text and Megatron ids have no magic bytes, and compressed files have gzip's.
-    if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
-        return
-    found = _kind_by_content(file)
-    # Parquet and Arrow readers accept both. Unknown files may be damaged, which their reader
-    # reports better, except that an unknown "parquet" file would be read as Arrow.
-    is_table = {found, kind} <= {"parquet", "arrow"}
-    if found == kind or is_table or (not found and kind != "parquet"):
-        return
-    what = f"is {found} by its first bytes" if found else "is not"
-    raise UserError(
-        f"{key}={location}: grain_file_type={kind} is set, and {file} {what}. Set "
-        f"grain_file_type={found or 'auto'}, or name other files."
     )
 
 
@@ -224,10 +204,7 @@ def open_token_data(request: OpenRequest) -> TokenData:
     location, key, data, preparation, split, for_training, _ = request
     kind = data.grain_file_type
     if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
-        tokens = _open_prepared(request, "train_split" if for_training else "eval_split")
-        if for_training:
-            _check_unused(request, tokens)
-        return tokens
+        return _open_prepared(request, "train_split" if for_training else "eval_split")
     kind, files = choose_format(_find(request), kind, key, location)
     if for_training or key != "grain_eval_files":
         evaluation = data.eval_split if for_training else split
@@ -261,8 +238,6 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
 
 
 def _is_prepared(location: str, key: str) -> bool:
-    if not location:
-        return True  # read_manifest raises with instructions
     if is_url(location):
         # Web servers may answer requests for any name.
         manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
@@ -276,27 +251,17 @@ def _is_prepared(location: str, key: str) -> bool:
         ) from error
 
 
-def _check_unused(request: OpenRequest, tokens: TokenData) -> None:
-    """Reports record and text keys unused by a prepared dataset."""
-    data, preparation = request.data, request.preparation
-    # Other sources of a mixture may be records.
-    is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
-    if data.token_records.eos_id >= 0 and is_alone:
-        raise UserError(
-            f"token_records.eos_id={data.token_records.eos_id} has no effect: "
-            f"{request.key}={request.location} is a prepared data set, whose documents end as they "
-            "were prepared. Leave token_records.eos_id=-1."
-        )
-    asked = preparation.tokenizer_path
-    if not asked or preparation.prepare_source:
-        return
-    manifest = read_manifest(str(tokens.tokenizer_folder))
-    if asked != manifest.options.get("tokenizer_path") and not is_tokenizer_in(
-        asked, manifest.tokenizer.sha256, tokens.tokenizer_folder
-    ):
+def _show_unused(request: OpenRequest, manifest: Manifest) -> None:
+    """Reports keys of records and text without effect on a prepared dataset."""
+    preparation = request.preparation
+    unused = ["token_records.eos_id"] * (request.data.token_records.eos_id >= 0)
+    if preparation.tokenizer_path and not preparation.prepare_source:
+        same = preparation.tokenizer_path == manifest.options.get("tokenizer_path")
+        unused += ["tokenizer_path"] * (not same)
+    if unused:
         request.show(
-            f"tokenizer_path={asked} is not used: {request.location} has its own tokenizer "
-            f"({manifest.tokenizer.origin})."
+            f"note: {' and '.join(unused)} not used: {request.location} is a prepared data set "
+            f"with a tokenizer of its own ({manifest.tokenizer.origin})"
         )
 
 
@@ -308,6 +273,8 @@ def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
         manifest, files = read_manifest(location), None
         folder = Path(local_path(location))
     entry = find_split(manifest, location, split, split_key)
+    if request.for_training and request.key != "dataset_mix":
+        _show_unused(request, manifest)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)
     else:
@@ -386,14 +353,12 @@ def _open_tables(
         column = id_column(table, path, fields or USUAL_FIELDS)
         assert column is not None
         has_mask, has_labels = has_mask_and_labels(table)
-        # Decided once for all files.
-        shift_labels = labels_are_ids(table, column) if has_labels else None
     if has_labels and request.data.token_records.eos_id >= 0:
         raise UserError(
             f"token_records.eos_id={request.data.token_records.eos_id}: {path} has labels, which "
             "have no place for another token. Leave token_records.eos_id=-1."
         )
-    read = functools.partial(read_ids, kind=kind, fields=fields, shift_labels=shift_labels)
+    read = functools.partial(read_ids, kind=kind, fields=fields)
     identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
     return _open_records(request, files, "table", read, identity)
 
@@ -440,7 +405,7 @@ def _open_records(
 
 
 def _open_text(request: OpenRequest, files: list[FileInfo]) -> TokenData:
-    from MaxText.input_pipeline.preparation.prepare import tokenize_to_cache
+    from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 
     paths = [file.path for file in files]
     folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)

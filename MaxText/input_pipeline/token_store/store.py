@@ -84,31 +84,13 @@ class TokenStore:
         file = max(0, int(np.searchsorted(self._first[:-1], start, side="right")) - 1)
         return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
 
-    def check(self, paths: Sequence[str]) -> None:
-        """Raises after a failed read if a file is missing or has grown."""
-        known = {path: number for number, path in enumerate(self.files)}
-        for path in paths:
-            if path not in known:
-                continue
-            size = file_access.file_info(path).size
-            expected = self._num_bytes(known[path])
-            if size > expected:
-                raise UserError(
-                    f"{path} has {size} bytes and had {expected} when it was opened: it has "
-                    "other data. Restore the file."
-                )
-
-    def _num_bytes(self, file: int) -> int:
-        return int(self._first[file + 1] - self._first[file]) * self._dtype.itemsize
-
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
-        for number, file in enumerate(files):
-            if file.size != (num_bytes := self._num_bytes(number)):
+        for file, num_tokens in zip(files, np.diff(self._first).tolist(), strict=True):
+            if file.size != (num_bytes := num_tokens * self._dtype.itemsize):
                 raise UserError(
-                    f"{file.path} has {file.size} bytes, where its "
-                    f"{num_bytes // self._dtype.itemsize} tokens take {num_bytes}: it is "
-                    "truncated or changed, or belongs to another index. Copy the data set again."
+                    f"{file.path} has {file.size} bytes, where its {num_tokens} tokens take "
+                    f"{num_bytes}: it is truncated or changed. Copy the data set again."
                 )
 
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
@@ -136,26 +118,22 @@ class TokenStore:
 
     def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
         ids, width = np.empty(total, self._dtype), self._dtype.itemsize
-        files = np.searchsorted(self._first, starts, side="right") - 1
-        sizes = stops - starts
-        if total and sizes.all() and np.all(stops <= self._first[files + 1]):
-            # Fast path: no range crosses files.
-            paths = [self.files[file] for file in files.tolist()]
-            offsets = (starts - self._first[files]) * width
-            ends = np.cumsum(sizes)
-            parts = [ids[i:j] for i, j in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-            file_access.read_ranges(paths, offsets.tolist(), parts)
-            return ids
+        files = np.searchsorted(self._first[1:-1], starts, side="right")
+        begins, ends = self._first[files].tolist(), self._first[files + 1].tolist()
         paths, offsets, parts, at = [], [], [], 0
-        for file, start, stop in zip(files.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        for file, start, stop, begin, end in zip(
+            files.tolist(), starts.tolist(), stops.tolist(), begins, ends, strict=True
+        ):
             while start < stop:
-                end = min(stop, int(self._first[file + 1]))
                 if start < end:
                     paths.append(self.files[file])
-                    offsets.append((start - int(self._first[file])) * width)
-                    parts.append(ids[at : at + end - start])
-                    at += end - start
-                start, file = end, file + 1
+                    offsets.append((start - begin) * width)
+                    size = min(stop, end) - start
+                    parts.append(ids[at : at + size])
+                    at += size
+                start, file = max(start, end), file + 1
+                if start < stop:  # the range goes on in the next file
+                    begin, end = self._first[file : file + 2].tolist()
         file_access.read_ranges(paths, offsets, parts)
         return ids
 

@@ -2,10 +2,8 @@
 
 import abc
 import hashlib
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
-from MaxText.runtime.cores import num_cores
 
 CONFIG_NAME = "tokenizer_config.json"
 
@@ -24,9 +21,6 @@ KNOWN_CONTROL_TOKENS = {
     "pad": ("<pad>", "<|pad|>", "<|padding|>", "[PAD]"),
     "mask": ("[MASK]", "<mask>"),
 }
-
-# Overhead is well below 1 %, and a few megabytes of text still keep dozens of threads busy.
-_CHARACTERS_PER_TASK = 1 << 16
 
 _COMPARED_CHARACTERS = 500_000
 
@@ -50,7 +44,6 @@ class TextTokenizer(abc.ABC):
             **{f"{name}_id": control for name, control in control_ids.items()},
         )
         self.engine = self._reference_engine = engine  # the latter defines the ids
-        self.num_threads = num_cores()
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,15 +68,6 @@ class TextTokenizer(abc.ABC):
 
         Control tokens in a text are encoded as text, lone surrogates as U+FFFD.
         """
-        groups = list(_groups(texts))
-        num_threads = min(self.num_threads, len(groups))
-        if num_threads <= 1:
-            return self._encode_group(texts)
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as threads:
-            encoded = list(threads.map(self._encode_group, groups))
-        return list(itertools.chain.from_iterable(encoded))
-
-    def _encode_group(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._ids(without_surrogates(text)) for text in texts]
 
     def encode_reference(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -101,8 +85,7 @@ class TextTokenizer(abc.ABC):
             left -= len(text)
             if left <= 0:
                 break
-        # In this thread: a regular expression is fastest in the thread that used it first.
-        pairs = zip(self._encode_group(sample), self.encode_reference(sample), strict=True)
+        pairs = zip(self.encode(sample), self.encode_reference(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)
         if not same:
             self.use_reference()
@@ -138,17 +121,6 @@ def control_token_candidates(name: str, settings: Mapping[str, Any]) -> tuple[st
     """Returns the configured spelling of a control token, else the usual ones."""
     token = control_token_settings(settings).get(f"{name}_token")
     return KNOWN_CONTROL_TOKENS[name] if token is None else (token,)
-
-
-def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    start = size = 0
-    for index, text in enumerate(texts, 1):
-        size += len(text)
-        if size >= _CHARACTERS_PER_TASK:
-            yield texts[start:index]
-            start, size = index, 0
-    if start < len(texts):
-        yield texts[start:]
 
 
 def without_surrogates(text: str) -> str:

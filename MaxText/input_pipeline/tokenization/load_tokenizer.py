@@ -1,7 +1,6 @@
 """Finds and loads tokenizers of any kind."""
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -12,10 +11,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
-from MaxText.input_pipeline.tokenization.hugging_face import (
-    HuggingFaceTokenizer,
-    convert_vocabulary,
-)
+from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
     TextTokenizer,
@@ -30,10 +26,9 @@ from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url, local_path
 
 BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
-TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
 # What a folder holds of each kind, in order of preference.
 _WANTED = {
-    "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
+    "huggingface": TOKENIZER_NAME,
     "tiktoken": ".tiktoken file",
     "sentencepiece": "SentencePiece .model file",
     "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
@@ -62,7 +57,6 @@ _HUB_FILES = (*TRANSFORMERS_FILES, "spiece.model", "sentencepiece.bpe.model")
 _SINGLE_FILES = re.compile(
     rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"
 )
-_PAIR = {"vocab.json", "merges.txt"}
 # Split folders of a dataset; the tokenizer is above them.
 _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
@@ -88,24 +82,13 @@ class ByteTokenizer(TextTokenizer):
         return write_files(folder, {}, {"tokenizer_type": "byte"})
 
 
-def load_tokenizer(
-    tokenizer_path: str | Path, tokenizer_type: str = "auto", num_threads: int = 0
-) -> TextTokenizer:
+def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> TextTokenizer:
     """Loads a tokenizer.
 
     `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
     `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
     """
-    tokenizer = _load(str(tokenizer_path), tokenizer_type)
-    tokenizer.num_threads = num_threads or tokenizer.num_threads
-    return tokenizer
-
-
-def _load(tokenizer_path: str, tokenizer_type: str) -> TextTokenizer:
-    if tokenizer_type not in TOKENIZER_TYPES:
-        raise UserError(
-            f"tokenizer_type={tokenizer_type} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
-        )
+    tokenizer_path = str(tokenizer_path)
     path = Path(tokenizer_path).expanduser()
     named_byte = tokenizer_path in BYTE_NAMES and tokenizer_type in ("auto", "byte")
     try:
@@ -148,15 +131,9 @@ def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -
     for kind in _WANTED if tokenizer_type == "auto" else (tokenizer_type,):
         if file := _file_of(folder, kind):
             return _load_file(file, kind, origin)
-        if kind == "huggingface" and all((folder / name).is_file() for name in _PAIR):
-            settings = _settings(folder)
-            text = convert_vocabulary(folder, settings)
-            return HuggingFaceTokenizer(text, origin or "files vocab.json and merges.txt", settings)
         if kind == "byte" and _settings(folder).get("tokenizer_type") == "byte":
             return ByteTokenizer()
-    wanted = _WANTED.get(
-        tokenizer_type, f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file"
-    )
+    wanted = _WANTED.get(tokenizer_type, f"{TOKENIZER_NAME}, .model or .tiktoken file")
     raise UserError(
         f"tokenizer_path={folder}: the folder holds no {wanted}. Save the tokenizer there with "
         "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
@@ -239,23 +216,9 @@ def _has_tokenizer(folder: Path) -> bool:
         if is_transient(error, remote=False):
             raise
         return False
-    if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):
+    if any(map(_SINGLE_FILES.fullmatch, names)):
         return True
     # The byte tokenizer has only a configuration file.
     with contextlib.suppress(UserError):
         return read_json(folder / CONFIG_NAME).get("tokenizer_type") in BYTE_NAMES
-    return False
-
-
-def is_tokenizer_in(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
-    """Returns whether a path is the tokenizer in `folder`, or has this digest."""
-    path = Path(tokenizer_path).expanduser()
-    if folder is not None and folder.resolve() in (path.resolve(), path.resolve().parent):
-        return True
-    for file in (path, path / TOKENIZER_NAME):
-        try:
-            if hashlib.sha256(file.read_bytes()).hexdigest() == sha256:
-                return True
-        except OSError:
-            continue
     return False

@@ -175,26 +175,18 @@ class TiktokenTokenizer(TextTokenizer):
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
     """Parses bytes -> rank; UserError for invalid lines, missing bytes."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(contents.splitlines(), 1):
-        if not line:
-            continue
-        try:
-            token, rank = line.split()
-            decoded, id_ = base64.b64decode(token, validate=True), int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise UserError(
-                f"{origin} line {number}: {line[:60]!r} is not a token in base64 and its rank. "
-                "Copy the file again."
-            ) from error
-        if decoded in ranks or not decoded or not 0 <= id_ < 1 << 32:
-            raise UserError(
-                f"{origin} line {number}: token {decoded!r} with rank {id_} is empty, repeated or "
-                "has an impossible rank. Copy the file again."
-            )
-        ranks[decoded] = id_
-    if len(set(ranks.values())) != len(ranks):
-        raise UserError(f"{origin} gives one rank to two tokens. Copy the file again.")
+    lines = [line.split() for line in contents.splitlines() if line]
+    try:
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except (ValueError, binascii.Error) as error:
+        raise UserError(
+            f"{origin} has a line other than a token in base64 and its rank ({error}). Copy the "
+            "file again."
+        ) from error
+    if b"" in ranks or not len(lines) == len(ranks) == len({*ranks.values()}):
+        raise UserError(f"{origin} has an empty token, or one token or rank twice. Copy it again.")
+    if any(not 0 <= rank < 1 << 32 for rank in ranks.values()):
+        raise UserError(f"{origin} has an impossible rank. Copy the file again.")
     missing = [byte for byte in BYTES_OF_UTF8 if bytes([byte]) not in ranks]
     if missing:
         raise UserError(

@@ -16,7 +16,7 @@ from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources import source_files
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
@@ -98,26 +98,24 @@ def test_standard_library(tmp_path, monkeypatch):
     assert "Python 3." in open_corpus("python_stdlib", "text").description
 
 
-def save_to_disk(folder: Path, shards: dict[str, list[str]]) -> None:
-    """A folder as the datasets library saves it."""
-    state = {"_data_files": [{"filename": name} for name in shards], "_split": "train"}
-    files = {name: arrow_stream(texts) for name, texts in shards.items()}
-    files["state.json"] = json.dumps(state).encode()
-    write(folder, files | {"dataset_info.json": b'{"features": {}}'})
-
-
-def test_saved_datasets_keep_their_order(tmp_path):
+def test_saved_datasets_keep_their_files(tmp_path):
     folder = tmp_path / "d"
-    save_to_disk(folder / "train", {"b.arrow": ["1", "2", "3"], "a.arrow": ["4"]})
-    save_to_disk(folder / "test", {"data-00000-of-00001.arrow": ["0"]})
+    saved = {"data-0.arrow": ["1", "2", "3"], "data-1.arrow": ["4"]}
+    for split, shards in {"train": saved, "test": {"data-00000-of-00001.arrow": ["0"]}}.items():
+        state = {"_data_files": [{"filename": name} for name in shards], "_split": split}
+        files = {f"{split}/{name}": arrow_stream(texts) for name, texts in shards.items()}
+        about = {f"{split}/dataset_info.json": b'{"features": {}}'}
+        write(folder, files | about | {f"{split}/state.json": json.dumps(state).encode()})
     write(folder, {"dataset_dict.json": b'{"splits": ["train", "test"]}', "README.md": b"about"})
-    write(folder, {"train/cache-12ab.arrow": arrow_stream(["kept"])})
+    write(folder, {"train/data-2.arrow": arrow_stream(["left by an older one"])})
     documents, _ = read_documents(folder)
     assert [(document.file, document.row) for document in documents] == [
-        ("test/data-00000-of-00001.arrow", 0), ("train/b.arrow", 0), ("train/b.arrow", 1),
-        ("train/b.arrow", 2), ("train/a.arrow", 0),
+        ("test/data-00000-of-00001.arrow", 0), ("train/data-0.arrow", 0), ("train/data-0.arrow", 1),
+        ("train/data-0.arrow", 2), ("train/data-1.arrow", 0),
     ]  # fmt: skip
     assert [document.text for document in documents] == ["0", "1", "2", "3", "4"]
+    (folder / "train/data-1.arrow").unlink()
+    refused(r"data-1\.arrow", open_corpus, str(folder), "text")
     # The state of another program is no saved dataset.
     other = {"state.json": b'{"step": 3}', "a.parquet": parquet_file(["a", "b", "c"])}
     write(tmp_path / "other", {**other, "b.arrow": arrow_stream(["d"])})
@@ -150,19 +148,13 @@ def test_remote_files(tmp_path):
     ("source", "names", "message"),
     [
         ("", [], "prepare_source is not set"),
-        (" , ", [], "prepare_source is not set"),
         ("absent.txt", [], r"absent\.txt"),
-        ("absent/*.txt", [], r"absent/\*\.txt"),
         ("part-{1..3}.txt", ["part-1.txt"], r"part-2\.txt"),
         ("nothing://bucket/text", [], "nothing://"),
         ("thesis.pdf", ["thesis.pdf"], r"\.pdf"),
         ("t.parquet.gz", ["t.parquet.gz"], r"t\.parquet\.gz.* compressed"),
-        # A pattern that matches what is there is suggested.
-        (".", ["LICENSE", "notes"], r"/\*'\."),
-        (".", ["LICENSE", "below/notes"], r"/\*\*/\*'\."),
-        (".", ["a.tex", "b.tex", "notes", "c.png", "d.png", "e.png"], r"/\*\*/\*\.tex'\."),
         (".", ["c.png"], "plain text"),
-        (".", [], r"/\*\*/\*\.py'\."),
+        (".", ["LICENSE"], r"/\*\*/\*\.py'\."),
     ],
 )
 def test_sources_without_text(tmp_path, monkeypatch, source, names, message):
@@ -181,8 +173,6 @@ def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
     refused(r"a\.txt .*No such file", list, unit.documents(Skipped()))
     path.mkdir()
     refused(r"a\.txt .*directory", list, unit.documents(Skipped()))
-    os.mkfifo(tmp_path / "b.txt")
-    refused(r"b\.txt", open_corpus, str(tmp_path), "text")
 
     monkeypatch.setattr(os, "scandir", denying(os.scandir, str(tmp_path)))
     refused(f"{tmp_path} .*Permission denied", open_corpus, str(tmp_path), "text")
@@ -190,7 +180,7 @@ def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
 
 def test_imports_no_jax():
     check = (
-        "import sys; from MaxText.input_pipeline.preparation import prepare; "
+        "import sys; from MaxText.input_pipeline.prepare import prepare; "
         "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, cwd=REPOSITORY)

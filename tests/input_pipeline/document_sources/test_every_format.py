@@ -111,21 +111,6 @@ def test_concatenated_compressed_streams(tmp_path):
         refused(rf"damaged\.txt\.{ending}", read_texts, path)
 
 
-def test_lines_of_gz_are_documents(tmp_path):
-    (tmp_path / "wiki.gz").write_bytes(COMPRESS["gz"]("one\ntwo ä\r\n\nthree".encode()))
-    (tmp_path / "x.py.gz").write_bytes(COMPRESS["gz"](b"one\ntwo"))
-    documents, skipped = read_documents(f"{tmp_path}/*.gz")
-    found = [(document.text, document.row) for document in documents]
-    assert found == [("one", 0), ("two ä", 1), ("three", 3), ("one\ntwo", 0)]
-    assert skipped == {"empty": 1}
-
-
-def test_long_lists_are_read_in_pieces(tmp_path):
-    texts = ["ä漢🙂 " * 300] * 1000  # 3 MB, read in pieces of 1 MiB
-    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(texts, ensure_ascii=False, indent=2))
-    assert read_texts(tmp_path / "a.json") == texts
-
-
 def test_surrogates_and_byte_order_marks(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude42"}\n')
     (tmp_path / "b.json").write_text('["\\ude42b"]')

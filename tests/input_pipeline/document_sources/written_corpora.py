@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,11 +59,6 @@ def frames(texts: Sequence[str]) -> bytes:
     return b"".join(zstandard.compress(rows([text])) for text in texts) or zstandard.compress(b"")
 
 
-def counted(texts: Sequence[str]) -> bytes:
-    encoded = [text.encode() for text in texts]
-    return b"".join(b"%016d" % len(text) + text for text in encoded)
-
-
 def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
     return tar_archive({"folder/": b"", **dict(members)}, mode)
 
@@ -72,14 +66,6 @@ def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
 def members_of(texts: Sequence[str]) -> list[tuple[str, bytes]]:
     """Members of an archive, one per text; names longer than a tar header holds."""
     return [(f"folder/{'long' * 30}/{i}.txt", text.encode()) for i, text in enumerate(texts)]
-
-
-def zipped(texts: Sequence[str]) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members_of(texts):
-            archive.writestr(name, data)
-    return content.getvalue()
 
 
 def openwebtext(texts: Sequence[str]) -> bytes:
@@ -138,7 +124,6 @@ _CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
     ".jsonl.bz2": _packed(rows, "bz2"),
     ".json.gz": _packed(_strings, "gz"),
     ".json.zst": _packed(lambda texts: json.dumps(texts).encode(), "zst"),
-    ".dat.zst": _packed(counted, "zst"),
     ".tar": lambda texts: tar(members_of(texts)),
     ".tar.gz": lambda texts: tar(members_of(texts), "w:gz"),
     ".tgz": lambda texts: tar(members_of(texts), "w:gz"),
@@ -149,8 +134,6 @@ _CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
     ),
     "openwebtext.tar.xz": openwebtext,
     "urlsf_subset00-3_data.xz": lambda texts: tar(members_of(texts), "w:xz"),
-    ".zip": zipped,
-    "_zips.tar": lambda texts: tar([("a.zip", zipped(texts))]),
     ".parquet": parquet_file,
     ".arrow": arrow_stream,
     "_file.arrow": lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file),

@@ -180,22 +180,6 @@ def test_files_without_permission_are_named(tmp_path, opened, monkeypatch, name)
         refused(rf"dataset_path={location} .*\(Permission denied\)", opened, location)
 
 
-@pytest.mark.parametrize(
-    ("name", "asked", "found"),
-    [
-        ("a.tfrecord", "parquet", "grain_file_type=tfrecord"),
-        ("a.tfrecord", "arrayrecord", "tfrecord"), ("a.tfrecord", "megatron", "tfrecord"),
-        ("a.array_record", "webdataset", "arrayrecord"), ("a.parquet", "tfrecord", "parquet"),
-        ("shard-000000.tar", "arrow", "webdataset"), ("text", "parquet", ""),
-    ],
-)  # fmt: skip
-def test_a_wrong_grain_file_type_is_refused(tmp_path, opened, name, asked, found):
-    writers = {**WRITERS, "text": lambda path, ids: path.write_text("some words")}
-    writers[name](tmp_path / name, [np.array([1, 2])])
-    message = f"{name}: grain_file_type={asked} .*{name} .*{found}"
-    refused(message, opened, tmp_path / name, grain_file_type=asked)
-
-
 def test_grain_file_type_overrules_names(tmp_path, opened):
     for write, name, kind in (
         (token_files.write_tfrecord, "x.parquet", "tfrecord"),

@@ -34,7 +34,7 @@ TEXTS = [
 
 
 def test_ids_are_the_librarys(model):
-    tokenizer = load_tokenizer(str(model), num_threads=2)
+    tokenizer = load_tokenizer(str(model))
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     assert tokenizer.engine == "sentencepiece"
     for text, ids in zip(TEXTS * 10, tokenizer.encode(TEXTS * 10), strict=True):

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.preparation import prepare as prepare_module
+from MaxText.input_pipeline.prepare import prepare as prepare_module
 from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 

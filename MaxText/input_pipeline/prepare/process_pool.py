@@ -1,10 +1,10 @@
 """Runs independent jobs in local processes, with progress."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from MaxText.errors import UserError
 
@@ -31,13 +28,12 @@ _LONGEST_SILENCE_SECONDS = 60.0
 
 
 def map_in_processes(
-    function: Callable[[Shared, Job, Advance], Result],
+    function: Callable[[Shared, Job], Result],
     shared: Shared,
     jobs: Sequence[Job],
     num_processes: int,
-    advance: Advance,
-) -> Iterator[Result]:
-    """Calls `function(shared, job, advance)` per job; yields in any order.
+) -> Iterator[tuple[Job, Result]]:
+    """Yields (job, function(shared, job)) for each job, in any order.
 
     `function` must be importable; `shared` is sent to each process once. Raises UserError if a
     process was killed, or any error of `function`: no more jobs are started then, and those in
@@ -46,30 +42,29 @@ def map_in_processes(
     num_processes = min(num_processes, len(jobs))
     if num_processes <= 1:
         for job in jobs:
-            yield function(shared, job, advance)
+            yield job, function(shared, job)
         return
     # Not forked: forking a process with threads (tokenizers, jax) can deadlock.
     context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
     others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(
-        num_processes, context, initializer=_start, initargs=(function, shared, counter)
+        num_processes, context, initializer=_start, initargs=(function, shared)
     )
-    reported = 0
     try:
-        with _ctrl_c_held_back():
-            waiting = {pool.submit(_work, job) for job in jobs}
+        # Before `_start` ignores Ctrl-C, new processes would print tracebacks of their imports.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            job_of = {pool.submit(_work, job): job for job in jobs}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         processes = {*multiprocessing.active_children()} - others
+        waiting = {*job_of}
         while waiting:
             # The executor misses the death of its newest process while others give no result.
             if any(process.exitcode is not None for process in processes):
                 raise BrokenProcessPool
             done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-            # Without the counter's lock, which a killed process may never release.
-            now = counter.get_obj().value
-            advance(now - reported)
-            reported = now
-            yield from (future.result() for future in done)
+            yield from ((job_of[future], future.result()) for future in done)
     except BaseException as error:
         # Starting a process while the pool breaks can raise other errors.
         is_broken = isinstance(error, BrokenProcessPool) or (
@@ -90,40 +85,20 @@ def map_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _ctrl_c_held_back() -> Iterator[None]:
-    """Blocks SIGINT in new processes, even before `_start` ignores it.
-
-    They would print tracebacks of their imports; this process receives it at the end.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+_task: Callable[[Any], Any] | None = None  # of a worker process
 
 
-# State of a worker process: function, shared argument and progress callback.
-_task: tuple[Callable[..., Any], Any, Advance] | None = None
-
-
-def _start(function: Callable[..., Any], shared: Any, counter: Any) -> None:
+def _start(function: Callable[..., Any], shared: Any) -> None:
     global _task
     # Ctrl-C reaches all processes; the parent stops the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
-
-    def advance(done: int) -> None:
-        with counter.get_lock():
-            counter.value += done
-
-    _task = (function, shared, advance)
+    _task = functools.partial(function, shared)
 
 
 def _work(job: Any) -> Any:
     assert _task is not None
-    function, shared, advance = _task
-    return function(shared, job, advance)
+    return _task(job)
 
 
 def _end_with_parent() -> None:
@@ -141,12 +116,6 @@ def _end_with_parent() -> None:
 @contextlib.contextmanager
 def show_progress(title: str, num_bytes: int, show: Callable[[str], None]) -> Iterator[Advance]:
     """Yields a function to call with the bytes done since the last call."""
-    if sys.stderr.isatty():
-        columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=num_bytes)
-            yield lambda done: bar.advance(task, done)
-        return
     start = shown = time.monotonic()
     done = quarters = 0
 

@@ -9,8 +9,8 @@ Exported text, which the dataset stores as bytes:
     <output>/export.json                    same as records.json
     <output>/train_data_00000.tfrecord      or train_data_00000.array_record
 
-During the export, `<output>.finished` has an entry for each finished file, so a killed process can
-resume. A file is a pure function of its job, published only when complete and synced.
+A file is a pure function of its job and gets its name when it is complete and synced, so a killed
+export resumes with the missing files. `<output>.json` is the request they belong to.
 
 Strided windows are overlapping windows with labels, as in jax-lm-training's preprocessing. A window
 is S + 1 tokens of a document, control tokens included: S inputs, and S labels shifted by one.
@@ -40,7 +40,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.runtime.cores import num_cores
@@ -242,8 +242,8 @@ def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarra
         first = stop
 
 
-def write_record_file(job: RecordFileJob) -> FinishedFile:
-    """Writes or replaces a file.
+def write_record_file(_: None, job: RecordFileJob) -> FinishedFile:
+    """Writes a file unless it exists.
 
     Raises UserError for a damaged dataset or a failed write.
     """
@@ -252,17 +252,17 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
     ranges = _ranges(job, store)
     path = job.folder / job.file_name(ranges.starts_W.size)
     writing = writing_name(path)
-    batches = _batches(ranges, store)
     try:
-        if job.shape.file_format == "parquet":
-            _write_parquet(writing, job.shape, manifest.pad_id, batches)
-        else:
-            _write_examples(writing, job.shape, batches)
-        with writing.open("rb") as file:
+        if not path.exists():
+            batches = _batches(ranges, store)
+            if job.shape.file_format == "parquet":
+                _write_parquet(writing, job.shape, manifest.pad_id, batches)
+            else:
+                _write_examples(writing, job.shape, batches)
+            publish(writing, path)
+            sync_file(job.folder)
+        with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        num_bytes = writing.stat().st_size
-        publish(writing, path)
-        sync_file(job.folder)
     except OSError as error:
         raise UserError(
             f"{path} could not be written ({error}). Free some space or get write permission, and "
@@ -279,7 +279,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
         split=job.split,
         shard=job.number,
         file=path.name,
-        num_bytes=num_bytes,
+        num_bytes=path.stat().st_size,
         num_records=ranges.starts_W.size,
         num_tokens=int(sizes.sum()),
         dropped_documents=ranges.dropped_documents,
@@ -354,24 +354,21 @@ def export_records(
             "prepare_output_format": preparation.prepare_output_format,
         },
     }
-    finished_folder = output.with_name(f"{output.name}.finished")
-    _open_output(output, finished_folder, ledger)
-    jobs = _plan(prepared, manifest, shape, output)
-    finished = {job: file for job in jobs if (file := _finished(finished_folder, job))}
+    _open_output(output, ledger)
     if shape.kind != "text":
         _copy_tokenizer(prepared, output)
-    if finished:
-        show(f"Resuming: {len(finished):,} of {len(jobs):,} record files are already written")
-    left = [job for job in jobs if job not in finished]
+    jobs = _plan(prepared, manifest, shape, output)
+    if num_finished := sum(1 for _ in output.glob(f"*.{shape.file_format}*")):
+        show(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
+    files: list[FinishedFile] = []
     quarters = 0
     num_processes = preparation.prepare_num_workers or num_cores()
-    written = map_in_processes(_write, finished_folder, left, num_processes, lambda _: None)
-    for done, (job, file) in enumerate(written, 1):
-        finished[job] = file
-        if done * 4 // len(left) > quarters and done < len(left):
-            quarters = done * 4 // len(left)
-            show(f"Writing records: {done:,} of {len(left):,} files")
-    files = [finished[job] for job in jobs]
+    for _, file in map_in_processes(write_record_file, None, jobs, num_processes):
+        files.append(file)
+        if len(files) * 4 // len(jobs) > quarters and len(files) < len(jobs):
+            quarters = len(files) * 4 // len(jobs)
+            show(f"Writing records: {len(files):,} of {len(jobs):,} files")
+    files.sort(key=lambda file: (file.split, file.shard))
     entries = {"num_files": len(files), "files": [file.model_dump() for file in files]}
     text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
     atomic_write_text(output / LEDGER_NAMES[preparation.prepare_output_format], text)
@@ -383,44 +380,20 @@ def damaged_files(output: Path, output_format: str) -> list[str]:
     """Returns the names of exported files, missing or of another size."""
     ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
     files = [FinishedFile.model_validate(entry) for entry in ledger["files"]]
-    return [file.file for file in files if not _is_whole(output, file)]
+    paths = [(output / file.file, file.num_bytes) for file in files]
+    return [path.name for path, size in paths if not path.is_file() or path.stat().st_size != size]
 
 
-def _open_output(output: Path, finished: Path, ledger: dict[str, Any]) -> None:
-    """Creates both folders, deleting other results and partial files."""
-    request = finished / "request.json"
+def _open_output(output: Path, ledger: dict[str, Any]) -> None:
+    """Creates the folder, deleting other results and partial files."""
+    request = output.with_name(f"{output.name}.json")
     asked = json.dumps(ledger, indent=1, sort_keys=True)
     if not request.exists() or request.read_text(encoding="utf-8") != asked:
-        for folder in (finished, output):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
         atomic_write_text(request, asked)
     for leftover in output.glob(f"*{WRITING_SUFFIX}"):
         leftover.unlink()
-
-
-def _record_path(finished: Path, job: RecordFileJob) -> Path:
-    return finished / f"{job.split}-{job.number:05d}.json"
-
-
-def _finished(finished: Path, job: RecordFileJob) -> FinishedFile | None:
-    with contextlib.suppress(OSError, ValueError):
-        file = FinishedFile.model_validate_json(_record_path(finished, job).read_bytes())
-        return file if _is_whole(job.folder, file) else None
-    return None
-
-
-def _is_whole(output: Path, file: FinishedFile) -> bool:
-    path = output / file.file
-    return path.is_file() and path.stat().st_size == file.num_bytes
-
-
-def _write(
-    finished: Path, job: RecordFileJob, _advance: Callable[[int], None]
-) -> tuple[RecordFileJob, FinishedFile]:
-    file = write_record_file(job)
-    atomic_write_text(_record_path(finished, job), file.model_dump_json())
-    return job, file
 
 
 def stored_options(preparation: Preparation) -> dict[str, Any]:
@@ -439,21 +412,6 @@ def record_shape(preparation: Preparation) -> RecordShape:
     is_text = preparation.prepare_output_format in TEXT_FORMATS
     file_format: Any = preparation.prepare_output_format.removeprefix("text_")
     kind = "text" if is_text else preparation.records.content
-    if kind == "strided":
-        if file_format != "parquet":
-            raise UserError(
-                f"records.content=strided is written as parquet, and prepare_output_format is "
-                f"{file_format}. Set prepare_output_format=parquet, or records.content=chunks."
-            )
-        for key in ("min_length", "stride"):
-            value = getattr(preparation.records, key)
-            if value > preparation.records.max_length:
-                raise UserError(
-                    f"records.{key}={value} is above records.max_length="
-                    f"{preparation.records.max_length}: windows "
-                    "cannot be that long, or would skip tokens between them. "
-                    f"Lower records.{key} or raise records.max_length."
-                )
     if file_format == "parquet":
         require_pyarrow()
     field = _TEXT_FIELD if is_text else preparation.records.field or _DEFAULT_FIELDS[file_format]

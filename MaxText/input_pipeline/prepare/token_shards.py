@@ -10,12 +10,10 @@ without documents in a split has no files there.
 
 import array
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +21,10 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import write_array_header
-from MaxText.input_pipeline.preparation import sampling
+from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
@@ -40,8 +37,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.storage.atomic import atomic_write_text, publish, sync_file, writing_name
 
-# Text tokenized at a time: enough for several threads, but the tokenizers library takes some
-# hundred bytes per token.
+# Text tokenized at a time: the tokenizers library takes some hundred bytes per token.
 _BATCH_CHARACTERS = 4_000_000
 
 
@@ -65,24 +61,18 @@ class Tokenization:
             return "uint8"
         return "uint16" if self.tokenizer.entry.vocab_size <= 2**16 else "uint32"
 
-    def summary(self) -> str:
-        """Returns everything with an effect on ids, as JSON."""
+    def summary(self) -> dict[str, Any]:
+        """Returns everything besides the text with an effect on ids."""
         contents = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in ("staging", "tokenizer")
         }
-        contents |= {
+        return contents | {
             "schema_version": SCHEMA_VERSION,
             "tokenizer": self.tokenizer.entry.sha256,
             "vocab_size": self.tokenizer.entry.vocab_size,
         }
-        return json.dumps(contents, indent=1, sort_keys=True) + "\n"
-
-    def with_threads(self, num_threads: int) -> "Tokenization":
-        tokenizer = copy.copy(self.tokenizer)
-        tokenizer.num_threads = num_threads
-        return dataclasses.replace(self, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,6 @@ class ShardJob:
     shard: Shard
     split: str = ""  # of all its documents; empty if a hash decides
     moved: tuple[int, bool] | None = None  # document exempt from the hash, and whether held out
-    expected_sha256: str = ""  # required digest of its text; empty for any
 
     def splits(self, validation_fraction: float) -> list[str]:
         if self.split:
@@ -125,7 +114,6 @@ class TokenizedShard(pydantic.BaseModel):
     highest: tuple[int, int] | None
     moved: tuple[int, bool] | None
     splits: dict[str, ShardSplit]
-    cpu_seconds: float  # summed over cores
 
     @property
     def num_tokens(self) -> int:
@@ -160,56 +148,21 @@ def finished_shard(tokenization: Tokenization, number: int) -> TokenizedShard | 
     return found
 
 
-def tokenize_shard(
-    tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
-) -> TokenizedShard:
-    """Tokenizes a shard, or keeps the earlier result for the same text.
+def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
+    """Tokenizes a shard, or keeps an earlier result.
 
-    `advance` is called with increments that sum to Shard.num_bytes. Raises UserError as
-    Shard.documents does, or if the text changed since it was read before.
+    Raises UserError as Shard.documents does.
     """
-    # Files may be larger or (compressed) smaller than their text: cap progress at the total, and
-    # report the remainder at the end.
-    left = job.shard.num_bytes
-
-    def advance_within_shard(num_bytes: int) -> None:
-        nonlocal left
-        num_bytes = min(num_bytes, left)
-        left -= num_bytes
-        advance(num_bytes)
-
     found = finished_shard(tokenization, job.number)
-    if found is None or not _is_of(found, tokenization, job, advance_within_shard):
+    if found is None or found.moved != job.moved:
         record = _record_path(tokenization.staging, job.number)
         record.unlink(missing_ok=True)
-        found = _tokenize(tokenization, job, advance_within_shard)
+        found = _tokenize(tokenization, job)
         atomic_write_text(record, found.model_dump_json())
-    if job.expected_sha256 not in ("", found.sha256):
-        raise UserError(
-            "Files of prepare_source changed while they were read. Run again when nothing writes "
-            "to them."
-        )
-    advance(left)
     return found
 
 
-def _is_of(
-    found: TokenizedShard, tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
-) -> bool:
-    """Returns whether a finished shard fits the job, by its text."""
-    splits = job.splits(tokenization.validation_fraction)
-    if found.moved != job.moved or list(found.splits) != splits:
-        return False
-    text = sampling.read_shard(
-        sampling.ReadSettings(tokenization.seed), sampling.ReadJob(job.number, job.shard), advance
-    )
-    return text.sha256 == found.sha256
-
-
-def _tokenize(
-    tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
-) -> TokenizedShard:
-    start = time.process_time()
+def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
     clean = sampling.text_cleaner(tokenization.fix_text)
     threshold = sampling.held_out_threshold(tokenization.validation_fraction)
     minimum = max(tokenization.minimum_tokens, 1)
@@ -227,13 +180,12 @@ def _tokenize(
             texts = [clean(document.text) for document in documents]
             ids = tokenization.tokenizer.encode(texts)
             ranks = sampling.hashes(tokenization.seed, sampling.HELD_OUT, numbers).tolist()
-            read = 0
             for document, text, ids_N, number, rank in zip(
                 documents, texts, ids, numbers.tolist(), ranks, strict=True
             ):
                 encoded = document.text.encode()
                 digest.add(encoded)
-                read += len(encoded)
+                num_bytes += len(encoded)
                 if len(ids_N) < minimum:
                     skipped[f"shorter than {minimum} tokens"] += 1
                     continue
@@ -247,8 +199,6 @@ def _tokenize(
                 writers[split].add(ids_N, len(encoded), document)
             for writer in writers.values():
                 writer.flush()
-            num_bytes += read
-            advance(read)
         splits = {split: writer.finish() for split, writer in writers.items()}
     return TokenizedShard(
         sha256=digest.hexdigest(),
@@ -259,7 +209,6 @@ def _tokenize(
         highest=ranked[1] if ranked else None,
         moved=job.moved,
         splits=splits,
-        cpu_seconds=time.process_time() - start,
     )
 
 
@@ -341,14 +290,11 @@ class _SplitWriter:
 
 
 def write_documents(
-    tokenization: Tokenization,
-    split: str,
-    shards: Sequence[tuple[int, ShardSplit]],
-    advance: Callable[[int], None],
+    tokenization: Tokenization, split: str, shards: Sequence[tuple[int, ShardSplit]]
 ) -> Split:
     """Writes the document files of a split; returns its manifest entry.
 
-    Holds the documents of only one shard in memory. `advance` takes bytes of digested tokens.
+    Holds the documents of only one shard in memory.
     """
     staging, folder = tokenization.staging, tokenization.staging / "data_set" / split
     itemsize = np.dtype(tokenization.dtype).itemsize
@@ -384,7 +330,6 @@ def write_documents(
             with path.open("rb") as file:
                 for block in iter(lambda file=file: file.read(2**24), b""):
                     tokens_digest.update(block)
-                    advance(len(block))
             for document, name in part.source_files:
                 if not source_files or source_files[-1][1] != name:
                     source_files.append((first_document + document, name))

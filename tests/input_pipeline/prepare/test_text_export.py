@@ -1,5 +1,6 @@
 """Text as records: contents, splits, sizes of files, and what is kept."""
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from MaxText.config.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.prepare import prepare
+from MaxText.input_pipeline.prepare.prepare import prepare
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
     read_texts,
@@ -115,12 +116,9 @@ def test_array_record_on_a_full_disk(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write_file():
-        writer = ArrayRecordWriter(tmp_path / "a.array_record")
-        try:
+        with contextlib.closing(ArrayRecordWriter(tmp_path / "a.array_record")) as writer:
             for number in range(10):
                 writer.write(np.random.default_rng(number).bytes(100_000))
-        finally:
-            writer.close()
 
     write_file()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))

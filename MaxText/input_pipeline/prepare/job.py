@@ -8,11 +8,12 @@ The folder outlives the process; the next process tokenizes the remaining shards
 """
 
 import functools
+import json
 import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,9 @@ from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
-from MaxText.input_pipeline.preparation.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
-from MaxText.input_pipeline.preparation.token_shards import (
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
+from MaxText.input_pipeline.prepare.token_shards import (
     ShardJob,
     Tokenization,
     TokenizedShard,
@@ -41,44 +42,33 @@ from MaxText.storage.atomic import atomic_write_text, sync_file
 
 Show = Callable[[str], None]
 
-# Below this, threads of one process are faster: a process takes up to a second to start.
-_TOKENIZED_BYTES_PER_PROCESS = 32_000_000
+# Less text takes no longer than a process to start, which is up to a second.
+_TOKENIZED_BYTES_PER_PROCESS = 16_000_000
 READ_BYTES_PER_PROCESS = 256_000_000
 """Least text that is worth a process of its own where text is only read."""
 
 _MAX_NAMED_ERRORS = 10
-_ERROR_SUFFIX = ".refused"  # file with the error of a shard on Beam
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Local processes, or options of the Apache Beam runner."""
-
-    num_processes: int
-    beam_options: str | None = None
-
-    def for_corpus(
-        self, corpus: Corpus, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
-    ) -> tuple[int, int]:
-        """Returns the processes, and threads of each, for a corpus size."""
-        num_bytes = sum(shard.num_bytes for shard in corpus.shards)
-        useful = max(min(num_bytes // bytes_per_process, len(corpus.shards)), 1)
-        num_processes = min(self.num_processes, useful)
-        return num_processes, max(self.num_processes // num_processes, 1)
+def processes_for(
+    corpus: Corpus, most: int, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
+) -> int:
+    """Returns the number of processes for a corpus size."""
+    num_bytes = sum(shard.num_bytes for shard in corpus.shards)
+    return min(most, max(num_bytes // bytes_per_process, 1))
 
 
 @dataclass(frozen=True)
 class TokenizationJob:
     """The dataset `<tokenization.staging>/data_set` to build from a corpus.
 
-    `digests` has the text digests of shards that were read before. Only one process may work on a
-    staging folder at a time.
+    Only one process may work on a staging folder at a time.
     """
 
     corpus: Corpus
     tokenization: Tokenization
-    workers: Workers
-    digests: Mapping[int, str]
+    num_processes: int
+    beam_options: str | None  # of the Apache Beam runner; None for local processes
     show: Show
 
     def run(self, options: dict[str, Any]) -> Manifest:
@@ -120,7 +110,9 @@ class TokenizationJob:
 
     def _open_staging(self) -> None:
         """Creates the folder, deleting other results and partial files."""
-        staging, summary = self.tokenization.staging, self.tokenization.summary()
+        staging = self.tokenization.staging
+        contents = {**self.tokenization.summary(), "corpus": self.corpus.identity()}
+        summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         request = staging / "request.json"
         if staging.exists():
             try:
@@ -128,9 +120,7 @@ class TokenizationJob:
             except (OSError, ValueError):
                 same = False
             if not same:
-                self.show(
-                    f"Deleting {staging}: an unfinished data set of another tokenizer or options"
-                )
+                self.show(f"Deleting {staging}: an unfinished data set of other text or options")
                 shutil.rmtree(staging)
         for name in ("shards", "data_set"):
             (staging / name).mkdir(parents=True, exist_ok=True)
@@ -147,27 +137,25 @@ class TokenizationJob:
             names = ", ".join(dict.fromkeys(splits))
             show(f"The source has splits of its own ({names}): validation_fraction is not used")
         jobs = [
-            ShardJob(number, shard, split, expected_sha256=self.digests.get(number, ""))
+            ShardJob(number, shard, split)
             for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
         ]
         before = [finished_shard(tokenization, job.number) for job in jobs]
         num_finished = sum(shard is not None for shard in before)
         if num_finished:
             show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
-        if self.workers.beam_options is not None:
-            _tokenize_with_beam(tokenization.with_threads(1), jobs, self.workers.beam_options)
+        if self.beam_options is not None:
+            _tokenize_with_beam(tokenization, jobs, self.beam_options)
         else:
-            num_processes, num_threads = self.workers.for_corpus(corpus)
-            shared = tokenization.with_threads(num_threads)
+            processes = processes_for(corpus, self.num_processes)
             num_bytes = sum(shard.num_bytes for shard in corpus.shards)
             with show_progress("Encoding", num_bytes, show) as advance:
-                for _ in map_in_processes(tokenize_shard, shared, jobs, num_processes, advance):
-                    pass
+                for job, _ in map_in_processes(tokenize_shard, tokenization, jobs, processes):
+                    advance(job.shard.num_bytes)
         found = [finished_shard(tokenization, job.number) for job in jobs]
         shards = [shard for shard in found if shard is not None]
         assert len(shards) == len(jobs), f"shards are missing in {tokenization.staging}"
-        # A shard whose text changed was tokenized again.
-        return shards, {job.number for job in jobs if before[job.number] == shards[job.number]}
+        return shards, {number for number, shard in enumerate(before) if shard is not None}
 
     def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
         """Moves one document if the hash left a split empty.
@@ -188,9 +176,8 @@ class TokenizationJob:
         else:
             return
         number = shard_of(moved[0])
-        shard, sha256 = self.corpus.shards[number], shards[number].sha256
-        job = ShardJob(number, shard, moved=moved, expected_sha256=sha256)
-        shards[number] = tokenize_shard(self.tokenization, job, lambda done: None)
+        job = ShardJob(number, self.corpus.shards[number], moved=moved)
+        shards[number] = tokenize_shard(self.tokenization, job)
 
     def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
         """Reports skipped rows and files, and returns counts by reason."""
@@ -216,18 +203,16 @@ class TokenizationJob:
 
     def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
         target = self.tokenization.staging / "data_set"
-        num_bytes = sum(path.stat().st_size for path in target.rglob("tokens-*"))
         entries = {}
-        with show_progress("Checksums", num_bytes, self.show) as advance:
-            for split in sorted({split for shard in shards for split in shard.splits}):
-                parts = [
-                    (number, shard.splits[split])
-                    for number, shard in enumerate(shards)
-                    if split in shard.splits and shard.splits[split].num_documents
-                ]
-                if parts:
-                    entries[split] = write_documents(self.tokenization, split, parts, advance)
-                    sync_file(target / split)
+        for split in sorted({split for shard in shards for split in shard.splits}):
+            parts = [
+                (number, shard.splits[split])
+                for number, shard in enumerate(shards)
+                if split in shard.splits and shard.splits[split].num_documents
+            ]
+            if parts:
+                entries[split] = write_documents(self.tokenization, split, parts)
+                sync_file(target / split)
         for folder in target.iterdir():
             if folder.is_dir() and folder.name not in entries:
                 shutil.rmtree(folder)
@@ -245,20 +230,14 @@ class TokenizationJob:
             f"{counted(manifest.source.num_files, 'file')}"
             + (f"; skipped: {', '.join(reasons)}" if reasons else "")
         )
-        unit = "bytes" if self.tokenization.is_text else "tokens"
-        if kept:
-            num_tokens = sum(shards[number].num_tokens for number in kept)
-            parts = f"{len(kept):,} of {len(shards):,} shards"
-            self.show(f"Kept {num_tokens:,} {unit} in {parts}, tokenized before")
         new = [shard for number, shard in enumerate(shards) if number not in kept]
         if new:
+            unit = "bytes" if self.tokenization.is_text else "tokens"
             num_tokens = sum(shard.num_tokens for shard in new)
             speed = sum(shard.num_bytes for shard in new) / 1e6 / max(seconds, 1e-3)
-            cpu_speed = num_tokens / max(sum(shard.cpu_seconds for shard in new), 1e-3)
             engine = self.tokenization.tokenizer.engine
             self.show(
-                f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s, "
-                f"{cpu_speed:,.0f} {unit} per CPU second ({engine})"
+                f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s ({engine})"
             )
 
 
@@ -279,28 +258,15 @@ def _tokenize_with_beam(
             "prepare_runner=beam needs the package apache-beam, which is not installed. Run: pip "
             "install 'MaxText[beam]', or set prepare_runner=local."
         ) from error
-    folder = tokenization.staging / "shards"
-    for leftover in folder.glob(f"*{_ERROR_SUFFIX}"):
-        leftover.unlink()
     options = PipelineOptions(shlex.split(beam_options))
-    with apache_beam.Pipeline(options=options) as pipeline:
-        # Without a reshuffle, Beam would fuse everything into one bundle.
-        _ = (
-            pipeline
-            | "Shards" >> apache_beam.Create(list(jobs))
-            | apache_beam.Reshuffle()
-            | "Tokenize" >> apache_beam.Map(functools.partial(_tokenize_on_beam, tokenization))
-        )
-    refused = sorted(folder.glob(f"*{_ERROR_SUFFIX}"))
-    if refused:
-        raise UserError(refused[0].read_text(encoding="utf-8"))
-
-
-def _tokenize_on_beam(tokenization: Tokenization, job: ShardJob) -> int:
-    """Tokenizes a shard. UserErrors go to a file: Beam would retry them."""
     try:
-        tokenize_shard(tokenization, job, lambda done: None)
-    except UserError as error:
-        path = tokenization.staging / "shards" / f"{job.number:06d}{_ERROR_SUFFIX}"
-        atomic_write_text(path, str(error))
-    return job.number
+        with apache_beam.Pipeline(options=options) as pipeline:
+            # Without a reshuffle, Beam would fuse everything into one bundle.
+            _ = (
+                pipeline
+                | "Shards" >> apache_beam.Create(list(jobs))
+                | apache_beam.Reshuffle()
+                | "Tokenize" >> apache_beam.Map(functools.partial(tokenize_shard, tokenization))
+            )
+    except Exception as error:  # runners raise errors of their own about those of workers
+        raise UserError(f"prepare_runner=beam: {error}") from error

@@ -10,13 +10,11 @@ hash covers everything that affects the ids, so a changed file gets a new folder
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,14 @@ from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, 
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
-from MaxText.input_pipeline.preparation import sampling
-from MaxText.input_pipeline.preparation.job import (
+from MaxText.input_pipeline.prepare import sampling
+from MaxText.input_pipeline.prepare.job import (
     READ_BYTES_PER_PROCESS,
     TokenizationJob,
-    Workers,
+    processes_for,
 )
-from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
-from MaxText.input_pipeline.preparation.record_export import (
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.record_export import (
     LEDGER_NAMES,
     OPTIONS_OF_RECORDS,
     TEXT_FORMATS,
@@ -42,14 +40,14 @@ from MaxText.input_pipeline.preparation.record_export import (
     record_shape,
     stored_options,
 )
-from MaxText.input_pipeline.preparation.token_shards import Tokenization
+from MaxText.input_pipeline.prepare.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import atomic, file_access
-from MaxText.storage.file_access import file_infos, file_system, is_url, local_path, path_type
+from MaxText.storage.file_access import file_system, is_url, local_path, path_type
 
 Show = Callable[[str], None]
 
@@ -76,9 +74,6 @@ _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options", "re
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.
 _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +103,8 @@ class _Request:
         return not is_given and not self.is_text
 
     @property
-    def workers(self) -> Workers:
-        keys = self.preparation
-        beam_options = keys.beam_options if keys.prepare_runner == "beam" else None
-        return Workers(keys.prepare_num_workers or num_cores(), beam_options)
+    def num_processes(self) -> int:
+        return self.preparation.prepare_num_workers or num_cores()
 
 
 def prepare(
@@ -193,7 +186,7 @@ def _make(request: _Request, staging: Path) -> Manifest:
     preparation, is_text = request.preparation, request.is_text
     if request.is_records:
         record_shape(preparation)  # fail before the work
-    tokenizer, digests = _tokenizer(request)
+    tokenizer = _tokenizer(request)
     before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
     tokenization = Tokenization(
         staging=staging,
@@ -206,7 +199,10 @@ def _make(request: _Request, staging: Path) -> Manifest:
         minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
         is_text=is_text,
     )
-    job = TokenizationJob(request.corpus, tokenization, request.workers, digests, request.show)
+    beam_options = preparation.beam_options if preparation.prepare_runner == "beam" else None
+    job = TokenizationJob(
+        request.corpus, tokenization, request.num_processes, beam_options, request.show
+    )
     return job.run(_options(preparation))
 
 
@@ -229,34 +225,26 @@ def write_error(location: object, error: OSError) -> UserError:
     """Returns the error, with a remedy, for an unwritable folder."""
     if isinstance(error, BrokenPipeError):
         raise error  # stdout, for example piped to `head`
-    reason = error.strerror or str(error)
-    if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
-        remedy = "Free some space or choose another dataset_path"
-    elif error.errno in _REFUSED:
-        remedy = "Get write permission or choose another dataset_path"
-    else:
-        remedy = "Fix that or choose another dataset_path"
     return UserError(
-        f"{error.filename or location} cannot be written ({reason}). {remedy}, and run the same "
-        "command to resume: finished shards are kept."
+        f"{error.filename or location} cannot be written ({error.strerror or error}). Fix that or "
+        "choose another dataset_path, and run the same command to resume: finished shards are kept."
     )
 
 
-def _tokenizer(request: _Request) -> tuple[TextTokenizer, dict[int, str]]:
-    """Returns the tokenizer, and the digests of shards read to train it."""
+def _tokenizer(request: _Request) -> TextTokenizer:
     if request.trains_tokenizer:
-        texts, sample = _sample(request)
+        sample = _sample(request)
         tokenizer = _train(request, sample)
     else:
         tokenizer = _given_tokenizer(request)
         shards = request.corpus.shards
-        texts, sample = [], (each.text for one in shards for each in one.documents(Skipped()))
+        sample = (each.text for one in shards for each in one.documents(Skipped()))
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.show(
             f"{fast} gives different ids on this text: using {tokenizer.engine}, which is slower"
         )
-    return tokenizer, {text.number: text.sha256 for text in texts}
+    return tokenizer
 
 
 def _given_tokenizer(request: _Request) -> TextTokenizer:
@@ -265,28 +253,27 @@ def _given_tokenizer(request: _Request) -> TextTokenizer:
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
-def _sample(request: _Request) -> tuple[list[sampling.ShardText], tuple[str, ...]]:
-    """Returns shards, and texts from them to train a tokenizer on."""
+def _sample(request: _Request) -> tuple[str, ...]:
+    """Returns texts to train a tokenizer on."""
     preparation, corpus = request.preparation, request.corpus
     seed = preparation.prepare_seed
     fraction = 0.0 if corpus.splits else preparation.validation_fraction
-    for max_shards in (sampling.SAMPLED_SHARDS, len(corpus.shards)):
-        # All shards only if the sampled ones are empty.
-        texts = _read(request, sampling.sampling_jobs(corpus, seed, max_shards))
-        sample = sampling.join_samples(texts, seed, fraction)
-        if sample or max_shards >= len(corpus.shards):
-            break
-    return texts, sample
+    return sampling.join_samples(
+        _read(request, sampling.sampling_jobs(corpus, seed)), seed, fraction
+    )
 
 
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
     preparation = request.preparation
     num_bytes = sum(job.shard.num_bytes for job in jobs)
-    num_processes, _ = request.workers.for_corpus(request.corpus, READ_BYTES_PER_PROCESS)
+    num_processes = processes_for(request.corpus, request.num_processes, READ_BYTES_PER_PROCESS)
     settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, request.show) as advance:
-        texts = map_in_processes(sampling.read_shard, settings, jobs, num_processes, advance)
-        return sorted(texts, key=lambda text: text.number)
+        texts = []
+        for job, text in map_in_processes(sampling.read_shard, settings, jobs, num_processes):
+            texts.append(text)
+            advance(job.shard.num_bytes)
+    return sorted(texts, key=lambda text: text.number)
 
 
 def _train(request: _Request, sample: Sequence[str]) -> TextTokenizer:
@@ -379,14 +366,10 @@ def _digest_path(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
     """
     if cache_dir is None:
         return None
-    ranges = [part for shard in corpus.shards for part in shard.ranges]
-    files = file_infos(list(dict.fromkeys(part.file.path for part in ranges)))
-    if not all(file.tag for file in files):
+    identity = corpus.identity()
+    if not all(file.tag for file in identity["files"]):
         return None
-    first = corpus.shards[0]
-    read = [[part.file.path, part.start, part.stop] for part in ranges]
-    decisive = json.dumps([files, read, first.text_field, first.max_bad_records])
-    name = hashlib.sha256(decisive.encode()).hexdigest()
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Path(cache_dir).expanduser() / "text_digests" / name[:32]
 
 
@@ -443,7 +426,11 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     does, if other files are there, or if the bucket cannot be written.
     """
     staging = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
-    with _held(staging, cache_dir, request.show):
+    try:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cache_write_error(cache_dir, error) from error
+    with atomic.lock(staging.with_suffix(".lock"), request.show):
         if path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
@@ -457,39 +444,20 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
         return manifest
 
 
-@contextlib.contextmanager
-def _held(staging: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
-    try:
-        staging.parent.mkdir(parents=True, exist_ok=True)
-        # Only errors of taking the lock are about the folder.
-        held = contextlib.ExitStack()
-        held.enter_context(atomic.lock(staging.with_suffix(".lock"), show))
-    except OSError as error:
-        raise cache_write_error(cache_dir, error) from error
-    with held:
-        yield
-
-
 def _upload(folder: Path, url: str, last: str) -> None:
     """Uploads all files of a folder, with `last` as the last one."""
-    files = sorted(
-        (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
-        key=lambda file: (file == last, file),
-    )
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     system, path = file_system(url)
     try:
-        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
-        if system.exists(f"{path}/{last}"):
-            raise UserError(
-                f"dataset_path={url}: another machine wrote a data set there meanwhile. Run the "
-                "same command to compare it with the request."
-            )
+        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files} | (
+            {last} if system.exists(f"{path}/{last}") else set()
+        )
         if others:
             raise UserError(
-                f"dataset_path={url} has other files ({min(others)}) and is not a data set of the "
-                "requested kind. Choose another folder, or delete them."
+                f"dataset_path={url} has other files ({min(others)}) meanwhile. Run the same "
+                "command to compare them with the request, or choose another folder."
             )
-        for file in files:
+        for file in sorted(files, key=lambda file: (file == last, file)):
             system.put_file(str(folder / file), f"{path}/{file}")
     except Exception as error:  # fsspec backends raise their own errors
         if isinstance(error, UserError) and not isinstance(error, OSError):

@@ -31,7 +31,6 @@ SAMPLE_BYTES = 8_000_000
 SAMPLED_SHARDS = 32  # limits sampling to 2 GB, so that terabytes are not read twice for 8 MB
 
 _HASHED_TOGETHER = 1024  # hashing short documents one by one would take longer than reading them
-_LONG_TEXT = 2**16
 
 
 def document_number(shard: int, index: int) -> int:
@@ -80,24 +79,12 @@ class TextDigest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._pending: list[bytes] = []
 
     def add(self, encoded: bytes) -> None:
-        self._pending += (len(encoded).to_bytes(8, "little"), encoded)
-        # One long update is faster than many short ones; a long text is not copied.
-        if len(self._pending) >= _HASHED_TOGETHER or len(encoded) > _LONG_TEXT:
-            self._update()
-
-    def _update(self) -> None:
-        if len(self._pending) > 2:
-            self._hash.update(b"".join(self._pending))
-        else:
-            for piece in self._pending:
-                self._hash.update(piece)
-        self._pending = []
+        self._hash.update(len(encoded).to_bytes(8, "little"))
+        self._hash.update(encoded)
 
     def hexdigest(self) -> str:
-        self._update()
         return self._hash.hexdigest()
 
 
@@ -132,7 +119,7 @@ class ShardText:
     sample: tuple[tuple[int, int, bytes], ...] = field(repr=False)
 
 
-def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], None]) -> ShardText:
+def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
     """Reads a shard once, with bounded memory."""
     digest = TextDigest()
     clean = text_cleaner(settings.fix_text)
@@ -143,7 +130,6 @@ def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], No
     for index, document in enumerate(job.shard.documents(Skipped())):
         encoded = document.text.encode()
         digest.add(encoded)
-        advance(len(encoded))
         if not job.sample_bytes:
             continue
         number = document_number(job.number, index)
@@ -162,13 +148,13 @@ def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], No
     return ShardText(job.number, digest.hexdigest(), sample)
 
 
-def sampling_jobs(corpus: Corpus, seed: int, max_shards: int = SAMPLED_SHARDS) -> list[ReadJob]:
+def sampling_jobs(corpus: Corpus, seed: int) -> list[ReadJob]:
     """Selects shards to sample, each with its share of SAMPLE_BYTES."""
     numbers = np.arange(len(corpus.shards))
     if TRAIN in corpus.splits:
         numbers = np.flatnonzero(np.array(corpus.splits) == TRAIN)
     drawn = hashes(seed, SAMPLED, numbers)
-    numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:max_shards]].tolist())
+    numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:SAMPLED_SHARDS]].tolist())
     total = max(sum(corpus.shards[number].num_bytes for number in numbers), 1)
     return [
         ReadJob(number, shard, max(SAMPLE_BYTES * shard.num_bytes // total, 1))

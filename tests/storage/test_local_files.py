@@ -1,0 +1,68 @@
+"""Locks, files published whole, and which errors may pass."""
+
+import contextlib
+import errno
+import os
+import socket
+
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.storage import atomic
+from MaxText.storage.atomic import publish, writing_name
+from MaxText.storage.errors import BadRecord, is_transient
+
+
+def test_a_lock_says_who_holds_it(tmp_path):
+    lock, lines, other = tmp_path / ".d.lock", [], contextlib.ExitStack()
+    other.enter_context(atomic.lock(lock, print))
+    with atomic.lock(lock, lambda line: (lines.append(line), other.close())):
+        assert lock.exists()
+    assert not lock.exists()
+    (line,) = lines
+    assert f"process {os.getpid()} on {socket.gethostname()}" in line
+
+
+def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
+    synced = []
+
+    def fsync(descriptor):
+        inode = os.fstat(descriptor).st_ino
+        synced.extend(path.name for path in tmp_path.iterdir() if path.stat().st_ino == inode)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    writing = writing_name(tmp_path / "a")
+    writing.write_text("contents")
+    publish(writing, tmp_path / "a")
+    assert synced == [writing.name]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+class OfALibrary(Exception):
+    __module__ = "gcsfs.retry"
+
+    def __init__(self, code=None):
+        super().__init__("from a bucket")
+        self.code = code
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "local", "remote"),
+    [
+        (OSError(errno.EIO, ""), True, True), (OSError(errno.ENOSPC, ""), False, False),
+        (OSError("no number: damaged contents, or a library behind a URL"), False, True),
+        (FileNotFoundError(errno.ENOENT, ""), False, False),
+        (ConnectionResetError(errno.ECONNRESET, ""), True, True), (OfALibrary(), False, True),
+        (OfALibrary(503), False, True), (OfALibrary(403), False, False),
+        (KeyError("ours"), False, False), (UserError("a mistake"), False, False),
+        (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
+        (caused(BadRecord("f", 0, "damaged"), ValueError("no number")), False, False),
+    ],
+)  # fmt: skip
+def test_transient_errors(error, local, remote):
+    assert (is_transient(error, remote=False), is_transient(error, remote=True)) == (local, remote)
