@@ -1,5 +1,6 @@
-"""Hugging Face tokenizers: tokenizer.json, and trained byte-level BPE."""
+"""Hugging Face tokenizers: tokenizer.json, GPT-2's files, trained BPE."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import fastokens
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
@@ -16,6 +17,7 @@ from MaxText.input_pipeline.tokenization.interface import (
     TextTokenizer,
     control_token_candidates,
     control_token_settings,
+    read_json,
     write_files,
 )
 
@@ -136,6 +138,42 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Returns a tokenizer.json for GPT-2's vocab.json and merges.txt.
+
+    Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
+    """
+    vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
+    try:
+        model = models.BPE.from_file(str(vocab_path), str(merges_path))
+    except Exception as error:  # The library raises bare Exception.
+        raise UserError(
+            f"{vocab_path} and merges.txt are not a byte-level BPE: {error}. Copy both again."
+        ) from error
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=settings.get("add_prefix_space") is True
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    known = [control_token_candidates(name, settings) for name in KNOWN_CONTROL_TOKENS]
+    present = {
+        token for tokens in known for token in tokens if tokenizer.token_to_id(token) is not None
+    }
+    added = read_json(folder / "added_tokens.json")
+    in_order = sorted(added, key=lambda token: added[token])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in [*sorted(present), *in_order]]
+    )
+    for token in in_order:
+        if tokenizer.token_to_id(token) != added[token]:
+            raise UserError(
+                f"{folder / 'added_tokens.json'} gives {token!r} the id {added[token]}, and the "
+                f"next free one is {tokenizer.token_to_id(token)}. Save the tokenizer as "
+                f"{TOKENIZER_NAME} with transformers and give that."
+            )
+    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)
 
 
 def train_tokenizer(

@@ -11,7 +11,10 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
-from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import (
+    HuggingFaceTokenizer,
+    convert_vocabulary,
+)
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
     TextTokenizer,
@@ -28,7 +31,7 @@ from MaxText.storage.file_access import is_url, local_path
 BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
 # What a folder holds of each kind, in order of preference.
 _WANTED = {
-    "huggingface": TOKENIZER_NAME,
+    "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
     "tiktoken": ".tiktoken file",
     "sentencepiece": "SentencePiece .model file",
     "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
@@ -57,6 +60,7 @@ _HUB_FILES = (*TRANSFORMERS_FILES, "spiece.model", "sentencepiece.bpe.model")
 _SINGLE_FILES = re.compile(
     rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"
 )
+_PAIR = {"vocab.json", "merges.txt"}
 # Split folders of a dataset; the tokenizer is above them.
 _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
@@ -131,9 +135,15 @@ def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -
     for kind in _WANTED if tokenizer_type == "auto" else (tokenizer_type,):
         if file := _file_of(folder, kind):
             return _load_file(file, kind, origin)
+        if kind == "huggingface" and all((folder / name).is_file() for name in _PAIR):
+            settings = _settings(folder)
+            text = convert_vocabulary(folder, settings)
+            return HuggingFaceTokenizer(text, origin or "files vocab.json and merges.txt", settings)
         if kind == "byte" and _settings(folder).get("tokenizer_type") == "byte":
             return ByteTokenizer()
-    wanted = _WANTED.get(tokenizer_type, f"{TOKENIZER_NAME}, .model or .tiktoken file")
+    wanted = _WANTED.get(
+        tokenizer_type, f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file"
+    )
     raise UserError(
         f"tokenizer_path={folder}: the folder holds no {wanted}. Save the tokenizer there with "
         "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
@@ -216,7 +226,7 @@ def _has_tokenizer(folder: Path) -> bool:
         if is_transient(error, remote=False):
             raise
         return False
-    if any(map(_SINGLE_FILES.fullmatch, names)):
+    if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):
         return True
     # The byte tokenizer has only a configuration file.
     with contextlib.suppress(UserError):
