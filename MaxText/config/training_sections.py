@@ -386,9 +386,9 @@ class CheckpointStorage(Options):
         unit="bytes",
         ge=0,
     )
-    concurrent_gb: Count = key(96, "Data of a process on their way to or from storage.", unit="GB")
+    concurrent_gb: Count = key(96, "Data in transfer to or from storage, per process.", unit="GB")
     device_host_concurrent_gb: int | None = key(
-        None, "Data of a process on their way from devices; null is unlimited.",
+        None, "Data in transfer from devices, per process; null is unlimited.",
         unit="GB", ge=1,
     )  # fmt: skip
     timeout: Count = key(1200, "Longest time of a save in the background.", unit="seconds")

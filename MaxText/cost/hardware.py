@@ -112,7 +112,7 @@ class MachineName(NamedTuple):
 
 
 def split_name(name: str) -> MachineName | None:
-    """Splits a name of plan.py or train_compile.py; None if it has another form."""
+    """Splits the name of a machine; None if it has another form."""
     match = re.fullmatch(r"(?:(\d+)x)?(7x|[a-z][a-z0-9]*)(?:-(\d+))?", name.strip().lower())
     if match is None:
         return None

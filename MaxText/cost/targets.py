@@ -1,4 +1,4 @@
-"""Machines to compile for, by the names that plan.py also accepts.
+"""Machines to compile for, by the names of plan.py.
 
 Google's names count differently by generation (https://cloud.google.com/tpu/docs): v5e-16 and
 v6e-16 have 16 chips, v4-16 and v5p-16 have 16 TensorCores, two on each of 8 chips. A chip is one

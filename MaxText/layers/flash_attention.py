@@ -238,9 +238,10 @@ def _splash_kernel(
 
 
 def _by_diagonal(kind: type) -> Any:
-    """Returns a class of masks of i - j whose uniform blocks have one element.
+    """Returns a class of masks, functions of i - j, with cached blocks.
 
-    Splash attention evaluates each block several times, which takes 16 s of a CPU at 64k tokens.
+    Uniform blocks have one element. Splash attention evaluates each block several times, which
+    took 16 s of a CPU at 64k tokens.
     """
     blocks: dict[tuple[int, int, int], np.ndarray] = {}
 
