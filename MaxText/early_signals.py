@@ -22,13 +22,13 @@ def install(importer: str, *, also_sigterm: bool = False) -> None:
       importer: __name__ of the program; nothing is done where it is not what was started.
       also_sigterm: SIGTERM, too, ends the program with the code of a preemption.
     """
-    if importer != "__main__" and not _is_command():
+    if not is_program(importer):
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     if also_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end)
-    release()  # what start_up.reexec_with_malloc_tuning held back
+    release()  # what process_start.reexec_with_malloc_tuning held back
 
 
 def hold_back() -> None:
@@ -62,8 +62,10 @@ def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], N
             signal.signal(number, old)
 
 
-def _is_command() -> bool:
-    return os.path.basename(sys.argv[0]).startswith("maxtext-")
+def is_program(importer: str) -> bool:
+    """Returns whether the module of this __name__ was started, not imported."""
+    command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
+    return importer == "__main__" or os.path.basename(sys.argv[0]) == command
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

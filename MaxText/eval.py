@@ -11,6 +11,11 @@ from MaxText import early_signals
 
 early_signals.install(__name__)  # before the slow imports
 
+from MaxText.runtime import process_start
+
+if early_signals.is_program(__name__):
+    process_start.reexec_with_malloc_tuning()
+
 from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.inference import checkpoint_config
@@ -31,7 +36,6 @@ docs/reference/metrics.md."""
 
 def main() -> int:
     """Exit codes: 0 done, 2 user error, 130 Ctrl-C."""
-    start_up.reexec_with_malloc_tuning()
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)
     with command_line.exit_on_user_error("Interrupted; nothing was written."):

@@ -17,6 +17,11 @@ from MaxText import early_signals
 
 early_signals.install(__name__, also_sigterm=True)  # before the slow imports
 
+from MaxText.runtime import process_start
+
+if early_signals.is_program(__name__):
+    process_start.reexec_with_malloc_tuning()
+
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line
 from MaxText.errors import UserError
@@ -35,7 +40,6 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> int:
     """Trains; returns a code of exit_codes.py."""
-    start_up.reexec_with_malloc_tuning()
     stop = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:

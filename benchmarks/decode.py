@@ -24,7 +24,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.runtime import start_up  # noqa: E402
+from MaxText.runtime import process_start, start_up  # noqa: E402
 
 PROMPT_LENGTH = 32
 
@@ -206,6 +206,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--serve" not in sys.argv:
-        start_up.reexec_with_malloc_tuning()
+        process_start.reexec_with_malloc_tuning()
         start_up.choose_platform("cpu")
     main()

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.runtime import start_up  # noqa: E402
+from MaxText.runtime import process_start, start_up  # noqa: E402
 
 PASSES = 5  # of the count
 
@@ -258,7 +258,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.keys = dict(options.keys)
-    start_up.reexec_with_malloc_tuning()
+    process_start.reexec_with_malloc_tuning()
     if options.topology is None:
         for line in start_up.choose_platform("auto"):
             print(line)

@@ -19,7 +19,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.runtime import start_up  # noqa: E402
+from MaxText.runtime import process_start, start_up  # noqa: E402
 
 JOBS = {"small": (6, 384, 6, 8192, 256, 16), "big": (12, 768, 12, 50304, 512, 4)}
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-first-step", action="store_true")
     options = parser.parse_args()
-    start_up.reexec_with_malloc_tuning()
+    process_start.reexec_with_malloc_tuning()
     for line in start_up.choose_platform("auto"):
         print(line)
     if not options.no_first_step:

@@ -99,6 +99,7 @@ class CheckpointManager:
         self._finish()
         import orbax.checkpoint as ocp
 
+        storage = self._section.checkpoint_storage
         items, stored_position = reading.as_dict(state), dict(position or {})
         metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
         if self._section.async_checkpointing and jax.default_backend() == "cpu":
@@ -123,7 +124,10 @@ class CheckpointManager:
                 step,
                 args=ocp.args.Composite(
                     **{
-                        checkpoint_files.ITEMS: ocp.args.PyTreeSave(items),
+                        checkpoint_files.ITEMS: ocp.args.PyTreeSave(
+                            items,
+                            ocdbt_target_data_file_size=storage.target_data_file_size_bytes,
+                        ),
                         checkpoint_files.POSITION: ocp.args.JsonSave(stored_position),
                         checkpoint_files.METADATA: ocp.args.JsonSave(metadata),
                     }
@@ -337,7 +341,12 @@ class CheckpointManager:
             raise CheckpointCorruptedError(f"{path}: no metadata")
         position = stored.position()
         state = reading.restore_state(
-            stored, abstract_state, config_flat or {}, show, is_same_run=True
+            stored,
+            abstract_state,
+            config_flat or {},
+            show,
+            is_same_run=True,
+            storage=self._section.checkpoint_storage,
         )
         return state, position, metadata
 
@@ -442,11 +451,25 @@ class CheckpointManager:
             orbax_errors.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
                 self._remove_partial("")
+            storage = self._section.checkpoint_storage
+            handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+            handlers.add(
+                checkpoint_files.ITEMS,
+                ocp.args.PyTreeSave,
+                ocp.PyTreeCheckpointHandler(
+                    use_ocdbt=storage.use_ocdbt,
+                    use_zarr3=storage.use_zarr3,
+                    save_concurrent_gb=storage.concurrent_gb,
+                    save_device_host_concurrent_gb=storage.device_host_concurrent_gb,
+                ),
+            )
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
+                handler_registry=handlers,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=self,
                     enable_async_checkpointing=self._section.async_checkpointing,
+                    async_options=ocp.options.AsyncOptions(timeout_secs=storage.timeout),
                     lightweight_initialize=True,  # else reads metadata of every step
                 ),
             )

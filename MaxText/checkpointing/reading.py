@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +22,12 @@ from MaxText.checkpointing.orbax_errors import retry, translate_errors
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
 from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
+from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError
 
 _GUARD = "guard"
+_REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
+_DEFAULT_STORAGE = CheckpointStorage()
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
 
 
@@ -41,6 +44,7 @@ def restore_state(
     show: Callable[[str], None],
     *,
     is_same_run: bool = False,
+    storage: CheckpointStorage = _DEFAULT_STORAGE,
 ) -> Any:
     """Restores a train state onto the shardings of `abstract_state`.
 
@@ -56,7 +60,7 @@ def restore_state(
         tree[_GUARD], fresh = stored_guard, {}
     else:
         fresh = {_GUARD: wanted.pop(_GUARD).reset()}
-    arrays = _restore_matching(stored, tree, wanted, config_flat, show, is_same_run)
+    arrays = _restore_matching(stored, tree, wanted, config_flat, show, is_same_run, storage)
     return dataclasses.replace(abstract_state, **arrays, **fresh)
 
 
@@ -124,18 +128,23 @@ def _restore_matching(
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
     is_same_run: bool = False,
+    storage: CheckpointStorage = _DEFAULT_STORAGE,
 ) -> dict[str, Any]:
     requested, unstacked, casts = _plan(stored, tree, wanted, config_flat, is_same_run)
     for line in describe_casts(casts):
         show(line)
     if stored.metadata.checksums is None:
         show(f"WARNING: {stored} has no checksums; restored arrays were not verified")
-    arrays = _restore_arrays(stored, requested, casts)
+    arrays = _restore_arrays(stored, requested, casts, storage, show)
     return stack(arrays, wanted, unstacked) if unstacked else arrays
 
 
 def _restore_arrays(
-    stored: StoredCheckpoint, wanted: dict[str, Any], casts: list[DtypeCast]
+    stored: StoredCheckpoint,
+    wanted: dict[str, Any],
+    casts: list[DtypeCast],
+    storage: CheckpointStorage,
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Reads, verifies and casts arrays, in groups of bounded memory."""
     import orbax.checkpoint as ocp
@@ -146,8 +155,17 @@ def _restore_arrays(
     names = [path_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
     dtypes = {cast.path: cast.stored for cast in casts}
+    limits: dict[str, Any] = {"restore_concurrent_gb": storage.concurrent_gb}
+    restore_args = ocp.ArrayRestoreArgs
+    if storage.single_replica_restore:
+        shardings = [leaf.sharding for leaf in leaves]
+        if refused := _single_replica_refused(shardings):
+            show(f"checkpoint_storage.single_replica_restore has no effect: {refused}")
+        else:
+            restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
+            limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)
     arguments = [
-        ocp.ArrayRestoreArgs(
+        restore_args(
             sharding=leaf.sharding or first,
             global_shape=leaf.shape,
             dtype=dtypes.get(name, leaf.dtype),
@@ -158,7 +176,7 @@ def _restore_arrays(
     for group in _groups(names, leaves, dtypes):
         items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
         restored = jax.tree.leaves(
-            _restore(stored, structure.unflatten(items), structure.unflatten(arguments))
+            _restore(stored, structure.unflatten(items), structure.unflatten(arguments), limits)
         )
         read = {names[i]: restored[i] for i in sorted(group)}
         if checksums is not None and (mismatch := first_mismatch(array_checksums(read), checksums)):
@@ -183,13 +201,39 @@ def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype])
     return [group for group in groups if group]
 
 
-def _restore(stored: StoredCheckpoint, items: Any, arguments: Any) -> Any:
+def _single_replica_refused(shardings: Sequence[Any]) -> str | None:
+    """Returns why one replica cannot read for all, or None."""
+    if any(_REPLICA_AXIS in jax.tree.leaves(tuple(sharding.spec)) for sharding in shardings):
+        return f"arrays are split over the mesh axis {_REPLICA_AXIS}"
+    mesh = shardings[0].mesh
+    axis, replicas = mesh.axis_names.index(_REPLICA_AXIS), dict[int, set[int]]()
+    for place, device in np.ndenumerate(mesh.devices):
+        replicas.setdefault(device.process_index, set()).add(place[axis])
+    if any(len(of_process) > 1 for of_process in replicas.values()):
+        return f"processes have devices at several places of the mesh axis {_REPLICA_AXIS}"
+    return "there is one replica" if mesh.shape[_REPLICA_AXIS] == 1 else None
+
+
+def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
+    import orbax.checkpoint as ocp
+
+    axis, placeholder = mesh.axis_names.index(_REPLICA_AXIS), type(ocp.PLACEHOLDER)
+    return ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=axis)),
+        (placeholder, ocp.type_handlers.get_type_handler(placeholder)),
+    )
+
+
+def _restore(
+    stored: StoredCheckpoint, items: Any, arguments: Any, options: Mapping[str, Any]
+) -> Any:
     import orbax.checkpoint as ocp
 
     wanted = ocp.args.PyTreeRestore(item=items, restore_args=arguments, partial_restore=True)
 
     def read() -> Any:
-        with translate_errors(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        handler = ocp.PyTreeCheckpointHandler(**options)
+        with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
             # Restores are asynchronous; an error must surface here.
             return jax.block_until_ready(checkpointer.restore(stored.items, args=wanted))
 

@@ -94,7 +94,8 @@ def _row(key: Key) -> str:
     default = default if len(default) < 60 and not key.entries else "see configs/base.yml"
     meaning = key.help + (f" Unit: {key.unit}." if key.unit else "")
     meaning += f" Only if {_condition(key)}." if key.conditions else ""
-    cells = [f"`{key.name}`", f"`{default}`", format_accepted(key), meaning]
+    accepted = "{entry: value}" if key.entries else format_accepted(key)  # their rows follow
+    cells = [f"`{key.name}`", f"`{default}`", accepted, meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -345,11 +345,11 @@ def _generates(causal):
 
 
 @rule(finds_unused=True)
-def _profile(profiler, skip_first_n_steps_for_profiler, steps):
-    if profiler and 0 < steps <= skip_first_n_steps_for_profiler:
+def _profile(profiler, profiler_window, steps):
+    if profiler and 0 < steps <= profiler_window.skip:
         return (
-            f"the profiler waits {skip_first_n_steps_for_profiler} steps, "
-            f"but the run has steps={steps}"
+            f"the profiler waits {profiler_window.skip} steps (profiler_window.skip), but the run "
+            f"has steps={steps}"
         )
 
 

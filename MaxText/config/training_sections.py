@@ -373,6 +373,29 @@ class Growth(Options):
     )
 
 
+class CheckpointStorage(Options):
+    """Orbax's format of checkpoints, and its requests to storage."""
+
+    use_ocdbt: bool = key(True, "Save arrays together (OCDBT), not in a folder each.")
+    use_zarr3: bool = key(False, "Save in version 3 of Zarr, not 2; both are restored.")
+    target_data_file_size_bytes: int | None = key(
+        None,
+        "Size of an OCDBT file; 0 is unlimited, null Orbax's default for the storage.",
+        unit="bytes",
+        ge=0,
+    )
+    concurrent_gb: Count = key(96, "Data in transfer to or from storage, per process.", unit="GB")
+    device_host_concurrent_gb: int | None = key(
+        None, "Data in transfer from devices, per process; null is unlimited.",
+        unit="GB", ge=1,
+    )  # fmt: skip
+    timeout: Count = key(1200, "Longest time of a save in the background.", unit="seconds")
+    single_replica_restore: bool = key(
+        False,
+        "Read checkpoints in the first replica (mesh axis data), and broadcast to the others.",
+    )
+
+
 class Checkpoint(Section):
     """Checkpoints: saving, restoring, growing."""
 
@@ -408,6 +431,9 @@ class Checkpoint(Section):
         "", "Start from the parameters, optimizer state and step of another run."
     )
     growth: Growth = options(Growth)
+    checkpoint_storage: CheckpointStorage = options(
+        CheckpointStorage, only_if="enable_checkpointing"
+    )
 
 
 class Evaluation(Section):
@@ -439,6 +465,13 @@ class WeightsAndBiases(Options):
     )
 
 
+class ProfilerWindow(Options):
+    """Profiled steps."""
+
+    skip: Natural = key(1, "Steps before the profile starts.")
+    steps: Count = key(5, "Steps in the profile.")
+
+
 class Monitoring(Section):
     """Logs, metrics and profiles."""
 
@@ -464,10 +497,7 @@ class Monitoring(Section):
     )
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a profile of some steps for TensorBoard.")
-    skip_first_n_steps_for_profiler: Natural = key(
-        1, "Steps before the profile starts.", only_if={"profiler": "xplane"}
-    )
-    profiler_steps: Count = key(5, "Steps in the profile.", only_if={"profiler": "xplane"})
+    profiler_window: ProfilerWindow = options(ProfilerWindow, only_if={"profiler": "xplane"})
 
 
 _SKIPPING = {"skip_step_on_spikes": True}

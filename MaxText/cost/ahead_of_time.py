@@ -24,10 +24,9 @@ def train_compile(config: Config, target: targets.Target, show: Callable[[str], 
     Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
     cannot be compiled for it here.
     """
-    num_slices = max(config.run.compile_topology_num_slices, 1)
-    devices = targets.devices(target, num_slices)
+    devices = targets.devices(target)
     kind = devices[0].device_kind
-    slices = f" in {num_slices} slices" if num_slices > 1 else ""
+    slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
     show(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
     planned = lower_train_step(config, devices)
     show("\n".join([f"mesh: {planned.layout.words}", *planned.lines]))

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+from typing import NamedTuple
 
 from MaxText.config.problems import close_matches
 from MaxText.errors import UserError
@@ -70,6 +71,7 @@ CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
            30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8),
            "measured: small models on two cores")  # fmt: skip
+_BY_NAME = {chip.name.lower(): chip for chip in (*_TPUS, *_GPUS, CPU)}
 # Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
 # T4. Patterns match jax.Device.device_kind in order. TPU v2, v3 and 7x chips are two devices each.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -101,11 +103,32 @@ ALIASES = {
 }  # fmt: skip
 
 
+class MachineName(NamedTuple):
+    """A machine's name in parts: 2xv5p-128, 8xH100, h100-8; None is absent."""
+
+    count: int | None  # in front: TPU slices, or GPUs
+    kind: str
+    number: int | None
+
+
+def split_name(name: str) -> MachineName | None:
+    """Splits the name of a machine; None if it has another form."""
+    match = re.fullmatch(r"(?:(\d+)x)?(7x|[a-z][a-z0-9]*)(?:-(\d+))?", name.strip().lower())
+    if match is None:
+        return None
+    count, kind, number = match.groups()
+    if count and f"{kind}-{number}" in _BY_NAME:  # 8xA100-40, of 40 GB each
+        kind, number = f"{kind}-{number}", None
+    return MachineName(
+        int(count) if count else None, ALIASES.get(kind, kind), int(number) if number else None
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     name: str  # as the user wrote it
     chip: Chip
-    num_chips: int  # over all slices or servers
+    num_chips: int  # over all slices or servers; of a CPU, simulated devices
     num_slices: int = 1  # groups connected only by a slow network
 
     @property
@@ -114,12 +137,13 @@ class Hardware:
 
     @property
     def memory(self) -> float:
-        """Bytes of a device; for a CPU, of the machine."""
-        return self.chip.memory / self.chip.devices
+        """Bytes of a device; devices of a CPU share the machine's."""
+        return self.chip.memory / (self.num_chips if self.chip is CPU else self.chip.devices)
 
     def describe(self) -> str:
         if self.chip is CPU:
-            return "this machine's CPU as one device"
+            devices = "one device" if self.num_chips == 1 else f"{self.num_chips} devices"
+            return f"this machine's CPU as {devices}"
         counted = f" ({self.num_devices} jax devices)" if self.chip.devices > 1 else ""
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         return f"{self.num_chips} x {self.chip.name}{counted}{slices}"
@@ -129,39 +153,38 @@ def find(name: str) -> Hardware:
     """Returns the hardware of a name.
 
     TPUs use accelerator types, which count TensorCores (two per chip) for v2, v3, v4, v5p and
-    tpu7x, and chips for v5e (v5litepod) and v6e. "2xv5p-128" is two slices. "8xH100" is 8 GPUs,
-    "cpu" this machine.
+    tpu7x, and chips for v5e (v5litepod) and v6e. "2xv5p-128" is two slices. "8xH100" and "h100-8"
+    are 8 GPUs, "cpu" is this machine, "cpu-4" this machine as 4 devices.
     """
-    text = name.strip()
-    if text.lower() == "cpu":
-        return Hardware(name, CPU, 1)
-    match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9]*(?:-40)?|7x)(?:-(\d+))?", text)
-    if match is None:
+    parts = split_name(name)
+    chip = _BY_NAME.get(parts.kind) if parts else None
+    if parts is None or chip is None:
         raise _unknown(name)
-    count, kind, number = match.groups()
-    chips = {key.lower(): chip for key, chip in CHIPS.items()}
-    chip = chips.get(ALIASES.get(kind.lower(), kind.lower()))
-    if chip is None:
-        raise _unknown(name)
-    times = int(count or 1)
+    if 0 in (parts.count, parts.number):
+        raise UserError(f"hardware={name}: numbers start at 1.")
+    times, number = parts.count or 1, parts.number
+    if chip is CPU:
+        return Hardware(name, CPU, times * (number or 1))
     if chip.platform == "gpu":
-        if number is not None or times < 1:
+        if parts.count is None and number is None:
             raise UserError(
-                f"hardware={name}: write the number of GPUs in front, as in 8x{chip.name}."
+                f"hardware={name}: the number of GPUs is missing. Write 8x{chip.name} or "
+                f"{parts.kind}-8."
             )
+        times *= number or 1
         return Hardware(name, chip, times, max(1, -(-times // chip.num_linked)))
-    if number is None or times < 1:
+    if number is None:
         raise UserError(
             f"hardware={name}: the number is missing. Write for example "
             f"{chip.name}-{8 * chip.cores}; it counts "
             f"{'TensorCores, two per chip' if chip.cores == 2 else 'chips'}."
         )
-    if int(number) < chip.cores or int(number) % chip.cores:
+    if number % chip.cores:
         raise UserError(
             f"hardware={name}: the number counts TensorCores, {chip.cores} per chip, so it must be "
             f"a multiple of {chip.cores}."
         )
-    return Hardware(name, chip, times * int(number) // chip.cores, times)
+    return Hardware(name, chip, times * number // chip.cores, times)
 
 
 def _unknown(name: str) -> UserError:
@@ -171,5 +194,5 @@ def _unknown(name: str) -> UserError:
     return UserError(
         f"hardware={name}: unknown.{meant}\n"
         "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a number "
-        f"of GPUs (8xH100, 1xH200) or cpu. Known: {', '.join(CHIPS)}."
+        f"of GPUs (8xH100, h100-8) or cpu. Known: {', '.join(CHIPS)}."
     )

@@ -80,4 +80,7 @@ def plan_of(
 
 def peak_of(hardware: Hardware) -> PeakFlops:
     """Returns a device's peak: by data sheet, or measured on this CPU."""
-    return datasheet_peak(hardware.chip.device_kind) or measure_peak(jax.devices("cpu")[0])
+    if known := datasheet_peak(hardware.chip.device_kind):
+        return known
+    measured = measure_peak(jax.devices("cpu")[0])
+    return measured._replace(tflops=measured.tflops / hardware.num_chips)

@@ -33,7 +33,7 @@ class PlanOptions(ProgramOptions):
 
     REQUIRED = ("hardware",)
 
-    hardware: str = key("", "v5p-128, v5e-16, 2xv5p-128 (two slices), 8xH100, 1xH200, cpu.")
+    hardware: str = key("", "v5p-128, v5e-16, 2xv5p-128 (two slices), 8xH100, h100-8, cpu.")
     tokens: Amount = key(None, "Tokens of the run, e.g. 300B; by default those of `steps` steps.")
     price_per_chip_hour: Amount = key(None, "Price of a TPU chip or a GPU, in any currency.")
     fit: bool = key(False, "Search for a mesh, microbatch size and remat policy that fit.")

@@ -1,4 +1,4 @@
-"""Machines to compile for, by their rental names.
+"""Machines to compile for, by the names of plan.py.
 
 Google's names count differently by generation (https://cloud.google.com/tpu/docs): v5e-16 and
 v6e-16 have 16 chips, v4-16 and v5p-16 have 16 TensorCores, two on each of 8 chips. A chip is one
@@ -6,12 +6,11 @@ device.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.cost import nvidia
-from MaxText.cost.hardware import ALIASES, CHIPS
+from MaxText.cost.hardware import CHIPS, MachineName, split_name
 from MaxText.errors import UserError, first_line
 
 # Chips -> topology.
@@ -33,7 +32,7 @@ _GPUS_PER_HOST = 8
 
 
 class Target(NamedTuple):
-    """A machine to compile for; `num_devices` counts one slice.
+    """A machine to compile for; `num_devices` and `topology` are of one slice.
 
     `platform` is JAX's name, `memory` in bytes per device, 0 if unknown.
     """
@@ -44,17 +43,32 @@ class Target(NamedTuple):
     num_devices: int
     memory: int
     options: dict[str, Any]
+    num_slices: int = 1
 
 
-def find(name: str) -> Target:
-    """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4."""
-    kind, _, digits = name.strip().lower().rpartition("-")
-    kind = ALIASES.get(kind, kind)
-    number = int(digits) if re.fullmatch(r"[1-9]\d{0,5}", digits) else 0
-    if kind == "cpu" and number:
-        return Target(f"cpu-{number}", "cpu", "", number, 0, {})
-    if kind in nvidia.DESCRIPTIONS and number:
+def find(name: str, num_slices: int = 1) -> Target:
+    """Returns the machine named e.g. v5e-16, 2xv5p-8, h100-8, 8xH100 or cpu-4.
+
+    `num_slices` is compile_topology_num_slices; a name with several slices sets them itself.
+    """
+    parts = split_name(name) or MachineName(None, "", None)
+    kind, count, number = parts.kind, parts.count or 1, parts.number or 0
+    named = parts.count or number or (kind == "cpu" and parts.number is None)
+    if named and (kind == "cpu" or kind in nvidia.DESCRIPTIONS):
+        number = count * max(number, 1)
+        if num_slices > 1:
+            raise UserError(
+                f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
+                f"number of devices: compile_topology={kind}-{num_slices * number}"
+            )
+        if kind == "cpu":
+            return Target(f"cpu-{number}", "cpu", "", number, 0, {})
         return _gpus(kind, number)
+    if num_slices > 1 and count not in (1, num_slices):
+        raise UserError(
+            f"compile_topology={name} and compile_topology_num_slices={num_slices} name different "
+            "numbers of slices: set only one."
+        )
     shapes = _TOPOLOGIES.get(kind, {})
     chips, rest = divmod(number, CHIPS[kind].cores if shapes else 1)
     if chips not in shapes or rest:
@@ -64,8 +78,9 @@ def find(name: str) -> Target:
         options["chip_config_name"] = "megacore"  # one device for a chip's two cores
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    memory = int(CHIPS[kind].memory)
-    return Target(f"{kind}-{number}", "tpu", f"{kind}:{shapes[chips]}", chips, memory, options)
+    topology, memory = f"{kind}:{shapes[chips]}", int(CHIPS[kind].memory)
+    slices = max(count, num_slices)
+    return Target(f"{kind}-{number}", "tpu", topology, chips, memory, options, slices)
 
 
 def names() -> list[str]:
@@ -98,7 +113,7 @@ def prepare_environment(target: Target) -> None:
             os.environ["XLA_FLAGS"] = f"{present} {flag}".strip()
 
 
-def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
+def devices(target: Target) -> Sequence[Any]:
     """Returns devices to compile for, possibly absent ones.
 
     Raises UserError if the plug-in is missing or does not know the machine.
@@ -106,12 +121,6 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
     import jax
     from jax.experimental import topologies
 
-    if num_slices > 1 and target.platform != "tpu":
-        raise UserError(
-            f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
-            "number of devices: "
-            f"compile_topology={target.name.split('-')[0]}-{num_slices * target.num_devices}"
-        )
     if target.platform == "cpu":
         present = jax.devices("cpu")
         if len(present) < target.num_devices:
@@ -130,7 +139,7 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
                 topology=target.topology,
             )
         else:
-            slices = {"num_slices": num_slices} if num_slices > 1 else {}
+            slices = {"num_slices": target.num_slices} if target.num_slices > 1 else {}
             found = topologies.get_topology_desc(target.topology, "tpu", **target.options, **slices)
     except Exception as error:  # depends on the plug-in and on which part of it is missing
         extra, package = ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "CUDA plug-in")

@@ -9,13 +9,13 @@ from MaxText.config.training_sections import Monitoring
 
 
 class StepProfiler:
-    """Traces `profiler_steps` steps on process 0, if `profiler` is set."""
+    """Traces some steps on process 0, if `profiler` is set."""
 
     def __init__(self, monitoring: Monitoring, folder: Any, first_step: int):
         self._folder = str(folder)
         active = monitoring.profiler == "xplane" and jax.process_index() == 0
-        self._start = first_step + monitoring.skip_first_n_steps_for_profiler if active else None
-        self._num_steps = monitoring.profiler_steps
+        self._start = first_step + monitoring.profiler_window.skip if active else None
+        self._num_steps = monitoring.profiler_window.steps
         self._tracing = False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
 from MaxText.run.training_stats import TrainingStats
-from MaxText.runtime import start_up
+from MaxText.runtime import process_start
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
@@ -151,7 +151,7 @@ def emit_start(events: EventStream, start: RestoreResult, facts: Mapping[str, An
     events.emit(
         "resume" if start.how == "resume" else "start",
         step=start.first_step,
-        seconds=time.time() - start_up.launch_time(),
+        seconds=time.time() - process_start.launch_time(),
         source=start.source,
         lost=events.lost,
         **facts,

@@ -82,7 +82,7 @@ def restore_or_initialize(
         _check_has_train_state(checkpoints.stored(steps[0]))
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
-        start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
+        start = _load_full_state(section, abstract_state, config_flat, show)
     elif resolved and resolved.growth:
         start = _grow(resolved.growth, abstract_state, initialize)
     elif section.load_parameters_path:
@@ -169,8 +169,9 @@ def _resume(
 
 
 def _load_full_state(
-    path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
+    section: Checkpoint, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> RestoreResult:
+    path = section.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
     with corruption_as_user_error(stored, "load_full_state_path"):
         position, metadata = None, stored.metadata.values
@@ -178,7 +179,9 @@ def _load_full_state(
             position = stored.position()
         else:
             show(f"  {stored} has no data position: data begins at its step")
-        state = reading.restore_state(stored, abstract_state, config_flat, show)
+        state = reading.restore_state(
+            stored, abstract_state, config_flat, show, storage=section.checkpoint_storage
+        )
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
         metadata, str(stored), stored.step,

@@ -18,7 +18,7 @@ from MaxText.config.schema import Config
 from MaxText.errors import Diverged
 from MaxText.metrics.step_line import StepReport
 from MaxText.run.records import Records
-from MaxText.runtime import start_up
+from MaxText.runtime import process_start
 
 _AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
 
@@ -105,7 +105,7 @@ class MetricLogger:
         facts: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
-            facts["seconds_since_launch"] = round(time.time() - start_up.launch_time(), 3)
+            facts["seconds_since_launch"] = round(time.time() - process_start.launch_time(), 3)
         self._records.events.emit(
             "step",
             step=step,

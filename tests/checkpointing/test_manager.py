@@ -31,9 +31,15 @@ def save_steps(checkpoints, state, steps, metadata=None):
     return state, kept
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_was_saved_comes_back(tmp_path, asynchronous):
-    checkpoints = CheckpointManager(tmp_path, Checkpoint(async_checkpointing=asynchronous))
+_FORMAT = {"use_zarr3": True, "use_ocdbt": False, "concurrent_gb": 1, "timeout": 60}
+
+
+@pytest.mark.parametrize("storage", [None, _FORMAT])
+def test_what_was_saved_comes_back(tmp_path, storage):
+    section = Checkpoint.model_validate(
+        {"checkpoint_storage": storage or {}, "async_checkpointing": storage is None}
+    )
+    checkpoints = CheckpointManager(tmp_path, section)
     assert checkpoints.latest_step() is None
     state, kept = save_steps(checkpoints, fresh_state(), [9, 10])
     assert checkpoints.steps() == [9, 10]
@@ -43,6 +49,7 @@ def test_what_was_saved_comes_back(tmp_path, asynchronous):
         assert position == {"step": step + 1}
         assert metadata["config"]["base_emb_dim"] == 8
         assert metadata["num_parameters"] == 3 * 16 * 8 + 8 + 32 * 8
+    assert any(tmp_path.rglob("zarr.json")) == (storage is not None)
     # A step on disk is not written again.
     assert checkpoints.save(10, state, None, {}) is False
     assert checkpoints.restore(10, abstract(state))[1] == {"step": 11}

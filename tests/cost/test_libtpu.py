@@ -34,7 +34,7 @@ for name in targets.names():
     devices = targets.devices(target)
     assert len(devices) == target.num_devices, name
     for num_slices in (1, 2) if 8 <= len(devices) <= 1024 else ():
-        all_devices = list(targets.devices(target, num_slices))
+        all_devices = list(targets.devices(target._replace(num_slices=num_slices)))
         assert len(all_devices) == num_slices * len(devices)
         sizes = [2**power for power in range(11) if target.num_devices % 2**power == 0]
         for one, other in itertools.product(sizes, sizes):

@@ -286,6 +286,8 @@ def test_stages_of_a_pipeline():
         ("8xH100", "H100", 8, 8, 1),
         ("1xh200", "H200", 1, 1, 1),
         ("16xA100-40", "A100-40", 16, 16, 2),
+        ("a100-40", "A100", 40, 40, 5),
+        ("h100-8", "H100", 8, 8, 1),
     ],
 )
 def test_names_of_hardware(name, chip, num_chips, num_devices, slices):
@@ -299,9 +301,10 @@ def test_the_cpu_is_one_device_with_the_memory_of_the_machine():
     found = find("cpu")
     assert (found.chip.platform, found.num_devices) == ("cpu", 1)
     assert found.memory > 2**28
+    assert find("cpu-4").memory == found.memory / 4
 
 
-@pytest.mark.parametrize("name", ["v5q-8", "H100-8", "0xH100", "v5p", "v5p-7", "v4-0", ""])
+@pytest.mark.parametrize("name", ["v5q-8", "H100", "0xH100", "v5p", "v5p-7", "v4-0", ""])
 def test_other_names_are_refused_with_a_remedy(name, told):
     with pytest.raises(UserError) as caught:
         find(name)

@@ -6,7 +6,7 @@ import os
 import pytest
 from jax.experimental import topologies
 
-from MaxText.cost import nvidia, targets
+from MaxText.cost import hardware, nvidia, targets
 from MaxText.errors import UserError
 
 
@@ -22,11 +22,23 @@ from MaxText.errors import UserError
         ("h200-2", "1x1x2", 2),
         ("a100-32", "1x4x8", 32),
         ("cpu-3", "", 3),
+        ("8xH100", "1x1x8", 8),
+        ("16xa100", "1x2x8", 16),
+        ("2xv5e-16", "v5e:4x4", 16),
+        ("cpu", "", 1),
     ],
 )
 def test_names_that_users_know(name, topology, num_devices):
     found = targets.find(name)
     assert (found.topology, found.num_devices) == (topology, num_devices)
+
+
+def test_plan_and_compiler_read_the_same_names():
+    for name in ("v5p-8", "v5e-256", "2xv5litepod-16", "h100-8", "8xH100", "a100-8", "cpu-4"):
+        target, planned = targets.find(name), hardware.find(name)
+        assert target.num_slices * target.num_devices == planned.num_devices, name
+        assert target.platform == planned.chip.platform
+    assert targets.find("v5e-16", num_slices=2) == targets.find("2xv5e-16")
 
 
 def test_arrangements_have_as_many_chips_as_the_names_say():
@@ -58,7 +70,9 @@ def test_other_names_are_refused_with_those_there_are(name, near):
 
 def test_machines_that_are_not_there(monkeypatch):
     with pytest.raises(UserError, match="compile_topology=h100-16"):  # TPUs alone come in slices
-        targets.devices(targets.find("h100-8"), num_slices=2)
+        targets.find("h100-8", num_slices=2)
+    with pytest.raises(UserError, match="different numbers of slices"):
+        targets.find("2xv5e-16", num_slices=4)
     with pytest.raises(UserError, match="cpu-999"):
         targets.devices(targets.find("cpu-999"))
 

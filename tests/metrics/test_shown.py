@@ -132,7 +132,7 @@ def test_loss_curve_is_drawn_from_the_records(run):
 
 
 def test_the_configured_steps_are_traced(tmp_path):
-    monitoring = Monitoring(profiler="xplane", skip_first_n_steps_for_profiler=1, profiler_steps=2)
+    monitoring = Monitoring(profiler="xplane", profiler_window={"skip": 1, "steps": 2})
     for section, expected in ((Monitoring(), []), (monitoring, [12, 13, 14])):
         profiler = StepProfiler(section, tmp_path, first_step=10)
         written = []

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from MaxText.errors import UserError
-from MaxText.runtime import processes, start_up
+from MaxText.runtime import process_start, processes, start_up
 from MaxText.runtime.start_up import assert_same_config, find_devices, initialize_distributed
 from tests.runtime.child_programs import ended, started
 
@@ -45,7 +45,7 @@ def test_allocator_setting(library, present, expected, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: library)
     monkeypatch.setattr(os, "execve", execve := mock.Mock())
     monkeypatch.setenv("GLIBC_TUNABLES", present)
-    start_up.reexec_with_malloc_tuning()
+    process_start.reexec_with_malloc_tuning()
     assert execve.called == (expected is not None)
     if expected:
         program, _, environment = execve.call_args.args
@@ -58,8 +58,8 @@ def test_large_blocks_are_given_back():
     """Of the process that the program becomes: what was touched of 1 GiB goes with it."""
     program = """
         import ctypes, resource, sys
-        from MaxText.runtime import start_up
-        start_up.reexec_with_malloc_tuning()
+        from MaxText.runtime import process_start
+        process_start.reexec_with_malloc_tuning()
         library = ctypes.CDLL(None)
         library.malloc.restype = ctypes.c_void_p
         library.free.argtypes = [ctypes.c_void_p]
