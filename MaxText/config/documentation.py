@@ -109,15 +109,24 @@ def built_in_yml() -> str:
 
 
 def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields kind, name and target of each registered part of a module."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    """Yields kind, name, and target and keys of each registered part of a module."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    module = f"MaxText.{path.parent.name}.{path.stem}"
+    origins = {
+        name.asname or name.name: f"{node.module}:{name.name}"
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    for node in body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef):
             continue
         for decorator in node.decorator_list:
             match decorator:
-                case ast.Call(func=ast.Name(id="register"), args=[kind, name]):
-                    target = f"MaxText.{path.parent.name}.{path.stem}:{node.name}"
-                    yield ast.literal_eval(kind), ast.literal_eval(name), target
+                case ast.Call(func=ast.Name(id="register"), args=[kind, name], keywords=keywords):
+                    keys = [origins[ast.unparse(one.value)] for one in keywords]
+                    text = " ".join([f"{module}:{node.name}", *keys])
+                    yield ast.literal_eval(kind), ast.literal_eval(name), text
 
 
 def write(folder: Path | None = None) -> list[Path]:

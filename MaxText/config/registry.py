@@ -43,8 +43,9 @@ class Registration:
 
     Attributes:
       kind: One of KINDS.
-      target: The class or function, or "module:name" to import when it is needed.
-      keys: Keys of the part's own, which join the configuration.
+      target: The class or function; of a built-in part "module:name", imported when it is needed.
+      keys: Keys of the part's own, which join the configuration. A built-in part imports them from
+        a module without jax.
       place: File and line of the registration.
     """
 
@@ -58,11 +59,22 @@ class Registration:
     def is_built_in(self) -> bool:
         return isinstance(self.target, str)
 
+    @property
+    def checks_itself(self) -> bool:
+        """Whether its class says what is invalid, not a rule of config/model_rules.py."""
+        return not self.is_built_in or self.keys is not None
+
+    def is_of(self, given: Any) -> bool:
+        """Returns whether a class or function is this part."""
+        return self.target in (given, f"{given.__module__}:{given.__name__}")
+
     def load(self) -> Any:
-        if not isinstance(self.target, str):
-            return self.target
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return _imported(self.target) if isinstance(self.target, str) else self.target
+
+
+def _imported(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class Name:
@@ -113,8 +125,8 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
         earlier = _all().get((kind, name))
-        if earlier and earlier.target == f"{given.__module__}:{given.__name__}":
-            return given  # built in
+        if earlier and earlier.is_built_in and earlier.is_of(given):
+            return given
         if earlier is not None:
             where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
             raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")
@@ -143,8 +155,10 @@ def _check_keys(keys: type[Section], who: str) -> None:
 @functools.cache
 def _load_built_in() -> None:
     for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
-        for name, target in targets.items():
-            _registered[kind, name] = Registration(kind, name, target, None, str(BUILT_IN))
+        for name, text in targets.items():
+            target, *keys = text.split()
+            section = _imported(*keys) if keys else None
+            _registered[kind, name] = Registration(kind, name, target, section, str(BUILT_IN))
 
 
 def _all() -> dict[tuple[str, str], Registration]:
@@ -213,7 +227,7 @@ class Parts(Section):
     def of(self, target: Any) -> Section | None:
         """Returns the keys of a part by its class or function, or None."""
         bases = getattr(target, "__mro__", (target,))
-        found = next((one for one in self.with_keys() if one.target in bases), None)
+        found = next((one for one in self.with_keys() if any(map(one.is_of, bases))), None)
         return None if found is None else self._of(found)
 
     def with_values(self, values: dict[str, Any]) -> Self:
