@@ -132,15 +132,15 @@ def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
 def write(folder: Path | None = None) -> list[Path]:
     """Writes the files, or copies in another folder; returns their paths."""
     targets = {
-        config_files.BASE_YML: base_yml(),
-        CONFIGURATION_MD: configuration_md(),
-        registry.BUILT_IN: built_in_yml(),
+        registry.BUILT_IN: built_in_yml,  # first: its parts have keys
+        config_files.BASE_YML: base_yml,
+        CONFIGURATION_MD: configuration_md,
     }
     written = []
     for target, text in targets.items():
         path = folder / target.name if folder else target
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text(), encoding="utf-8")
         written.append(path)
     return written
 
