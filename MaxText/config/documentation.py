@@ -132,7 +132,7 @@ def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
 def write(folder: Path | None = None) -> list[Path]:
     """Writes the files, or copies in another folder; returns their paths."""
     targets = {
-        registry.BUILT_IN: built_in_yml,  # first: its parts have keys
+        registry.BUILT_IN: built_in_yml,  # first, because its parts have keys
         config_files.BASE_YML: base_yml,
         CONFIGURATION_MD: configuration_md,
     }
@@ -141,6 +141,7 @@ def write(folder: Path | None = None) -> list[Path]:
         path = folder / target.name if folder else target
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text(), encoding="utf-8")
+        registry.read_built_in()
         written.append(path)
     return written
 

@@ -161,6 +161,13 @@ def _load_built_in() -> None:
             _registered[kind, name] = Registration(kind, name, target, section, str(BUILT_IN))
 
 
+def read_built_in() -> None:
+    """Forgets all parts and reads BUILT_IN again."""
+    _load_built_in.cache_clear()
+    _registered.clear()
+    _notify()
+
+
 def _all() -> dict[tuple[str, str], Registration]:
     _load_built_in()
     return _registered

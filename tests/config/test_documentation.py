@@ -102,9 +102,8 @@ def test_a_built_in_part_with_keys_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "BUILT_IN", tmp_path / "built_in.yml")
     monkeypatch.syspath_prepend(tmp_path)
     before = registry.registrations()
-    registry._load_built_in.cache_clear()
     try:
-        registry.keep_only([])
+        registry.read_built_in()
         model = configure(mixer="mine", my_width=7).model
         part = registry.lookup("mixer", "mine")
         assert part.__module__ == "own_part"
