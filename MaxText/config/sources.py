@@ -313,8 +313,9 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         try:
             file = config_files.find(chosen, next_to)
         except ConfigFileError as error:
-            problem = dataclasses.replace(error.problem, where=place)
-            result.problems.append(problem)
+            # A saved configuration has the keys of a bundle that has since been moved.
+            if setting.origin.source is not Source.SAVED_CONFIG:
+                result.problems.append(dataclasses.replace(error.problem, where=place))
             return []
     elif chosen not in known:
         facts = (
