@@ -66,7 +66,9 @@ class Registration:
 
     def is_of(self, given: Any) -> bool:
         """Returns whether a class or function is this part."""
-        return self.target in (given, f"{given.__module__}:{given.__name__}")
+        if self.is_built_in:
+            return self.target == f"{given.__module__}:{given.__name__}"
+        return self.target is given
 
     def load(self) -> Any:
         return _imported(self.target) if isinstance(self.target, str) else self.target
