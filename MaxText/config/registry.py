@@ -61,7 +61,7 @@ class Registration:
 
     @property
     def checks_itself(self) -> bool:
-        """Whether its class says what is invalid, not a rule of config/model_rules.py."""
+        """Whether `problem` and `decodes` of its class count, not model_rules."""
         return not self.is_built_in or self.keys is not None
 
     def is_of(self, given: Any) -> bool:

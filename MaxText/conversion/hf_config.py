@@ -252,12 +252,12 @@ def _chosen_parts(config: Config) -> list[Registration]:
 
 
 def _names_tensors(part: Registration) -> bool:
-    """Returns whether a part names its tensors itself, instead of the family."""
+    """Returns whether a part names its own tensors, not the family."""
     return not part.is_built_in or bool(part.load().hugging_face_names)
 
 
 def part_keys(family: Family, config: Config) -> dict[str, Any]:
-    """Returns keys with parts that name their tensors as values, and the parts' keys.
+    """Returns keys for parts with own tensor names: choices and part keys.
 
     Empty if other layers use parts that the family does not have.
     """
