@@ -173,7 +173,8 @@ def split_entry(name: str) -> tuple[str, str]:
 
 
 # Sections whose keys may differ from layer to layer, and single keys of others.
-_OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention", "parts")
+_OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention")
+_PARTS_OF_LAYERS = ("mixer", "feed_forward", "norm", "projection")
 _ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
 _OF_ALL_LAYERS = (
     "share_parameters", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
@@ -185,6 +186,9 @@ def is_of_layer(key: Key) -> bool:
     """Returns whether layer_kinds may set a key."""
     if key.name in _ALSO_OF_LAYERS:
         return True
+    if key.section[:2] == ("model", "parts"):
+        own = [part for part in Parts.with_keys() if part.kind in _PARTS_OF_LAYERS]
+        return any(part.name == key.section[2] for part in own)
     return (
         key.section[:1] == ("model",)
         and key.section[1] in _OF_LAYERS

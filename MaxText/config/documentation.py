@@ -110,29 +110,39 @@ def built_in_yml() -> str:
 
 
 def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields kind, name and target of each registered part of a module."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    """Yields kind, name and line in built_in.yml of a module's parts."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    module = f"MaxText.{path.parent.name}.{path.stem}"
+    origins = {
+        name.asname or name.name: f"{node.module}:{name.name}"
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    for node in body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef):
             continue
         for decorator in node.decorator_list:
             match decorator:
-                case ast.Call(func=ast.Name(id="register"), args=[kind, name]):
-                    target = f"MaxText.{path.parent.name}.{path.stem}:{node.name}"
-                    yield ast.literal_eval(kind), ast.literal_eval(name), target
+                case ast.Call(func=ast.Name(id="register"), args=[kind, name], keywords=keywords):
+                    keys = [origins[ast.unparse(one.value)] for one in keywords]
+                    text = " ".join([f"{module}:{node.name}", *keys])
+                    yield ast.literal_eval(kind), ast.literal_eval(name), text
 
 
 def write(folder: Path | None = None) -> list[Path]:
     """Writes the files, or copies in another folder; returns their paths."""
     targets = {
-        config_files.BASE_YML: base_yml(),
-        CONFIGURATION_MD: configuration_md(),
-        registry.BUILT_IN: built_in_yml(),
+        registry.BUILT_IN: built_in_yml,  # first, because its parts have keys
+        config_files.BASE_YML: base_yml,
+        CONFIGURATION_MD: configuration_md,
     }
     written = []
     for target, text in targets.items():
         path = folder / target.name if folder else target
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text(), encoding="utf-8")
+        registry.read_built_in()
         written.append(path)
     return written
 

@@ -303,6 +303,8 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
             set_derived("run_name", job, "from $JOBSET_NAME")
         else:
             chosen = typed["model_name"] if typed["model_name"] != "default" else ""
+            if sources.YAML_PATH.fullmatch(chosen):
+                chosen = Path(chosen).stem
             stem = chosen or (config_path.stem if config_path else "run")
             time = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
             time += f"-{secrets.token_hex(2)}"  # a sweep may start several runs in one second

@@ -11,7 +11,7 @@ from MaxText.config.layer_sections import (
     MixtureOfExperts,
     NotElementwise,
 )
-from MaxText.config.registry import KINDS, registration
+from MaxText.config.registry import KINDS, registration, registrations
 from MaxText.config.rule import rule
 
 
@@ -172,8 +172,8 @@ def _parts(model):
             ("head", "Head", section.head.name),
         ):
             registered = registration(kind, name)
-            if registered.is_built_in:
-                continue  # rules above
+            if not registered.checks_itself:
+                continue
             part = registered.load()
             if not hasattr(part, "problem"):
                 return (
@@ -201,7 +201,7 @@ def _dense_connection(connection_type, dense_conn):
 def _no_decode_state(model):
     for name in dict.fromkeys(model.mixers):
         registered = registration("mixer", name)
-        if not registered.is_built_in and not registered.load().decodes():
+        if registered.checks_itself and not registered.load().decodes():
             return (
                 f"mixer={name} has no decode state: give {registered.load().__name__} the methods "
                 f"prefill and decode_step ({registered.place})"
@@ -235,14 +235,22 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _read_by_no_layer(model, **keys):
     section, mixers = model.attention, set(model.mixers)
+    with_bases = mixers.union(*map(_base_mixers, mixers))
     for name, readers in _READ_BY.items():
         default = type(section).model_fields[name].default
-        if keys[name] != default and not mixers.intersection(readers):
+        if keys[name] != default and not with_bases.intersection(readers):
             found = ", ".join(sorted(mixers))
             return (
                 f"{name} is for layers with mixer {' or '.join(readers)}, and all layers have "
                 f"{found}"
             )
+
+
+def _base_mixers(name: str) -> set[str]:
+    """Returns the registered base classes of a user's mixer."""
+    bases = getattr(registration("mixer", name).target, "__mro__", ())
+    mixers = [one for one in registrations() if one.kind == "mixer"]
+    return {one.name for one in mixers if any(map(one.is_of, bases))}
 
 
 @rule("attention_types")

@@ -5,6 +5,7 @@ The generated layers/built_in.yml lists built-in parts, which are thus known wit
 """
 
 import dataclasses
+import functools
 import importlib
 import re
 import sys
@@ -42,8 +43,9 @@ class Registration:
 
     Attributes:
       kind: One of KINDS.
-      target: The class or function, or "module:name" to import when it is needed.
-      keys: Keys of the part's own, which join the configuration.
+      target: The class or function; of a built-in part "module:name", imported when it is needed.
+      keys: Keys of the part's own, which join the configuration. A built-in part imports them from
+        a module without jax.
       place: File and line of the registration.
     """
 
@@ -57,11 +59,24 @@ class Registration:
     def is_built_in(self) -> bool:
         return isinstance(self.target, str)
 
+    @property
+    def checks_itself(self) -> bool:
+        """Whether `problem` and `decodes` of its class count, not model_rules."""
+        return not self.is_built_in or self.keys is not None
+
+    def is_of(self, given: Any) -> bool:
+        """Returns whether a class or function is this part."""
+        if self.is_built_in:
+            return self.target == f"{given.__module__}:{given.__name__}"
+        return self.target is given
+
     def load(self) -> Any:
-        if not isinstance(self.target, str):
-            return self.target
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return _imported(self.target) if isinstance(self.target, str) else self.target
+
+
+def _imported(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class Name:
@@ -73,14 +88,10 @@ class Name:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return (*self.others, *(name for kind, name in _registered if kind == self.kind))
+        return (*self.others, *(name for kind, name in _all() if kind == self.kind))
 
 
-_registered = {
-    (kind, name): Registration(kind, name, target, None, str(BUILT_IN))
-    for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items()
-    for name, target in targets.items()
-}
+_registered: dict[tuple[str, str], Registration] = {}
 _changed: list[Callable[[], None]] = []
 
 
@@ -115,9 +126,9 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
             )
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
-        earlier = _registered.get((kind, name))
-        if earlier and earlier.target == f"{given.__module__}:{given.__name__}":
-            return given  # built in
+        earlier = _all().get((kind, name))
+        if earlier and earlier.is_built_in and earlier.is_of(given):
+            return given
         if earlier is not None:
             where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
             raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")
@@ -143,9 +154,30 @@ def _check_keys(keys: type[Section], who: str) -> None:
             raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
 
 
+@functools.cache
+def _load_built_in() -> None:
+    for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
+        for name, text in targets.items():
+            target, *keys = text.split()
+            section = _imported(*keys) if keys else None
+            _registered[kind, name] = Registration(kind, name, target, section, str(BUILT_IN))
+
+
+def read_built_in() -> None:
+    """Forgets all parts and reads BUILT_IN again."""
+    _load_built_in.cache_clear()
+    _registered.clear()
+    _notify()
+
+
+def _all() -> dict[tuple[str, str], Registration]:
+    _load_built_in()
+    return _registered
+
+
 def registration(kind: str, name: str) -> Registration:
     """Returns a part; raises KeyError if there is none."""
-    return _registered[kind, name]
+    return _all()[kind, name]
 
 
 def lookup(kind: str, name: str) -> Any:
@@ -154,7 +186,7 @@ def lookup(kind: str, name: str) -> Any:
 
 def registrations() -> list[Registration]:
     """Returns all parts, built-in ones first."""
-    return list(_registered.values())
+    return list(_all().values())
 
 
 def forget(module_file: str) -> None:
@@ -201,7 +233,7 @@ class Parts(Section):
     def of(self, target: Any) -> Section | None:
         """Returns the keys of a part by its class or function, or None."""
         bases = getattr(target, "__mro__", (target,))
-        found = next((one for one in self.with_keys() if one.target in bases), None)
+        found = next((one for one in self.with_keys() if any(map(one.is_of, bases))), None)
         return None if found is None else self._of(found)
 
     def with_values(self, values: dict[str, Any]) -> Self:

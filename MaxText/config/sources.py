@@ -320,7 +320,9 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
             file = config_files.find(chosen, next_to=origin.parent if origin else None)
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
-        result.problems.append(dataclasses.replace(error.problem, where=place))
+        # A saved configuration has the keys of a bundle that has since been moved.
+        if setting is None or setting.origin.source is not Source.SAVED_CONFIG:
+            result.problems.append(dataclasses.replace(error.problem, where=place))
         return []
     kept = []
     for inner in settings:

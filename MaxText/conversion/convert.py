@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from MaxText.config import values
+from MaxText.config import import_modules, values
 from MaxText.config.loading import LoadedConfig, load
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
@@ -62,6 +62,8 @@ def convert(request: Request, show: Show) -> None:
     else:
         weights = RunWeights(request.source, loaded.config if loaded else None)
         shown = f"{weights.stored}: "
+        for warning in import_modules.changes(weights.metadata):
+            show(warning)
     show(f"Reading {shown}{_summary(weights)}")
     if isinstance(weights, MaxTextWeights):
         show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
@@ -74,8 +76,11 @@ def convert(request: Request, show: Show) -> None:
 
 
 def _configuration(request: Request) -> LoadedConfig | None:
-    if request.source_kind == "hf" or (request.source_kind == "run" and not request.arguments):
+    if request.source_kind == "hf":
         return None  # the source has its own configuration
+    if request.source_kind == "run" and not request.config_file:
+        import_modules.collect(request.arguments, {})
+        return None
     if request.arguments:
         return load(request.arguments)
     kind = request.source_kind

@@ -225,17 +225,23 @@ def _chosen_parts(config: Config) -> list[Registration]:
     return [registration(*one) for one in sorted(chosen)]
 
 
-def part_keys(family: Family, config: Config) -> dict[str, Any]:
-    """Returns keys with registered parts as values, and the parts' keys.
+def _names_tensors(part: Registration) -> bool:
+    """Returns whether a part names its own tensors, not the family."""
+    return not part.is_built_in or bool(part.load().hugging_face_names)
 
-    Empty if other layers use built-in ones that the family does not have.
+
+def part_keys(family: Family, config: Config) -> dict[str, Any]:
+    """Returns keys for parts with own tensor names: choices and part keys.
+
+    Empty if other layers use parts that the family does not have.
     """
     parts, block = _chosen_parts(config), config.model.block
-    if any(p.is_built_in and p.name != family.parts.get(KINDS[p.kind], p.name) for p in parts):
+    others = [part for part in parts if not _names_tensors(part)]
+    if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in others):
         return {}
     names: set[str] = set()
     for part in parts:
-        if not part.is_built_in:
+        if _names_tensors(part):
             names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
     if names and names >= {name for _, keys in block.layer_kinds for name, _ in keys}:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
@@ -244,7 +250,7 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
 def absent_in_transformers(family: Family, config: Config) -> str:
     """Returns the class or parts missing in transformers, or ""."""
-    own = [part.name for part in _chosen_parts(config) if not part.is_built_in]
+    own = [part.name for part in _chosen_parts(config) if _names_tensors(part)]
     return " and ".join(own) or ("" if family.in_transformers else family.architecture)
 
 

@@ -7,7 +7,6 @@ TokenFormer and MUDDFormer.
 """
 
 import math
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +76,7 @@ _SOURCE_NORM_NAMES = ("decoder/mudd_prenorm/scale", "decoder/mudd_prenorm_{layer
 _LAYER_AXIS = 1  # param_scan_axis of scanned layers
 
 _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
-_ROTARY = re.compile(r"/(query|key)(_norm)?/")  # affected by the rotary embedding
-_CONNECTION = re.compile(r"connections/after/(\d+)/(.*)")  # aggregation after one layer
+_ROTARY = {"query", "key", "query_norm", "key_norm"}  # affected by the rotary embedding
 
 
 class _ArrayLocation(NamedTuple):
@@ -158,8 +156,9 @@ class MaxTextWeights(WeightSource):
             first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
             return _ArrayLocation([prefix + name for name in names], shape[1:], is_stack=True)
-        if match := _CONNECTION.fullmatch(name):
-            name = _CONNECTION_NAMES[match[2]].format(layer=int(match[1]) - 1)
+        if name.startswith("connections/after/"):
+            after, within = name.removeprefix("connections/after/").split("/", 1)
+            name = _CONNECTION_NAMES[within].format(layer=int(after) - 1)
             return _ArrayLocation([prefix + name], shape)
         within, layers = self.model.placed(name)
         if layers is None:
@@ -190,7 +189,8 @@ class MaxTextWeights(WeightSource):
             array = np.moveaxis(array, _LAYER_AXIS, 0)
         if (which := _SHARED_SLOTS.get(_slots_of(self.model.placed(name)[0]))) is not None:
             array = array[..., which, :]
-        if self.config.model.position.rope_type == "llama3.1" and _ROTARY.search(name):
+        is_rotary = not _ROTARY.isdisjoint(name.split("/"))
+        if self.config.model.position.rope_type == "llama3.1" and is_rotary:
             # MaxText pairs dimensions 2i and 2i + 1, this program i and i + H/2.
             array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
         if "/query/" in name and self.query_scaling == "weights":

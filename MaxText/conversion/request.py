@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+from MaxText.config import import_modules
 from MaxText.config.catalog import split_entry
 from MaxText.config.keys import CountOrAuto, Parser, key
 from MaxText.config.maxtext_keys import ALIASES
@@ -169,9 +170,12 @@ def _wrong_conversion(request: Request) -> Iterator[str]:
             f"{request.config_file} has no effect: the model comes from the folder's config.json. "
             "Set single keys instead, for example max_target_length=2048."
         )
-    if request.source_kind == "run" and request.keys and not request.config_file:
-        name, text = next(iter(request.keys.items()))
-        yield f"{name}={text} has no effect: the model comes from the run's own configuration."
+    if request.source_kind == "run" and not request.config_file:
+        for name in [name for name in request.keys if name != import_modules.KEY][:1]:
+            yield (
+                f"{name}={request.keys[name]} has no effect: the model comes from the run's own "
+                "configuration."
+            )
 
 
 def _wrong_growth(request: Request) -> Iterator[str]:

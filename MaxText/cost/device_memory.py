@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from MaxText.config.catalog import all_keys
 from MaxText.cost.hlo import HloModule, LargeBuffer, largest_unoptimized_buffers
 from MaxText.cost.lowering import LoweredStep
 from MaxText.cost.targets import Target
@@ -190,7 +191,8 @@ def _advice(
             )
     if not layout.optimizer_state_axis and layout.mesh.shape["data"] > 1:
         lines.append("shard_optimizer_over_data=true: each replica keeps a shard of the moments")
-    if planned.config.optimizer.opt_type == "adamw" and not planned.config.optimizer.mu_dtype:
+    optimizer, (condition,) = planned.config.optimizer, all_keys()["mu_dtype"].conditions
+    if optimizer.opt_type in condition["opt_type"] and not optimizer.mu_dtype:
         lines.append("mu_dtype=bfloat16: halve the bytes of the first moment")
     lines.append(f"a machine with more devices or more memory than {target.name}")
     return lines

@@ -11,6 +11,7 @@ import numpy as np
 from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files
+from MaxText.config import import_modules
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.conversion import imported_run, tokenizer_copy
@@ -72,6 +73,8 @@ def grow(request: Request, show: Show) -> None:
     arguments.append(f"run_name={os.path.abspath(request.target)}")
     asked = checkpoint_config.load(arguments).config
     source = open_source(request.source, flatten(asked))
+    for warning in import_modules.changes(source.metadata):
+        show(warning)
     resolved = resolve_growth_from(asked, source)
     if resolved.growth is None or resolved.record is None:
         raise UserError(

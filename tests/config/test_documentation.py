@@ -5,11 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from MaxText.config import documentation, registry
 from MaxText.config.catalog import all_keys, flatten, keys_by_section, unflatten
 from MaxText.config.config_files import BASE_YML, read
-from MaxText.config.loading import configure
+from MaxText.config.loading import configure, load
+from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import Config
 
 PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
@@ -65,3 +67,48 @@ def test_sections_are_frozen_and_refuse_unknown_fields():
         Config().run.steps = 3
     with pytest.raises(ValueError, match="stepz"):
         Config.model_validate({"run": {"stepz": 3}})
+
+
+OWN_KEYS = """
+from MaxText.config.keys import Section, key
+
+class Keys(Section):
+    "Mine."
+    my_width: int = key(3, "How wide it is.", ge=1)
+"""
+OWN_PART = """
+from MaxText.layers.part import Mixer, register
+from own_keys import Keys
+
+@register("mixer", "mine", keys=Keys)
+class Mine(Mixer):
+    "The input, once more."
+
+    def __call__(self, x_BTD, context):
+        return x_BTD, {}
+"""
+
+
+def test_a_built_in_part_with_keys_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "own_keys.py").write_text(OWN_KEYS)
+    (tmp_path / "own_part.py").write_text(OWN_PART)
+    [(kind, name, text)] = documentation._registered_in(tmp_path / "own_part.py")
+    assert (kind, name) == ("mixer", "mine")
+    assert text == f"MaxText.{tmp_path.name}.own_part:Mine own_keys:Keys"
+
+    parts = yaml.safe_load(registry.BUILT_IN.read_text(encoding="utf-8"))
+    parts["mixer"]["mine"] = text.removeprefix(f"MaxText.{tmp_path.name}.")
+    (tmp_path / "built_in.yml").write_text(yaml.safe_dump(parts))
+    monkeypatch.setattr(registry, "BUILT_IN", tmp_path / "built_in.yml")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = registry.registrations()
+    try:
+        registry.read_built_in()
+        model = configure(mixer="mine", my_width=7).model
+        part = registry.lookup("mixer", "mine")
+        assert part.__module__ == "own_part"
+        assert part.keys_of(model.layers[0]).my_width == 7
+        with pytest.raises(ConfigurationError, match="mixer=mine has no decode state"):
+            load(["mixer=mine"], "decode.py")
+    finally:
+        registry.keep_only(before)

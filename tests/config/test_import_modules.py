@@ -184,8 +184,12 @@ def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
     folder = "load_parameters_path=maxtext_output/run"
     found = refused("decode.py", folder, "prompt=a", mine)
     assert "mixer=mine has no decode state: give Mine the methods prefill and decode_step" in found
-    for program in ("decode.py", "eval.py"):
-        found = refused(program, folder, "prompt=a" if program == "decode.py" else "eval_steps=1")
+    for program, *words in (
+        ("decode.py", folder, "prompt=a"),
+        ("eval.py", folder, "eval_steps=1"),
+        ("convert.py", "from=maxtext_output/run", "to=hf:out"),
+    ):
+        found = refused(program, *words)
         assert "1 problem" in found
         assert "import_modules: the model has parts of mine.py" in found
         assert "add:      import_modules=[mine.py]" in found
@@ -194,5 +198,9 @@ def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
     metadata = stored.try_metadata()
     assert list(metadata[import_modules.METADATA]) == ["mine.py"]
     (tmp_path / "mine.py").write_text(PART + "# changed\n")
+    words = ["from=maxtext_output/run", "to=hf:out", mine]
+    done = run("convert.py", words, tmp_path, users_environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning: mine.py has changed since the checkpoint was saved" in done.stdout
     done = run("train.py", [*TINY, mine, "steps=2"], tmp_path, users_environment)
     assert "warning: mine.py has changed since the checkpoint was saved" in done.stdout

@@ -9,6 +9,7 @@ import pytest
 from MaxText.config import config_files, sources
 from MaxText.config.loading import Source, configure, load
 from MaxText.config.problems import ConfigurationError
+from MaxText.config.serialization import resolved_yaml
 
 
 def test_each_layer_beats_the_one_before(write, monkeypatch):
@@ -102,6 +103,17 @@ def test_a_preset_is_a_name_and_no_path():
         load(["model_name=../gpt2"])
     for nothing in ("model_name=", "model_name=none", "model_name=default"):
         assert load([nothing]).config.model == configure().model
+
+
+@pytest.mark.parametrize(("key", "stem"), [("model_name", "mine"), ("decoder_block", "run")])
+def test_a_preset_or_bundle_may_be_a_path(key, stem, write):
+    config = configure(**{key: write("block_arrangement: parallel\n", "mine.yml")})
+    assert config.model.block.block_arrangement == "parallel"
+    assert config.run.run_name.startswith(f"{stem}_20")
+    assert config.run.base_output_directory == "./maxtext_output"
+    saved = write(resolved_yaml(config), "saved.yml")
+    (Path(saved).parent / "mine.yml").unlink()
+    assert configure(saved).model == config.model
 
 
 def test_a_preset_may_inherit_but_not_choose_another(write, monkeypatch, tmp_path):

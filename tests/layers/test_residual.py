@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import configure
+from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import conformance
 from MaxText.layers.model import Model
@@ -146,3 +147,11 @@ def test_positions_of_a_module(parts):
         logits(model, params)[:, 1:],
         logits(*model_and_weights(**parts, position_embedding="none"))[:, 1:],
     )
+
+
+def test_keys_of_attention_act_in_a_mixer_derived_from_it():
+    given = {"attention_scale": 0.5, "strict_config": True}
+    tiny_config(**VALUE_RESIDUAL | given)
+    other = {"import_modules": ["examples/moving_average.py"], "mixer": "moving_average"}
+    with pytest.raises(ConfigurationError, match="attention_scale is for layers with mixer"):
+        tiny_config(**other | given)

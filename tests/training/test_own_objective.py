@@ -126,6 +126,9 @@ def test_the_objective_is_what_training_minimizes():
 def test_what_is_refused(module):
     with pytest.raises(ConfigurationError, match="head_type=low_rank: head_rank=40 is no low rank"):
         tiny_config(**KEYS | {"head_rank": 40})
+    pattern = {"layer_pattern": "A", "layer_kinds": {"A": {"head_rank": 2}}}
+    with pytest.raises(ConfigurationError, match="A: head_rank is not a key of a layer's parts"):
+        tiny_config(**KEYS | pattern)
     for old, new, words in (
         (".astype(jnp.float32)", "[..., 1:]", r"head_type=low_rank returned float32 \[1, 16, 63\]"),
         (", log_z_BT\n", "\n", "loss_type=focal: focal has to return"),
