@@ -152,6 +152,11 @@ def _time_and_cost(plan: Plan, seconds: float, tokens: float, price: float | Non
     return [short_time(whole), *money]
 
 
+def _interval(low: float, high: float) -> str:
+    (first, unit), last = short_time(low).split(), short_time(high)
+    return f"{first} - {last}" if last.endswith(unit) else f"{first} {unit} - {last}"
+
+
 def _mesh_words(program: Program) -> str:
     words = program.layout.words
     sizes = zip(MESH_AXES, program.sizes.dcn, strict=True)
@@ -178,7 +183,7 @@ def format_proposals(
             f"{plan.program.config.batch.per_device_batch_size:g}",
             plan.program.config.model.memory.remat_policy,
             f"{plan.memory.total / _GB:.1f}",
-            f"{short_time(plan.time.lower)} - {short_time(plan.time.upper)}",
+            _interval(plan.time.lower, plan.time.upper),
             f"{plan.time.mfu(plan.time.estimate, plan.tokens_per_device):.1%}",
             *_time_and_cost(plan, plan.time.estimate, tokens, price),
         ]
@@ -188,10 +193,12 @@ def format_proposals(
     table = format_table(
         header + ["cost"] * (price is not None),
         rows,
-        ["(other meshes are slower or do not fit)"],
         right=range(3, 8),
     )
     line = shlex.join(
         ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
     )
-    return f"plans that fit, fastest first:\n{table}\nTo train with the first:\n  {line}"
+    return (
+        f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
+        f"To train with the first:\n  {line}"
+    )

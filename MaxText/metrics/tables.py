@@ -107,12 +107,12 @@ _YEAR = 365.25 * 86400
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Returns the largest unit of which a time has two, or seconds."""
+    """Returns the largest unit at most half of a time, or seconds."""
     return next((unit for unit in TIME_UNITS if seconds >= 2 * unit[0]), TIME_UNITS[-1])
 
 
 def short_time(seconds: float) -> str:
-    """Formats a time in the unit that people use: "8.6 ms", "10.2 minutes"."""
+    """Formats a time in a common unit: "8.6 ms", "10.2 minutes"."""
     size, unit = (1e-3, "ms") if seconds < 1 else time_unit(seconds)
     if seconds >= 2 * _YEAR:
         size, unit = _YEAR, "years"

@@ -138,5 +138,5 @@ class TensorBoardSink(Sink):
 
 
 def _preformatted(text: str) -> str:
-    """Returns Markdown that shows a text as it is."""
+    """Returns a text as a code block of Markdown."""
     return textwrap.indent(text, "    ", lambda line: True)
