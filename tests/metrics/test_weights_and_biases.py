@@ -115,7 +115,7 @@ def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_e
     assert [numbers["learning/loss"] for _, numbers in rows] == [1 / (s + 1) for s in range(70)]
     evaluated = {step: n["eval/avg_loss"] for step, n in rows if "eval/avg_loss" in n}
     assert evaluated == {step: 2 / (step + 1) for step in range(9, 70, 10)}
-    assert rows[-1][1]["sample"]["_type"] == "html-file"
+    assert "sample" in rows[-1][1]
     (sample,) = (tmp_path / "wandb").rglob("*.html")
     assert "<pre>Once &lt;b&gt;</pre>" in sample.read_text()
     runs = [record.run for part in attempts for record in part if record.HasField("run")]
