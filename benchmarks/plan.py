@@ -4,8 +4,7 @@
     python benchmarks/plan.py memory            compiles each shape; needs libtpu, no TPU
     python benchmarks/plan.py memory gpt2-124m  shapes whose name begins so
 
-A compilation takes two to five minutes of a processor's time. Rows of speed are of programs with a
-kernel for attention: theirs is timed without its scores in memory.
+A compilation takes two to five minutes of a processor's time.
 """
 
 import argparse
@@ -156,7 +155,7 @@ def speed() -> None:
     print("|---|---|---|---|---|---|")
     for row in ROWS:
         place = find(row.hardware)
-        plan = make_plan(configured(row.keys), place, peak_of(place), fused_attention=True)
+        plan = make_plan(configured(row.keys), place, peak_of(place))
         time, tokens = plan.time, plan.tokens_per_device
         slow, fast, middle = (time.mfu(t, tokens) for t in (time.upper, time.lower, time.estimate))
         print(

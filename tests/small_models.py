@@ -93,12 +93,12 @@ def made_for_training(config: Config, model: Model, *guard: Guard):
     return schedule, optimizer, make_initialize(model, optimizer, *guard)
 
 
-def trainer(config: Config, num_microbatches: int = 1):
+def trainer(config: Config, num_microbatches: int = 1, **keys: Any):
     """(model, fresh state, jitted train step) of a configuration."""
     model = Model(config.model)
     schedule, optimizer, initialize = made_for_training(config, model)
     state = jax.jit(initialize)(jax.random.key(0))
     step = make_train_step(
-        model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0
+        model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0, **keys
     )
     return model, state, jax.jit(step)

@@ -487,6 +487,9 @@ class Monitoring(Section):
         "compact: half as long, with the total of steps. auto: compact on a terminal, else full.",
     )
     log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
+    log_layer_norms: bool = key(
+        False, "Also log the norm of each layer's gradients and of its parameters."
+    )
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WeightsAndBiases = options(WeightsAndBiases, only_if="enable_wandb")

@@ -21,6 +21,7 @@ from MaxText.config.model_sections import Model as ModelSection
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import Guard, Optimizer, Schedule
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.layers import flash_attention
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
@@ -61,6 +62,7 @@ class Program:
     model: Model
     rows: int  # B of a microbatch over all devices
     length: int  # T
+    assumes_cudnn: bool = False  # whose kernel cannot be tried here
 
     @property
     def platform(self) -> str:
@@ -167,13 +169,28 @@ def make_program(
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
+    assumes_cudnn = _assumes_cudnn(config.model, section, layout)
+    if assumes_cudnn:
+        choices = [line for line in choices if not line.startswith("attention: ")]
+        choices.append("attention: flash (assumes that cuDNN has a kernel for it)")
     config = config.model_copy(update={"model": section})
     rows = microbatch_size(config.batch, layout)
     microbatch_size(config.batch, layout, config.evaluation.eval_per_device_batch_size)
     length = section.shape.max_target_length
     plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, layout, size))
     check_lengths(length, config.batch, layout)
-    return Program(config, tuple(choices), layout, sizes, abstract_model(section), rows, length)
+    return Program(
+        config, tuple(choices), layout, sizes, abstract_model(section), rows, length, assumes_cudnn
+    )
+
+
+def _assumes_cudnn(asked: ModelSection, resolved: ModelSection, layout: Layout) -> bool:
+    """Returns whether only the absence of a GPU keeps the model from cuDNN."""
+    if layout.mesh.devices.flat[0].platform != "gpu":
+        return False
+    parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
+    refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", parts, stages)
+    return asked.attention.attention in ("autoselected", "flash") and refused is None
 
 
 @cached

@@ -24,7 +24,7 @@ from MaxText.training.assembly import TrainSetup
 _GIB = 2**30
 _SHOWN = 8  # number of large arrays shown
 _CGROUP = "/sys/fs/cgroup/memory.max"
-_GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
+GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 class MemoryBreakdown(NamedTuple):
@@ -106,7 +106,7 @@ def usable_bytes(target: Target) -> int:
     if target.platform != "gpu":
         return target.memory
     fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    return int(target.memory * (float(fraction) if fraction else _GPU_FRACTION))
+    return int(target.memory * (float(fraction) if fraction else GPU_FRACTION))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -116,6 +116,14 @@ class Traced:
     nodes: tuple[Node, ...]  # nodes that the results depend on, in order
     results: tuple[Value, ...]
 
+    def drop_scores(self) -> None:
+        """Removes the bytes of attention scores, as in a fused kernel."""
+        for node in self.nodes:
+            for value in (*node.inputs, *node.outputs):
+                value.size = 0.0 if value.is_square else value.size
+            for body in node.bodies:
+                body.drop_scores()
+
 
 def traced(
     jaxpr: core.Jaxpr,
@@ -147,6 +155,9 @@ def traced(
         _find_roots(node, nodes)
         if node.name in ("scan", "while", "cond"):
             node.bodies, node.times = _bodies(node, size_of)
+        if node.name == "scan":
+            for value, result in zip(node.outputs, node.bodies[0].results, strict=True):
+                value.is_square |= result.is_square
     return Traced(tuple(nodes), tuple(results))
 
 

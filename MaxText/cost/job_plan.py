@@ -55,26 +55,15 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
     return program
 
 
-def make_plan(
-    config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
-) -> Plan:
-    """Returns the plan of a configuration; UserError if it does not fit.
-
-    `fused_attention` assumes a kernel that never writes attention scores to memory.
-    """
-    return plan_of(
-        make_program_for(config, hardware), hardware, peak, fused_attention=fused_attention
-    )
+def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> Plan:
+    """Returns the plan of a configuration; UserError if the mesh does not fit."""
+    return plan_of(make_program_for(config, hardware), hardware, peak)
 
 
-def plan_of(
-    program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
-) -> Plan:
+def plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> Plan:
     memory = estimate_memory(program)
     communication = communication_costs(program, hardware)
-    time = step_time(
-        program, hardware, memory, communication, peak, fused_attention=fused_attention
-    )
+    time = step_time(program, hardware, memory, communication, peak)
     return Plan(program, hardware, memory, tuple(communication), time)
 
 

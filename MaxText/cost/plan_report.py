@@ -8,11 +8,13 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.schema import Config
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.cost_table import MFU_RULE
+from MaxText.cost.device_memory import GPU_FRACTION
 from MaxText.cost.job_plan import USABLE_SHARE, Plan
 from MaxText.cost.plan_search import command_with_plan
-from MaxText.metrics.tables import WIDTH, format_table, short_count
+from MaxText.metrics.tables import format_table, short_count, short_time
 
 _GB = 1e9
+_WIDTH = 100  # columns of a usual terminal's screen
 
 
 def describe(plan: Plan, tokens: float, price: float | None) -> str:
@@ -28,14 +30,18 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
         f"= {program.tokens_per_update:,} tokens",
         *_stages(program),
         *program.choices,
-        "",
-        _memory(plan),
-        "",
-        *_communication(plan),
-        "",
-        *_time(plan, tokens, price),
     ]
-    return "\n".join(lines)
+    parts = [
+        _filled(lines),
+        _memory(plan),
+        _communication(plan),
+        _time(plan, tokens, price),
+    ]
+    return "\n\n".join(parts)
+
+
+def _filled(lines: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in lines)
 
 
 def _stages(program: Program) -> list[str]:
@@ -75,9 +81,15 @@ def _memory(plan: Plan) -> str:
             f"{share:.0%} of the device: {result}",
         ],
         right=(1,),
+        max_width=_WIDTH,
     )
-    accuracy = "docs/explanation/memory_model.md compares with the compiler"
-    return f"{table}\n(fits up to {USABLE_SHARE:.0%}; {accuracy})"
+    notes = f"Fits up to {USABLE_SHARE:.0%}. Accuracy: docs/explanation/memory_model.md."
+    if plan.fits and plan.hardware.chip.platform == "gpu" and share > GPU_FRACTION:
+        notes += (
+            f" JAX takes {GPU_FRACTION:.0%} of a GPU by default: set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE_SHARE}."
+        )
+    return f"{table}\n{_filled([notes])}"
 
 
 def _largest(live: Sequence) -> str:
@@ -88,9 +100,9 @@ def _largest(live: Sequence) -> str:
     )
 
 
-def _communication(plan: Plan) -> list[str]:
+def _communication(plan: Plan) -> str:
     if not plan.communication:
-        return ["communication: none, one device"]
+        return "communication: none, one device"
     rows = [
         (one.axis, str(one.size), one.num_bytes, f"{one.bandwidth / _GB:.0f}", one.seconds)
         for one in plan.communication
@@ -98,24 +110,24 @@ def _communication(plan: Plan) -> list[str]:
     received = sum(one.num_bytes for one in plan.communication)
     rows.append(("all, not overlapped", "", received, "", plan.time.comm_seconds))
     *cells, total = (
-        [axis, size, f"{num_bytes / _GB:.2f}", speed, f"{seconds:.3f}"]
+        [axis, size, f"{num_bytes / _GB:.2f}", speed, short_time(seconds)]
         for axis, size, num_bytes, speed, seconds in rows
     )
-    header = ["communication per step", "devices", "GB received", "GB/s", "seconds"]
-    return [format_table(header, cells, total, right=(1, 2, 3, 4))]
+    header = ["communication per step", "devices", "GB received", "GB/s", "time"]
+    return format_table(header, cells, total, right=(1, 2, 3, 4))
 
 
-def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
+def _time(plan: Plan, tokens: float, price: float | None) -> str:
     time, per_device = plan.time, plan.tokens_per_device
     steps = tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
         mfu, speed = time.mfu(seconds, per_device), per_device / seconds
-        cells = [name, f"{seconds:.4g}", f"{mfu:.1%}", f"{speed:,.0f}"]
-        return cells + _days_and_cost(plan, seconds, tokens, price)
+        cells = [name, short_time(seconds), f"{mfu:.1%}", f"{speed:,.0f}"]
+        return cells + _time_and_cost(plan, seconds, tokens, price)
 
     table = format_table(
-        ["time", "s per step", "MFU", "tokens/s/device", "days", *["cost"] * (price is not None)],
+        ["time", "step", "MFU", "tokens/s/device", "run", *["cost"] * (price is not None)],
         [row("best case", time.lower), row("worst case", time.upper)],
         row("estimate", time.estimate),
         right=range(1, 6),
@@ -124,20 +136,25 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
     source = plan.hardware.chip.efficiency_source
     money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
-        f"run: {short_count(tokens)} tokens, {steps:,.0f} steps. Compute takes {low:.4g} to "
-        f"{high:.4g} s; share of the peak that matmuls reach: {source}. Best case: communication "
-        "fully overlaps compute. Worst case: none does. Without evaluation, checkpoints and "
-        "failures.",
+        f"run: {short_count(tokens)} tokens, {steps:,.0f} steps. Compute takes {short_time(low)} "
+        f"to {short_time(high)}; share of the peak that matmuls reach: {source}. Best case: "
+        "communication fully overlaps compute. Worst case: none does. Without evaluation, "
+        "checkpoints and failures.",
         *money,
         MFU_RULE,
     ]
-    return [table, *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)]
+    return f"{table}\n{_filled(notes)}"
 
 
-def _days_and_cost(plan: Plan, seconds: float, tokens: float, price: float | None) -> list[str]:
-    days = tokens / plan.program.tokens_per_update * seconds / 86400
-    money = [] if price is None else [f"{price * plan.hardware.num_chips * days * 24:,.0f}"]
-    return [f"{days:.3g}", *money]
+def _time_and_cost(plan: Plan, seconds: float, tokens: float, price: float | None) -> list[str]:
+    whole = tokens / plan.program.tokens_per_update * seconds
+    money = [] if price is None else [f"{price * plan.hardware.num_chips * whole / 3600:,.0f}"]
+    return [short_time(whole), *money]
+
+
+def _interval(low: float, high: float) -> str:
+    (first, unit), last = short_time(low).split(), short_time(high)
+    return f"{first} - {last}" if last.endswith(unit) else f"{first} {unit} - {last}"
 
 
 def _mesh_words(program: Program) -> str:
@@ -166,20 +183,22 @@ def format_proposals(
             f"{plan.program.config.batch.per_device_batch_size:g}",
             plan.program.config.model.memory.remat_policy,
             f"{plan.memory.total / _GB:.1f}",
-            f"{plan.time.lower:.3g} - {plan.time.upper:.3g}",
+            _interval(plan.time.lower, plan.time.upper),
             f"{plan.time.mfu(plan.time.estimate, plan.tokens_per_device):.1%}",
-            *_days_and_cost(plan, plan.time.estimate, tokens, price),
+            *_time_and_cost(plan, plan.time.estimate, tokens, price),
         ]
         for plan in plans
     ]
-    header = ["mesh", "batch", "remat_policy", "GB", "s per step", "MFU", "days"]
+    header = ["mesh", "batch", "remat_policy", "GB", "step", "MFU", "run"]
     table = format_table(
         header + ["cost"] * (price is not None),
         rows,
-        ["(other meshes are slower or do not fit)"],
         right=range(3, 8),
     )
     line = shlex.join(
         ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
     )
-    return f"plans that fit, fastest first:\n{table}\nTo train with the first:\n  {line}"
+    return (
+        f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
+        f"To train with the first:\n  {line}"
+    )

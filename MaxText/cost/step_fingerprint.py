@@ -20,7 +20,9 @@ from MaxText.runtime.compilation_cache import cpu_fingerprint
 
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
-_KEYS = ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor")
+_KEYS = (
+    "skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "log_layer_norms",
+)  # fmt: skip
 _IRRELEVANT_KEYS = ("sharding_tolerance",)
 
 # Sources that a step is traced from.

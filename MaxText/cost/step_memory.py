@@ -131,8 +131,9 @@ def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages:
     weights = tuple(_gathered(program, name) for name in names)
     rules, num_hidden_parts = program.layout.rules, program.num_hidden_parts
     return _trace(
-        model.section, size, program.platform, rules, weights, num_hidden_parts, num_stages
-    )
+        model.section, size, program.platform, rules, weights, num_hidden_parts, num_stages,
+        program.assumes_cudnn,
+    )  # fmt: skip
 
 
 @cached
@@ -144,6 +145,7 @@ def _trace(
     weights: tuple[float, ...],
     num_hidden_parts: int,
     num_stages: int,
+    assumes_cudnn: bool,
 ) -> Traced:
     """Caches `trace` for equal local shapes; `weights` are gathered shares."""
     model, objective = abstract_model(section), section.objective
@@ -167,7 +169,11 @@ def _trace(
     with axis_rules(Mesh(devices.reshape(sizes), MESH_AXES), rules):
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
     others = (0.0,) * (len(closed.jaxpr.invars) - len(weights))
-    return traced(closed.jaxpr, weights=weights + others, size_of=size_of)
+    found = traced(closed.jaxpr, weights=weights + others, size_of=size_of)
+    if assumes_cudnn:
+        # Traced in blocks, because cuDNN's kernel cannot be traced without a GPU.
+        found.drop_scores()
+    return found
 
 
 def _gathered(program: Program, name: str) -> float:

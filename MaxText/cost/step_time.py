@@ -66,9 +66,7 @@ def min_step_time(
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
 
 
-def list_ops(
-    program: Traced, *, fused_attention: bool = False, splash_keys: float = 0.0
-) -> list[OpCost]:
+def list_ops(program: Traced, *, splash_keys: float = 0.0) -> list[OpCost]:
     """Returns all executed nodes, with loop bodies once per iteration.
 
     `splash_keys` is the average number of keys per query in splash attention over all layers.
@@ -82,8 +80,8 @@ def list_ops(
             if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
                 roots = {root for value in node.inputs for root in value.roots}
                 arrays = [*roots, *(value for value in node.outputs if value.is_written)]
-                unfused = [x.size for x in arrays if not (fused_attention and x.is_square)]
-                found.append(OpCost(operations(node, splash_keys), sum(unfused), times))
+                num_bytes = sum(array.size for array in arrays)
+                found.append(OpCost(operations(node, splash_keys), num_bytes, times))
 
     add(program, 1)
     return found
@@ -150,13 +148,9 @@ def step_time(
     memory: MemoryEstimate,
     communication: list[CommCost],
     peak: PeakFlops,
-    *,
-    fused_attention: bool = False,
 ) -> StepTime:
     chip = hardware.chip
-    work = list_ops(
-        trace(program), fused_attention=fused_attention, splash_keys=_splash_keys(program)
-    )
+    work = list_ops(trace(program), splash_keys=_splash_keys(program))
     work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
     # Parameters and moments are read and written, gradients read.

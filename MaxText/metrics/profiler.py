@@ -1,11 +1,19 @@
-"""Profiler trace of some steps, for TensorBoard."""
+"""Profiler trace of some steps, for TensorBoard, and memory in use."""
 
 import contextlib
+import pathlib
 from typing import Any
 
 import jax
 
 from MaxText.config.training_sections import Monitoring
+
+# Tag, key of a device's statistics, field of the process in KiB.
+_MEMORY = (
+    ("perf/memory_in_use_gib", "bytes_in_use", "VmRSS:"),
+    ("perf/memory_peak_gib", "peak_bytes_in_use", "VmHWM:"),
+)
+_PROCESS_STATUS = pathlib.Path("/proc/self/status")
 
 
 class StepProfiler:
@@ -37,3 +45,21 @@ class StepProfiler:
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False
+
+
+def memory_row() -> dict[str, float]:
+    """Returns memory in use and its peak, in GiB of the fullest local device.
+
+    On CPU, those of this process; empty if unknown.
+    """
+    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    words: list[str] = []
+    if not stats and _PROCESS_STATUS.exists():
+        words = _PROCESS_STATUS.read_text(errors="replace").split()
+    row = {}
+    for tag, key, field in _MEMORY:
+        if field in words:
+            row[tag] = int(words[words.index(field) + 1]) / 2**20
+        elif sizes := [found[key] for found in stats if key in found]:
+            row[tag] = max(sizes) / 2**30
+    return row

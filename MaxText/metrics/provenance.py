@@ -1,4 +1,4 @@
-"""Provenance of a run: command, code, packages and host."""
+"""Provenance of a run: command, code, packages, host, and main keys."""
 
 import functools
 import importlib.metadata
@@ -8,6 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+# Keys that readers ask for first: shown also with their defaults, and compared between runs.
+MAIN_KEYS = (
+    "model_name", "decoder_block", "base_emb_dim", "base_num_decoder_layers", "max_target_length",
+    "dataset_path", "per_device_batch_size", "gradient_accumulation_steps", "steps", "dtype",
+    "weight_dtype", "opt_type", "learning_rate", "lr_schedule_type", "warmup_steps_fraction",
+    "adam_weight_decay", "gradient_clipping_threshold", "init_weights_seed", "data_shuffle_seed",
+)  # fmt: skip
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

@@ -101,6 +101,25 @@ def short_count(number: float, _position: float | None = None) -> str:
     return f"{number:.3g}"
 
 
+# Units of time, largest first: seconds, name.
+TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+_YEAR = 365.25 * 86400
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Returns the largest unit at most half of a time, or seconds."""
+    return next((unit for unit in TIME_UNITS if seconds >= 2 * unit[0]), TIME_UNITS[-1])
+
+
+def short_time(seconds: float) -> str:
+    """Formats a time in a common unit: "8.6 ms", "10.2 minutes"."""
+    size, unit = (1e-3, "ms") if seconds < 1 else time_unit(seconds)
+    if seconds >= 2 * _YEAR:
+        size, unit = _YEAR, "years"
+    number = seconds / size
+    return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
+
+
 def byte_count(number: int) -> str:
     """Formats bytes, exact and in the largest binary unit of at least 1."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -7,11 +7,10 @@ from typing import Any, Literal
 import numpy as np
 
 from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.tables import time_unit
 from MaxText.reports.chart import Axis, AxisName, Kind, Series
 from MaxText.reports.downsampling import downsample, running_median
 from MaxText.reports.entries import Entry, averaged
-
-_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 Row = Mapping[str, Any]
 
@@ -21,10 +20,7 @@ class Axes:
 
     def __init__(self, runs: Sequence[RunRecord]):
         longest = max(run.goodput.running_seconds for run in runs)
-        # At least two units, so that the axis has labels.
-        self._seconds, unit = next(
-            ((size, name) for size, name in _TIME_UNITS if longest >= 2 * size), _TIME_UNITS[-1]
-        )
+        self._seconds, unit = time_unit(longest)  # two units, so that the axis has labels
         inherited = any(run.inherited_tokens or run.inherited_flops for run in runs)
         words = ", those of ancestors included" if inherited else ""
         self.axes = (

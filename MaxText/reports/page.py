@@ -12,7 +12,7 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from MaxText.reports.chart import Axis, color_of, dash_of
+from MaxText.reports.chart import PALETTE, Axis, color_of, dash_of
 from MaxText.reports.formatting import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
@@ -131,7 +131,11 @@ def render(page: Page) -> str:
 
 
 def controls(
-    axes: Sequence[Axis], runs: Mapping[str, int], notes: Sequence[str], marks: Sequence[str]
+    axes: Sequence[Axis],
+    runs: Mapping[str, int],
+    notes: Sequence[str],
+    marks: Sequence[str],
+    has_validation: bool,
 ) -> str:
     """Returns the choices above the charts as HTML.
 
@@ -156,7 +160,8 @@ def controls(
         ],
         # With many runs their losses are what matters.
         "show": [
-            *(box("show", name, name, True) for name in ("training", "validation")),
+            box("show", "training", "training", len(runs) <= len(PALETTE) or not has_validation),
+            box("show", "validation", "validation", True),
             box("show", "raw", "raw (unsmoothed)", not is_crowded),
             *(
                 box("show", f"mark {kind}", kind, not (is_crowded and kind == "checkpoint"))

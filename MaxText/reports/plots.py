@@ -19,6 +19,8 @@ _QUIET, _GRID, _INK = "#7a8691", "#dde3e8", "#1d2730"
 
 _LOGARITHMIC = 30.0  # ratio of the largest to the smallest value that a logarithmic axis suits
 
+_LEGEND = {"orientation": "h", "traceorder": "normal", "y": 1, "yanchor": "bottom"}
+
 _MAX_DESCRIBED = 8  # maximum series in the text alternative of a chart
 
 _LINES: Mapping[str, Mapping[str, Any]] = {
@@ -36,7 +38,10 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
     page.js needs: its owner, its kind, and the switches that must all be on (`needs`).
     """
     names: list[AxisName] = [axis.name for axis in axes.axes]
-    figure = _figure(hovermode="x unified")
+    # The colors of several runs are explained above the charts.
+    colors = {(series.owner, series.color) for series in chart.series}
+    is_alone = len({owner for owner, _ in colors}) < len(colors)
+    figure = _figure(hovermode="x unified", showlegend=is_alone, legend=_LEGEND)
     for series in chart.series:
         _add_series(figure, chart, series, names)
     for kind, (symbol, _) in SYMBOLS.items():
@@ -53,6 +58,7 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
                 marker={"symbol": symbol, "size": 10, "color": _QUIET},
                 marker_line={"width": 1.6 if symbol.endswith("-open") else 0, "color": _QUIET},
                 hovertemplate="%{text}",
+                showlegend=False,
                 meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
             )
     for label, level in chart.references:
@@ -65,6 +71,7 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
             textposition="top left",
             line={"color": _QUIET, "width": 1, "dash": "dash"},
             hoverinfo="skip",
+            showlegend=False,
             meta={"kind": "reference", "needs": []},
         )
     figure.update_yaxes(type="log" if chart.log_y else "linear", range=chart.y_range)
@@ -83,6 +90,7 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
     common = {
         "customdata": np.stack([series.x[name] for name in names], axis=1, dtype=np.float32),
         "name": html.escape(series.label),
+        "showlegend": bool(series.label),
         "mode": "lines",
         "line": {"color": color, "dash": dash_of(series.color)},
     }
@@ -123,7 +131,7 @@ def plot_goodput(entries: Sequence[Entry]) -> Plot:
     """Returns a stacked horizontal bar per run with the parts of its time."""
     runs = all_runs(entries)
     places = list(range(len(runs)))
-    figure = _figure(barmode="stack", showlegend=True, hovermode="closest")
+    figure = _figure(barmode="stack", showlegend=True, hovermode="closest", legend=_LEGEND)
     for index, (part, label) in enumerate(shown_parts(runs.values()).items()):
         figure.add_bar(
             x=[run.goodput.share(part) for run in runs.values()],
@@ -136,9 +144,6 @@ def plot_goodput(entries: Sequence[Entry]) -> Plot:
     labels = [html.escape(name) for name in runs] if len(runs) > 1 else [""]
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
     figure.update_yaxes(tickvals=places, ticktext=labels, autorange="reversed")
-    figure.update_layout(
-        legend={"orientation": "h", "traceorder": "normal", "y": 1, "yanchor": "bottom"}
-    )
     return Plot("goodput", "Goodput", figure, size="wide", height=80 + 28 * len(runs))
 
 

@@ -4,18 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.config.values import to_yaml
+from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.run_record import RunRecord
 from MaxText.reports.entries import Entry, alike, all_runs
 from MaxText.reports.formatting import ABSENT
 from MaxText.reports.page import Section, Table, Verbatim
-
-# Keys that readers ask for first, shown also where they have their default.
-_CHOSEN = (
-    "model_name", "base_emb_dim", "base_num_decoder_layers", "max_target_length", "dataset_path",
-    "per_device_batch_size", "gradient_accumulation_steps", "steps", "dtype", "weight_dtype",
-    "opt_type", "learning_rate", "lr_schedule_type", "warmup_steps_fraction", "adam_weight_decay",
-    "gradient_clipping_threshold", "init_weights_seed", "data_shuffle_seed",
-)  # fmt: skip
 
 
 def provenance(entries: Sequence[Entry]) -> list[Section]:
@@ -72,7 +65,7 @@ def configuration(
     changed = run.facts.get("changed_keys") or {}  # absent in older runs
     known = {key: to_yaml(value) for key, value in run.config.items()}
     default = " (default)" if changed else ""
-    facts = {key: known[key] + default for key in _CHOSEN if key in known} | changed
+    facts = {key: known[key] + default for key in MAIN_KEYS if key in known} | changed
     everything = "\n".join(f"{key}: {value}" for key, value in known.items())
     texts = [Verbatim(everything, f"All {len(known)} keys", is_open=False)]
     return [Section("Configuration", facts=facts, texts=texts)]

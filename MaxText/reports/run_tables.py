@@ -88,7 +88,7 @@ def _training_loss(run: RunRecord) -> str:
     if run.training_loss is None:
         return formatting.ABSENT
     loss, updates = run.training_loss
-    return f"{formatting.loss(loss)} (mean of the last {updates:,} steps)"
+    return f"{formatting.loss(loss)} (mean of {updates:,} steps)"
 
 
 def _with_ancestors(own: float, inherited: float, words) -> str:

@@ -168,7 +168,9 @@ def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> 
     notes = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
     kinds = {mark.kind for chart in charts for mark in chart.marks}
     marks = [kind for kind in SYMBOLS if kind in kinds]
-    return controls(axes.axes, {each.label: each.color for each in entries}, notes, marks)
+    validated = any(run.evaluations for run in all_runs(entries).values())
+    colors = {each.label: each.color for each in entries}
+    return controls(axes.axes, colors, notes, marks, validated)
 
 
 def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:

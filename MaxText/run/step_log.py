@@ -16,6 +16,7 @@ import numpy as np
 
 from MaxText.config.schema import Config
 from MaxText.errors import Diverged
+from MaxText.metrics.profiler import memory_row
 from MaxText.metrics.step_line import StepReport
 from MaxText.run.records import Records
 from MaxText.runtime import process_start
@@ -114,6 +115,7 @@ class MetricLogger:
             updates=updates,
             data_seconds=round(data_seconds, 6),
             **report.row(),
+            **memory_row(),
             **self._records.lineage.progress(step),
             **facts,
         )

@@ -66,6 +66,7 @@ def setup_train(
         guard=config.guard,
         repeat_update=config.optimizer.opt_type != "muon",
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
+        log_layer_norms=config.monitoring.log_layer_norms,
     )
     options = compiler_options(platform, layout.mesh.size, section.numerics.quantization)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]

@@ -47,6 +47,7 @@ def make_train_step(
     guard: Guard = _NO_GUARD,  # that of the state
     repeat_update: bool = True,
     offloads_opt_state: bool = False,  # from host memory; Layout.compile_step decides where they go
+    log_layer_norms: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
 
@@ -127,9 +128,20 @@ def make_train_step(
             "param_norm": optax.tree.norm(params),
             "learning_rate": learning_rate,
         }
+        if log_layer_norms:
+            metrics |= _layer_norms(model, grad_norm=gradients, param_norm=params)
         return TrainState(state.step + 1, params, opt_state, guard_state), metrics
 
     return train_step
+
+
+def _layer_norms(model: Model, **trees: Any) -> Metrics:
+    """Returns the norm of each layer's part of trees, by name and layer."""
+    return {
+        f"{name}/layer_{number}": optax.tree.norm(layer)
+        for name, tree in trees.items()
+        for number, layer in enumerate(model.blueprint.layer_weights(tree["layers"]))
+    }
 
 
 def _select(take_new: jax.Array, new: Any, old: Any) -> Any:

@@ -156,13 +156,23 @@ def test_scores_of_attention_are_known_and_can_be_left_out():
         scores = jnp.einsum("bhtd,bhsd->bhts", q, k)
         return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores), v)
 
-    program = read(attend, *[(2, 3, 64, 8)] * 3)
+    def layers(q, k, v):
+        return jax.lax.scan(lambda q, kv: (attend(q, *kv), None), q, (k, v))[0].sum()
+
     scores = 4 * 2 * 3 * 64 * 64
-    with_scores, without = (
-        sum(work.num_bytes for work in list_ops(program, fused_attention=fused))
-        for fused in (False, True)
-    )
+    program = read(attend, *[(2, 3, 64, 8)] * 3)
+    with_scores = sum(work.num_bytes for work in list_ops(program))
+    program.drop_scores()
+    without = sum(work.num_bytes for work in list_ops(program))
     assert with_scores - without == 2 * scores  # written once, read once
+    # Five layers keep theirs for the backward pass.
+    shapes = (2, 3, 64, 8), (5, 2, 3, 64, 8), (5, 2, 3, 64, 8)
+    program = read(jax.grad(layers), *shapes)
+    with_scores = peak_memory(program, (None,)).size
+    program.drop_scores()
+    without = peak_memory(program, (None,)).size
+    assert without < scores
+    assert with_scores > 5 * scores
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """The records of a run: nothing twice, nothing missing, whatever happened before."""
 
 import json
+import re
 import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from MaxText.config.loading import configure
 from MaxText.config.serialization import flatten
@@ -15,7 +17,8 @@ from MaxText.config.training_sections import Monitoring
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import PHASES, REPEATED
 from MaxText.metrics.json_lines import read_rows
-from MaxText.metrics.sinks.tensorboard import hyperparameter_summaries
+from MaxText.metrics.profiler import memory_row
+from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, StepReport
 
@@ -50,14 +53,22 @@ def steps_of(path):
     return [row["step"] for row in read_rows(path) if row.get("event", "step") == "step"]
 
 
-def tensorboard_events(folder):
-    (path,) = (folder / "tensorboard").iterdir()
-    data, found = path.read_bytes(), []
-    while data:  # TFRecord: length, its checksum, bytes, their checksum
-        length = int.from_bytes(data[:8], "little")
-        found.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return found
+def tensorboard_of(folder):
+    """What TensorBoard reads of a run."""
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def values(board, tag):
+    return [(event.step, event.value) for event in board.Scalars(tag)]
+
+
+def content(board, tag):
+    return board.Tensors(tag)[-1].tensor_proto.string_val[0]
+
+
+def texts(board):
+    tags = board.PluginTagToContent("text")
+    return {tag.removesuffix("/text_summary"): content(board, tag).decode() for tag in tags}
 
 
 def test_each_event_reaches_every_place(tmp_path):
@@ -93,11 +104,11 @@ def test_each_event_reaches_every_place(tmp_path):
     assert speeds == [0.5, 128]
     tags = {name for name in step if "/" in name}
     assert {name: metrics[name] for name in tags} == {name: step[name] for name in tags}
-    found = [event.summary.value for event in tensorboard_events(tmp_path)]
-    board = {value.tag: value.simple_value for values in found for value in values}
-    assert (board["learning/loss"], board["eval/avg_loss"]) == (1.25, 2.0)
-    for beginning in ("num_model_parameters", "learning_rate", "_hparams_/"):
-        assert any(tag.startswith(beginning) for tag in board)
+    board = tensorboard_of(tmp_path)
+    logged = step | evaluation
+    assert {tag: values(board, tag) for tag in board.Tags()["scalars"]} == {
+        tag: [(0, pytest.approx(logged[tag]))] for tag in logged if "/" in tag
+    }
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
@@ -133,10 +144,13 @@ def test_what_is_done_again_is_recorded_as_lost(tmp_path):
     assert not (tmp_path / "tensorboard").exists()  # switched off
 
 
-def test_tensorboard_hides_step_0_of_a_run_that_was_killed(tmp_path):
-    record(tmp_path, range(1), enable_tensorboard=True).close()
-    starts = [event for event in tensorboard_events(tmp_path) if event.session_log.status == 1]
-    assert [event.step for event in starts] == [0]
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_tensorboard_hides_what_a_killed_run_repeats(tmp_path, first_step):
+    record(tmp_path, range(4), enable_tensorboard=True).close()
+    time.sleep(1.1)  # files are named by the second
+    record(tmp_path, range(first_step, 6), first_step, enable_tensorboard=True).close()
+    steps = [step for step, _ in values(tensorboard_of(tmp_path), "learning/loss")]
+    assert steps == list(range(6))
 
 
 def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
@@ -174,19 +188,46 @@ def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
     assert third["learning/loss"] is None
 
 
-def test_every_key_is_a_column_of_hyperparameters():
-    config = flatten(configure("quickstart.yml"))
+def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
+    config = flatten(configure("quickstart.yml", log_layer_norms=True))
+    stream = record(tmp_path, [], config=config, enable_tensorboard=True)
+    row = {"learning/lm_loss": 3.5, "learning/grad_norm/layer_10": 0.5} | memory_row()
+    stream.emit("step", step=0, **row)
+    stream.emit("evaluation", step=0, **{"eval/avg_loss": 4.5})
+    stream.emit("sample", step=0, text="# A sample\n</pre>")
+    stream.close()
+    board = tensorboard_of(tmp_path)
+    shown = texts(board)
+    assert shown.keys() == {"config", "num_model_parameters", "sample"}
+    assert shown["num_model_parameters"] == "1,234"
+    assert shown["sample"] == "    # A sample\n    </pre>"  # code in Markdown
+    lines = {line.strip() for line in shown["config"].splitlines()}
+    assert {f"steps: {config['steps']}", "decoder_block: llama2"} <= lines
+    # Charts of several tags, each of which exists.
+    layout = Layout.FromString(content(board, "custom_scalars__config__"))
+    charts = {
+        (category.title, chart.title): [
+            sum(bool(re.match(pattern, tag)) for tag in board.Tags()["scalars"])
+            for pattern in chart.multiline.tag
+        ]
+        for category in layout.category
+        for chart in category.chart
+    }
+    assert charts == {
+        ("loss", "training and validation"): [1, 1],
+        ("memory", "in use and peak, GiB"): [2],
+        ("grad_norm by layer", "all layers"): [1],
+        ("param_norm by layer", "all layers"): [0],
+    }
+    # The columns of HParams.
     found = {
-        value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
-        for summary in hyperparameter_summaries(config, ("eval/avg_loss", "learning/loss"))
-        for value in summary.value
+        tag: HParamsPluginData.FromString(content)
+        for tag, content in board.PluginTagToContent("hparams").items()
     }
     experiment = found["_hparams_/experiment"].experiment
-    assert {info.name for info in experiment.hparam_infos} == set(config)
+    assert [info.name for info in experiment.hparam_infos] == [*MAIN_KEYS]
+    assert len(MAIN_KEYS) <= 20
     assert [info.name.tag for info in experiment.metric_infos] == ["eval/avg_loss", "learning/loss"]
-    values = found["_hparams_/session_start_info"].session_start_info.hparams
-    kinds = {name: values[name].WhichOneof("kind") for name in config}
-    assert all(kinds.values())
-    assert values["steps"].number_value == config["steps"]
-    for name, value in config.items():
-        assert (kinds[name] == "bool_value") == isinstance(value, bool)
+    chosen = found["_hparams_/session_start_info"].session_start_info.hparams
+    assert chosen["steps"].number_value == config["steps"]
+    assert chosen["opt_type"].string_value == config["opt_type"]

@@ -12,6 +12,7 @@ from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, StepReport
+from MaxText.metrics.tables import short_time
 from MaxText.reports.writing import write_loss_curve
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
@@ -49,6 +50,17 @@ def test_lines_and_rows_of_other_reports(told):
     ]  # fmt: skip
     rows = [{name: f"{value:.6g}" for name, value in one.row().items()} for one in shown]
     told("\n\n".join(f"{one.line()}\n{row}" for one, row in zip(shown, rows, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.00603, "6.03 ms"), (5.922, "5.92 seconds"), (610, "10.2 minutes"),
+        (9.8 * 86400, "9.8 days"), (3.42e3 * 86400, "9.36 years"), (4e12, "126,752 years"),
+    ],
+)  # fmt: skip
+def test_times_have_units_that_people_use(seconds, shown):
+    assert short_time(seconds) == shown
 
 
 class Tty(io.StringIO):

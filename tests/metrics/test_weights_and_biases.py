@@ -60,6 +60,7 @@ def attempt(folder, first, end, blocks):
         time.sleep(0.01)
         if size() >= before + blocks * 2**15:
             os.kill(os.getpid(), signal.SIGKILL)
+    emit("sample", end - 1, text="Once <b>")
     emit("stop", end - 1, reason="completed")
     for sink in sinks:
         sink.close()
@@ -114,6 +115,9 @@ def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_e
     assert [numbers["learning/loss"] for _, numbers in rows] == [1 / (s + 1) for s in range(70)]
     evaluated = {step: n["eval/avg_loss"] for step, n in rows if "eval/avg_loss" in n}
     assert evaluated == {step: 2 / (step + 1) for step in range(9, 70, 10)}
+    assert "sample" in rows[-1][1]
+    (sample,) = (tmp_path / "wandb").rglob("*.html")
+    assert "<pre>Once &lt;b&gt;</pre>" in sample.read_text()
     runs = [record.run for part in attempts for record in part if record.HasField("run")]
     assert len({run.run_id for run in runs}) == 1
     config = values_of(runs[-1].config.update)

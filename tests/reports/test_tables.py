@@ -123,7 +123,7 @@ def test_a_running_run_says_how_long_it_takes_and_what_its_loss_is_the_mean_of(t
         run.add("step", 20.0, step, updates=10 if step else 1, **facts)
     row = overview_of(entries_of(run.write(old=False)))["run"]
     assert row["state"] == "running, 0:02:00 left"
-    assert row["training loss"] == "1.5000 (mean of the last 90 steps)"
+    assert row["training loss"] == "1.5000 (mean of 90 steps)"
 
 
 def test_lineage_is_one_tree_of_all_runs(tmp_path):

@@ -1,23 +1,36 @@
-"""TensorBoard: scalars under MaxText's tags, text and HParams."""
+"""TensorBoard: scalars under MaxText's tags, charts, texts and HParams."""
 
 import logging
 import pathlib
 import tempfile
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
+from MaxText.config.serialization import section_lines
 from MaxText.config.values import to_yaml
 from MaxText.metrics.background_uploader import BackgroundUploader
 from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.storage.paths import is_object_store_path
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 _COMPARED = ("eval/avg_loss", "learning/loss")  # metrics that the HParams page compares runs by
+
+# Charts of several tags (regular expressions) on the Custom Scalars page.
+_CHARTS: dict[str, dict[str, list[Any]]] = {
+    "loss": {"training and validation": ["Multiline", ["learning/lm_loss", "eval/avg_loss"]]},
+    "memory": {"in use and peak, GiB": ["Multiline", ["perf/memory_.*"]]},
+}
+_NORM_CHARTS = {
+    f"{kind} by layer": {"all layers": ["Multiline", [f"learning/{kind}/layer_.*"]]}
+    for kind in ("grad_norm", "param_norm")
+}
 
 
 class TensorBoardSink(Sink):
@@ -31,7 +44,7 @@ class TensorBoardSink(Sink):
         self._folder = folder / TENSORBOARD_FOLDER
         self._first_step = first_step
         self._config = config_flat
-        self._texts = {name: str(value) for name, value in config_flat.items()}
+        self._texts = {"config": _preformatted(section_lines((), config_flat))}
         self._writer: Any = None
         self._temporary: tempfile.TemporaryDirectory | None = None
         self._copy: BackgroundUploader | None = None  # of the writer's file
@@ -48,6 +61,9 @@ class TensorBoardSink(Sink):
             for name, value in event.facts.items():
                 if "/" in name:
                     writer.add_scalar(name, value, event.step, walltime=event.time)
+        elif event.kind == "sample":
+            text = _preformatted(event.facts["text"])
+            self._opened().add_text("sample", text, event.step, walltime=event.time)
 
     def flush(self) -> None:
         """Flushes to the operating system, or starts the copy to the bucket."""
@@ -99,22 +115,28 @@ class TensorBoardSink(Sink):
             for name, text in self._texts.items():
                 self._writer.add_text(name, text, self._first_step)
             self._texts.clear()
-            for summary in hyperparameter_summaries(self._config, _COMPARED):
+            norms = _NORM_CHARTS if self._config.get("log_layer_norms") else {}
+            self._writer.add_custom_scalars(_CHARTS | norms)
+            for summary in self._hyperparameters():
                 self._writer.file_writer.add_summary(summary)
         return self._writer
 
+    def _hyperparameters(self) -> list[Any]:
+        """Returns the two tensorboardX Summary messages of the HParams page.
 
-def hyperparameter_summaries(config_flat: Mapping[str, Any], metrics: Sequence[str]) -> list[Any]:
-    """Returns the two tensorboardX Summary messages of the HParams page.
+        The experiment names the columns, a session start has this run's values.
+        """
+        from tensorboardX.summary import hparams
 
-    The experiment names the columns, a session start has this run's values. `metrics` are scalar
-    tags to compare runs by.
-    """
-    from tensorboardX.summary import hparams
+        values = {
+            name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
+            for name in MAIN_KEYS
+            if (value := self._config.get(name)) is not None
+        }
+        experiment, session_start, _ = hparams(values, dict.fromkeys(_COMPARED))
+        return [experiment, session_start]
 
-    values = {
-        name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
-        for name, value in config_flat.items()
-    }
-    experiment, session_start, _ = hparams(values, dict.fromkeys(metrics))
-    return [experiment, session_start]
+
+def _preformatted(text: str) -> str:
+    """Returns a text as a code block of Markdown."""
+    return textwrap.indent(text, "    ", lambda line: True)

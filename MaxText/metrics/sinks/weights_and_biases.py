@@ -13,6 +13,7 @@ new rows, of which the last one is valid (offline_history.StepCounter).
 """
 
 import functools
+import html
 import importlib.util
 import json
 import pathlib
@@ -41,7 +42,7 @@ _UPLOAD_SECONDS = 45.0
 
 
 class WandbSink(Sink):
-    """Sends steps and evaluations, the configuration, and the final state."""
+    """Sends steps, evaluations, samples, configuration and final state."""
 
     def __init__(
         self,
@@ -83,6 +84,8 @@ class WandbSink(Sink):
                 is_first, state["last_step"] = state["last_step"] is None, event.step
                 if is_first:
                     self._save(state)
+        elif event.kind == "sample" and event.step is not None:
+            self._log_sample(event.step, event.facts["text"])
         elif event.kind == "rewind":
             self._roll_back(event.facts)
         elif event.kind == "config_change":
@@ -169,6 +172,12 @@ class WandbSink(Sink):
         tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
         row = {**tags, _AXIS: step, "_timestamp": time}
         self._connection.log(row, step=self._counter.row(step))
+
+    def _log_sample(self, step: int, text: str) -> None:
+        import wandb
+
+        sample = wandb.Html(f"<pre>{html.escape(text)}</pre>")
+        self._connection.log({"sample": sample, _AXIS: step}, step=self._counter.row(step))
 
     def _roll_back(self, rollback: Mapping[str, Any]) -> None:
         # Rollbacks without a number are from older versions and were handled then.
