@@ -89,6 +89,7 @@ def test_processes_stand_for_slices_where_jax_knows_of_none():
 OWN = axis_rules.merge(LOGICAL_AXIS_RULES, (("embed", ("fsdp_transpose",)),))
 FALLBACKS = (("a", ("fsdp",)), ("b", ("fsdp",)), ("b", ("tensor",)), ("c", ("fsdp",)))
 ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
+LARGE = {"fsdp": 256}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
         (("activation_batch", None), (8, 8), {"data": 2, "fsdp": 2}, None, ("data fsdp", "")),
         # Two axes split the two dimensions of an MLP; without one the second joins the first.
         (("embed", "mlp"), (8, 8), ALL, None, ("fsdp", "fsdp_transpose tensor")),
-        (("mlp", "embed"), (8, 8), ALL, None, ("fsdp_transpose tensor", "fsdp")),
+        (("mlp", "embed"), (8, 16), ALL, None, ("fsdp_transpose tensor", "fsdp")),
         (("embed", "q_heads", "kv"), (8,) * 3, ALL, None, ("fsdp fsdp_transpose", "tensor", "")),
         # A later rule serves what the first does not divide.
         (("embed",), (12,), {"fsdp": 4, "context": 8}, None, ("fsdp",)),
@@ -108,6 +109,14 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
         (("mlp",), (7,), {"fsdp_transpose": 4, "tensor": 2}, None, ("",)),
         (("embed", "mlp"), (7, 8), {"fsdp": 2, "tensor": 2}, None, ("", "tensor")),
         (("embed", "mlp"), (8, 8), {"fsdp_transpose": 2}, OWN, ("fsdp_transpose", "")),
+        # Shards of 20 or 54 rows do not fill tiles: the hidden width serves, if it fits better.
+        (("embed", "mlp"), (5120, 20480), LARGE, None, ("", "fsdp")),
+        (("layers", "mlp", "embed"), (40, 20480, 5120), LARGE, None, ("", "fsdp", "")),
+        (("embed", "mlp"), (5120, 13824), LARGE, None, ("fsdp", "")),
+        (("mlp", "embed"), (13824, 5120), LARGE, None, ("fsdp", "")),
+        (("mlp", "embed"), (11008, 4096), LARGE, None, ("", "fsdp")),
+        (("mlp", "embed"), (20480, 5120), LARGE | {"tensor": 2}, None, ("tensor fsdp", "")),
+        (("q_heads", "kv", "embed"), (40, 128, 5120), LARGE, None, ("", "", "fsdp")),
         # An axis is used once.
         (("a", "b"), (8, 8), {"fsdp": 2, "tensor": 2}, FALLBACKS, ("fsdp", "tensor")),
         (("a", "c"), (8, 8), {"fsdp": 2, "tensor": 2}, FALLBACKS, ("fsdp", "")),
