@@ -1,4 +1,4 @@
-"""Our compiled train step against MaxText 0.2.5's, on TPUs that need not be there.
+"""Compiled train step against MaxText 0.2.5's, without a TPU.
 
     python benchmarks/compiled.py OUT.json            all rows
     python benchmarks/compiled.py OUT.json 7b,        rows whose name begins so
@@ -109,7 +109,7 @@ def measure(side: str, row: tuple) -> dict:
 
 
 def environment(folder: pathlib.Path, python: str) -> str:
-    """Returns the Python of the environment, which is made if it is missing."""
+    """Returns the Python of the environment, made on the first call."""
     if not (folder / "complete").exists():
         subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
         needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
