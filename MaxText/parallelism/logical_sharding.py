@@ -62,7 +62,8 @@ def logical_to_mesh_axes(
 
     Rules apply in order: each gives its mesh axes to the first dimension of its name that has none
     yet, unless another dimension has one of them or they do not divide this one. A name may occur
-    in several rules. A dimension that no rule fits is replicated.
+    in several rules. A dimension that no rule fits is replicated. Axes of `embed` move to `mlp` or
+    `slots` if its shards do not fill tiles.
 
     Raises:
       UserError: A name is in no rule.
