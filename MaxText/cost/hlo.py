@@ -27,6 +27,7 @@ _CONSTANT = re.compile(r"^s32\[\]\S* constant\((\d+)\)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 _COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -130,6 +131,20 @@ class HloModule:
     @property
     def num_loops(self) -> int:
         return sum(i.kind == "while" for lines in self._computations.values() for i in lines)
+
+    @property
+    def estimated_cycles(self) -> int:
+        """Cycles of a step by the compiler, loops in full; 0 if it has none.
+
+        Pallas kernels and collectives have no estimate.
+        """
+        return sum(
+            times * int(match[1])
+            for computation, times in self._runs.items()
+            if computation not in self._in_fusion
+            for instruction in self._computations.get(computation, ())
+            if (match := _CYCLES.search(instruction.rest))
+        )
 
     def collectives(self) -> list[Collective]:
         """Returns the communication of a step by kind, most bytes first."""

@@ -47,6 +47,8 @@ MUDD = DENSE | {"family": "muddformer"}
 CASES = {
     "data": (GROUPED, {"ici_data_parallelism": 4}),
     "fsdp": (MUDD, {"ici_fsdp_parallelism": 4}),
+    # Shards of 4 of the width 32: the hidden width is split instead.
+    "fsdp, hidden width": (GROUPED, {"ici_fsdp_parallelism": 8}),
     "fsdp_transpose": (TOKENFORMER, {"ici_fsdp_transpose_parallelism": 4}),
     "context": (MUDD, {"ici_context_parallelism": 4}),
     "context, ring": (GROUPED, {"ici_context_parallelism": 4} | RING),

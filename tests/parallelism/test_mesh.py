@@ -12,7 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from MaxText.config import axis_rules
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
+from MaxText.cost.abstract_step import FakeDevice
 from MaxText.errors import UserError
+from MaxText.parallelism import logical_sharding
 from MaxText.parallelism.device_mesh import create_device_mesh, mesh_sizes
 from MaxText.parallelism.logical_sharding import logical_to_mesh_axes
 from MaxText.parallelism.mesh import Layout, make_mesh, microbatch_size, process_batch_slice
@@ -89,6 +91,7 @@ def test_processes_stand_for_slices_where_jax_knows_of_none():
 OWN = axis_rules.merge(LOGICAL_AXIS_RULES, (("embed", ("fsdp_transpose",)),))
 FALLBACKS = (("a", ("fsdp",)), ("b", ("fsdp",)), ("b", ("tensor",)), ("c", ("fsdp",)))
 ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
+LARGE = {"fsdp": 256}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
         (("activation_batch", None), (8, 8), {"data": 2, "fsdp": 2}, None, ("data fsdp", "")),
         # Two axes split the two dimensions of an MLP; without one the second joins the first.
         (("embed", "mlp"), (8, 8), ALL, None, ("fsdp", "fsdp_transpose tensor")),
-        (("mlp", "embed"), (8, 8), ALL, None, ("fsdp_transpose tensor", "fsdp")),
+        (("mlp", "embed"), (8, 16), ALL, None, ("fsdp_transpose tensor", "fsdp")),
         (("embed", "q_heads", "kv"), (8,) * 3, ALL, None, ("fsdp fsdp_transpose", "tensor", "")),
         # A later rule serves what the first does not divide.
         (("embed",), (12,), {"fsdp": 4, "context": 8}, None, ("fsdp",)),
@@ -108,6 +111,14 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
         (("mlp",), (7,), {"fsdp_transpose": 4, "tensor": 2}, None, ("",)),
         (("embed", "mlp"), (7, 8), {"fsdp": 2, "tensor": 2}, None, ("", "tensor")),
         (("embed", "mlp"), (8, 8), {"fsdp_transpose": 2}, OWN, ("fsdp_transpose", "")),
+        # Shards of 20 or 54 rows do not fill tiles: the hidden width serves, if it fits better.
+        (("embed", "mlp"), (5120, 20480), LARGE, None, ("", "fsdp")),
+        (("layers", "mlp", "embed"), (40, 20480, 5120), LARGE, None, ("", "fsdp", "")),
+        (("embed", "mlp"), (5120, 13824), LARGE, None, ("fsdp", "")),
+        (("mlp", "embed"), (13824, 5120), LARGE, None, ("fsdp", "")),
+        (("mlp", "embed"), (11008, 4096), LARGE, None, ("", "fsdp")),
+        (("mlp", "embed"), (20480, 5120), LARGE | {"tensor": 2}, None, ("tensor fsdp", "")),
+        (("q_heads", "kv", "embed"), (40, 128, 5120), LARGE, None, ("", "", "fsdp")),
         # An axis is used once.
         (("a", "b"), (8, 8), {"fsdp": 2, "tensor": 2}, FALLBACKS, ("fsdp", "tensor")),
         (("a", "c"), (8, 8), {"fsdp": 2, "tensor": 2}, FALLBACKS, ("fsdp", "")),
@@ -119,6 +130,20 @@ def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, exp
     assert logical_to_mesh_axes(names, shape, rules, mesh) == PartitionSpec(*wanted)
     with pytest.raises(UserError, match="no_such_axis"):
         logical_to_mesh_axes(("no_such_axis",), (8,), rules, mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_constrained"),
+    [({"fsdp": 4}, True), ({"tensor": 4}, False), ({"stage": 4}, False)],
+)
+def test_layouts_are_constrained_where_xla_gathers_nothing_for_it(sizes, is_constrained):
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    tpus = np.array([FakeDevice(number, "tpu", "TPU v5") for number in range(4)])
+    mesh = jax.sharding.Mesh(tpus.reshape(shape), MESH_AXES)
+    with logical_sharding.axis_rules(mesh, LOGICAL_AXIS_RULES):
+        constrain = logical_sharding.with_token_major_layout
+        traced = jax.make_jaxpr(lambda x: constrain(x))(np.zeros((8, 8, 8)))  # traced each time
+    assert ("layout_constraint" in str(traced)) == is_constrained
 
 
 def test_a_batch_that_does_not_divide():
