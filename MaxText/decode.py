@@ -37,7 +37,7 @@ def main() -> int:
         from MaxText.inference.decoding import decode
 
         decode(loaded, terminal_output.stdout_writer())
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

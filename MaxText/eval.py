@@ -39,7 +39,7 @@ def main() -> int:
 
         write = terminal_output.stdout_writer()
         evaluate(loaded, lambda line: write(line + "\n"))
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

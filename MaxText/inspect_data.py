@@ -74,7 +74,7 @@ def main() -> int:
             "inspect_data.py", with_dataset(sys.argv[1:]), USAGE, InspectOptions
         )
         inspect(loaded, options)
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

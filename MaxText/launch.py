@@ -20,7 +20,7 @@ from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import ProgramOptions, describe, read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
-from MaxText.launchers.commands import Commands, RetryPolicy, resolve_run_args, train_command
+from MaxText.launchers.commands import CapacityRetry, Commands, resolve_run_args, train_command
 from MaxText.launchers.local_processes import free_port, process_env
 from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
 
@@ -182,7 +182,7 @@ def _gcloud(options: GcloudOptions, operands: Sequence[str], train_args: Sequenc
     commands = Commands(show, dry_run=options.dry_run)
     tpu = TpuVm(
         options.name, options.zone, options.project, options.type, options.version, options.spot,
-        RetryPolicy(options.tries, options.retry_seconds), tuple(options.gcloud),
+        CapacityRetry(options.tries, options.retry_seconds), tuple(options.gcloud),
     )  # fmt: skip
     launch = TpuVmLaunch(tpu, commands)
     if "run" in operands and not train_args:

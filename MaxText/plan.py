@@ -42,7 +42,7 @@ def main() -> int:
             "plan.py", sys.argv[1:], USAGE, PlanOptions
         )
         fits = _plan(options, loaded.config, words.configuration)
-    return exit_codes.DONE if fits else 1
+    return exit_codes.SUCCESS if fits else 1
 
 
 def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> bool:

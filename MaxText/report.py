@@ -119,12 +119,12 @@ def main() -> int:
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         print(f"{USAGE.strip()}\n\n{describe(ReportOptions)}")
-        return exit_codes.DONE
+        return exit_codes.SUCCESS
     with command_line.exit_on_user_error():
         runs, options = parse(arguments)
         while report(runs, options) and options.watch:
             time.sleep(options.watch)
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def main() -> int:
         if isinstance(error, KeyboardInterrupt):
             processes.exit_now(exit_codes.INTERRUPTED)  # a compilation is not waited for
         if isinstance(error, BrokenPipeError):
-            processes.exit_now(exit_codes.NOBODY_READS)
+            processes.exit_now(exit_codes.BROKEN_PIPE)
         raise
 
 
@@ -129,15 +129,15 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
-    from MaxText.cost.saved_step import open_saved
+    from MaxText.cost.saved_step import load_compiled
     from MaxText.evaluation.validation import make_eval_step
-    from MaxText.runtime.compiled_steps import CompiledSteps
+    from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
-    train_step = CompiledSteps(
+    train_step = ShapeSpecializedStep(
         lambda shapes: layout.compile_step(
             built.step, abstract_state, shapes, built.compiler_options
         ),
-        open_saved(config, model.section, layout, abstract_state),
+        load_compiled(config, model.section, layout, abstract_state),
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)

@@ -35,7 +35,7 @@ def main() -> int:
         from MaxText.cost.ahead_of_time import train_compile
 
         train_compile(config, target, lambda line: print(line, flush=True))
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

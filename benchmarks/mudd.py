@@ -118,7 +118,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.config.loading import configure
     from MaxText.layers.batch import Batch, batch_shapes
     from MaxText.layers.model import Model
-    from MaxText.parallelism.mesh import Layout, make_mesh
+    from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.runtime.compiled_steps import memory_stats
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
@@ -126,7 +126,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(shape, row, options))
-    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    layout = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     for choice in choices:
         if choice.startswith(("dense_mixing", "attention")):

@@ -52,14 +52,14 @@ def our_step(size, batch):
     from MaxText.config.loading import configure
     from MaxText.layers.batch import batch_shapes
     from MaxText.layers.model import Model
-    from MaxText.parallelism.mesh import Layout, make_mesh
+    from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
     from MaxText.training.schedule import learning_rate_schedule
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(size))
-    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    layout = ShardingPlan(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
     section, choices = backend_defaults.resolve_auto(config.model, jax.default_backend(), layout)
     for choice in choices:
         print(f"  ours, {choice}")

@@ -17,7 +17,7 @@ from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from MaxText.checkpointing.run_folder import check_writable
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import is_object_store_path
@@ -39,7 +39,7 @@ class CheckpointManager:
     def __init__(
         self,
         directory: epath.PathLike,
-        section: Checkpoint,
+        section: CheckpointingConfig,
         guard_healthy_steps: int = 0,
         show: Callable[[str], None] = print,
     ):

@@ -28,7 +28,7 @@ class DenseSelection(Options):
     )
 
 
-class DenseConnections(Section):
+class DenseConfig(Section):
     """Weighted sums of all previous hidden states as layer inputs.
 
     MUDDFormer (Xiao et al. 2025, arXiv 2502.12170) and, with fixed weights and one stream,

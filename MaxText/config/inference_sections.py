@@ -20,7 +20,7 @@ _FILTERED = {"decode_sampling_temperature": OtherThan((0,))}
 _DRAWN = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
 
 
-class Filters(Options):
+class FilterOptions(Options):
     """Further filters of the next token."""
 
     min_p: Share = key(
@@ -36,7 +36,7 @@ class Filters(Options):
     )
 
 
-class Decoding(Section):
+class DecodingConfig(Section):
     """Text generation by decode.py, and by train.py at its end."""
 
     prompt: str = key("I love to", "Text to continue.")
@@ -68,7 +68,9 @@ class Decoding(Section):
         1.0, "Keep the most likely tokens whose probabilities sum to p (top-p); 1 disables.",
         gt=0, le=1, only_if=_FILTERED | {_STRATEGY: ["composite", "nucleus"]},
     )  # fmt: skip
-    decode_filters: Filters = options(Filters, only_if=_FILTERED | {_STRATEGY: ["composite"]})
+    decode_filters: FilterOptions = options(
+        FilterOptions, only_if=_FILTERED | {_STRATEGY: ["composite"]}
+    )
     repetition_penalty: float = key(
         1.0, "Divide positive logits of tokens already in the text by this, and multiply negative "
         "ones.",
@@ -95,7 +97,7 @@ class TaskFiles(Options):
     wikitext: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
 
 
-class Harness(Options):
+class HarnessOptions(Options):
     """The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."""
 
     tasks: tuple[str, ...] = key((), "Tasks to run.")
@@ -103,7 +105,7 @@ class Harness(Options):
     num_fewshot: int = key(-1, "Few-shot examples per question; -1 is the task's default.", ge=-1)
 
 
-class Scoring(Section):
+class ScoringConfig(Section):
     """Evaluation by eval.py, in addition to the keys of evaluation."""
 
     eval_stride: CountOrAuto = key(
@@ -120,6 +122,6 @@ class Scoring(Section):
         (), "Tasks to score, read from task_files."
     )
     task_files: TaskFiles = options(TaskFiles)
-    harness: Harness = key(
-        Harness(), "The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."
+    harness: HarnessOptions = key(
+        HarnessOptions(), "The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."
     )

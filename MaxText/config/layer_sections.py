@@ -50,7 +50,7 @@ class Dimensions(NamedTuple):
     max_target_length: int
 
 
-class Block(Section):
+class BlockConfig(Section):
     """Layer structure: mixer, norms and residual arrangement."""
 
     mixer: Annotated[str, Name("mixer")] = key(
@@ -136,7 +136,7 @@ ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projec
 _ROTARY = {"position_embedding": "rotary"}
 
 
-class Position(Section):
+class PositionConfig(Section):
     """Position encoding."""
 
     position_embedding: Annotated[str, Name("position")] = key(
@@ -223,7 +223,7 @@ class LinearAttentionOptions(Options):
     epsilon: NonNegative = key(1e-6, "Epsilon added to the normalizer.")
 
 
-class Attention(Section):
+class AttentionConfig(Section):
     """The attention mixer."""
 
     attention_projections: Annotated[str, Name("projection")] = key(
@@ -307,7 +307,7 @@ class Attention(Section):
         return tuple(kinds)
 
 
-class FeedForward(Section):
+class FeedForwardConfig(Section):
     """The feed-forward part."""
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key(
@@ -364,7 +364,7 @@ class SecondExpert(Options):
     threshold: NonNegative = key(0.2, "Threshold of the policies.")
 
 
-class MixtureOfExperts(Section):
+class MoEConfig(Section):
     """Mixture of experts in place of the MLP."""
 
     ONLY_IF = _SEVERAL_EXPERTS
@@ -418,7 +418,7 @@ class ScaleFactors(Options):
     ffn: float = key(1.0, "Factor in the feed-forward.", only_if=_FEED_FORWARD)
 
 
-class Pattention(Section):
+class PattentionConfig(Section):
     """Pattention, attention to learned slots: y = Theta(x K) V (TokenFormer)."""
 
     slot_num: CountOrAuto = key(

@@ -9,7 +9,7 @@ from MaxText.config.layer_kinds import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
     SOFTMAX_MIXERS,
-    MixtureOfExperts,
+    MoEConfig,
     NotElementwise,
 )
 from MaxText.config.registry import KINDS, registration
@@ -354,7 +354,7 @@ def _quantization_patterns(quantization_rules):
             return f"quantization_rules: {pattern!r} is not a regular expression: {error}"
 
 
-@rule(*MixtureOfExperts.model_fields)
+@rule(*MoEConfig.model_fields)
 def _experts(feed_forward_type, mlp_activations, config, dimensions):
     section, num_layers = config.model.mixture_of_experts, dimensions.num_layers
     if section.num_experts == 1:

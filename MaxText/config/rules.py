@@ -6,7 +6,7 @@ import re
 from MaxText.config import model_rules  # noqa: F401 (registers its rules)
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
-from MaxText.config.model_sections import NO_STAGES, Pipeline
+from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.rule import RULES, rule
 
 __all__ = ["RULES"]
@@ -298,7 +298,7 @@ for network in NETWORKS:
     rule(*(size_key(axis, network) for axis in MESH_AXES))(_one_fills)
 
 
-@rule(*_STAGES, *Pipeline.model_fields, "base_num_decoder_layers", "attention_types")
+@rule(*_STAGES, *PipelineConfig.model_fields, "base_num_decoder_layers", "attention_types")
 def _stages(config):
     try:
         if config.mesh.num_stages > 1:

@@ -22,7 +22,7 @@ from MaxText.storage.paths import parse_path
 _STEP = re.compile(r"params_(\d+)")
 
 
-class FattoribWeights(WeightSource):
+class FattoribCheckpoint(WeightSource):
     """Parameters of a fattorib/transformer checkpoint."""
 
     def __init__(self, path: str, config: Config):

@@ -8,7 +8,7 @@ import jax
 
 from MaxText.checkpointing import checkpoint_files, reading
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.matching import ConfigHint, check_compatible, describe_casts
+from MaxText.checkpointing.matching import ConfigDiff, check_compatible, describe_casts
 from MaxText.conversion.weight_source import unflatten, unreadable_checkpoint
 from MaxText.errors import UserError
 
@@ -25,7 +25,7 @@ class InitialWeights(NamedTuple):
     read: Callable[[], Any]  # returns them on device
 
 
-def open_parameters(
+def open_pretrained(
     path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
 ) -> InitialWeights:
     """Finds parameters and checks names and shapes.
@@ -63,7 +63,7 @@ def _open_hf(
         for name, info in weights.model.parameters.items()
     }
     try:
-        hint = ConfigHint(stored_flat, config_flat)
+        hint = ConfigDiff(stored_flat, config_flat)
         casts = check_compatible({"params": unflatten(shapes)}, {"params": abstract_params}, hint)
     except UserError as error:
         raise UserError(

@@ -13,7 +13,7 @@ from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.storage.atomic import publish, writing_name
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.training.backend_defaults import resolve_auto
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -79,7 +79,7 @@ def peak_bytes(weights: WeightSource) -> int:
 
 def write(weights: WeightSource, length: int, target: Path, show: Callable[[str], None]) -> None:
     """Writes the program, and usage instructions to `target`.README.md."""
-    partial, readme = writing_name(target), readme_of(target)
+    partial, readme = temporary_name(target), readme_of(target)
     program = export_forward(weights, length).serialize()
     vocab_size = weights.config.model.shape.vocab_size
     text = _README.format(name=target.name, length=length, vocab_size=vocab_size)
@@ -87,7 +87,7 @@ def write(weights: WeightSource, length: int, target: Path, show: Callable[[str]
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(program)
         readme.write_text(text, encoding="utf-8")
-        publish(partial, target)
+        atomic_rename(partial, target)
     except OSError as error:
         raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
     finally:

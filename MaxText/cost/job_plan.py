@@ -20,7 +20,7 @@ USABLE_SHARE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Requirements of a run, per step."""
 
     program: Program
@@ -57,7 +57,7 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
 
 def make_plan(
     config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
-) -> Plan:
+) -> JobPlan:
     """Returns the plan of a configuration; UserError if it does not fit.
 
     `fused_attention` assumes a kernel that never writes attention scores to memory.
@@ -69,13 +69,13 @@ def make_plan(
 
 def plan_of(
     program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
-) -> Plan:
+) -> JobPlan:
     memory = estimate_memory(program)
     communication = communication_costs(program, hardware)
     time = step_time(
         program, hardware, memory, communication, peak, fused_attention=fused_attention
     )
-    return Plan(program, hardware, memory, tuple(communication), time)
+    return JobPlan(program, hardware, memory, tuple(communication), time)
 
 
 def peak_of(hardware: Hardware) -> PeakFlops:

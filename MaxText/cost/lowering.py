@@ -29,7 +29,7 @@ class LoweredStep(NamedTuple):
 
     config: Config
     model: Model
-    layout: mesh.Layout
+    layout: mesh.ShardingPlan
     state: TrainState
     batch: Any
     plan: BatchSchedule

@@ -8,14 +8,14 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.schema import Config
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.cost_table import MFU_RULE
-from MaxText.cost.job_plan import USABLE_SHARE, Plan
+from MaxText.cost.job_plan import USABLE_SHARE, JobPlan
 from MaxText.cost.plan_search import command_with_plan
 from MaxText.metrics.tables import WIDTH, format_table, short_count
 
 _GB = 1e9
 
 
-def describe(plan: Plan, tokens: float, price: float | None) -> str:
+def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
     """Describes memory, communication, time and cost of a run."""
     program = plan.program
     section = program.config.model
@@ -50,7 +50,7 @@ def _stages(program: Program) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: JobPlan) -> str:
     memory = plan.memory
     rows = [
         ("parameters", memory.parameters, "exact"),
@@ -88,7 +88,7 @@ def _largest(live: Sequence) -> str:
     )
 
 
-def _communication(plan: Plan) -> list[str]:
+def _communication(plan: JobPlan) -> list[str]:
     if not plan.communication:
         return ["communication: none, one device"]
     rows = [
@@ -105,7 +105,7 @@ def _communication(plan: Plan) -> list[str]:
     return [format_table(header, cells, total, right=(1, 2, 3, 4))]
 
 
-def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
+def _time(plan: JobPlan, tokens: float, price: float | None) -> list[str]:
     time, per_device = plan.time, plan.tokens_per_device
     steps = tokens / plan.program.tokens_per_update
 
@@ -134,7 +134,7 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
     return [table, *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)]
 
 
-def _days_and_cost(plan: Plan, seconds: float, tokens: float, price: float | None) -> list[str]:
+def _days_and_cost(plan: JobPlan, seconds: float, tokens: float, price: float | None) -> list[str]:
     days = tokens / plan.program.tokens_per_update * seconds / 86400
     money = [] if price is None else [f"{price * plan.hardware.num_chips * days * 24:,.0f}"]
     return [f"{days:.3g}", *money]
@@ -152,7 +152,7 @@ def _mesh_words(program: Program) -> str:
 
 
 def format_proposals(
-    plans: Sequence[Plan],
+    plans: Sequence[JobPlan],
     config: Config,
     arguments: Sequence[str],
     tokens: float,

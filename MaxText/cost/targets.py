@@ -32,7 +32,7 @@ _TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES | _LONGER_CUBES, "v6e":
 _GPUS_PER_HOST = 8
 
 
-class Target(NamedTuple):
+class CompileTarget(NamedTuple):
     """A machine to compile for; `num_devices` counts one slice.
 
     `platform` is JAX's name, `memory` in bytes per device, 0 if unknown.
@@ -46,13 +46,13 @@ class Target(NamedTuple):
     options: dict[str, Any]
 
 
-def find(name: str) -> Target:
+def find(name: str) -> CompileTarget:
     """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4."""
     kind, _, digits = name.strip().lower().rpartition("-")
     kind = ALIASES.get(kind, kind)
     number = int(digits) if re.fullmatch(r"[1-9]\d{0,5}", digits) else 0
     if kind == "cpu" and number:
-        return Target(f"cpu-{number}", "cpu", "", number, 0, {})
+        return CompileTarget(f"cpu-{number}", "cpu", "", number, 0, {})
     if kind in nvidia.DESCRIPTIONS and number:
         return _gpus(kind, number)
     shapes = _TOPOLOGIES.get(kind, {})
@@ -65,7 +65,9 @@ def find(name: str) -> Target:
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     memory = int(CHIPS[kind].memory)
-    return Target(f"{kind}-{number}", "tpu", f"{kind}:{shapes[chips]}", chips, memory, options)
+    return CompileTarget(
+        f"{kind}-{number}", "tpu", f"{kind}:{shapes[chips]}", chips, memory, options
+    )
 
 
 def names() -> list[str]:
@@ -77,7 +79,7 @@ def names() -> list[str]:
     ]
 
 
-def prepare_environment(target: Target) -> None:
+def prepare_environment(target: CompileTarget) -> None:
     """Sets the plug-in's start variables; call it before importing JAX."""
     # The devices compiled for are not those of this process.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -98,7 +100,7 @@ def prepare_environment(target: Target) -> None:
             os.environ["XLA_FLAGS"] = f"{present} {flag}".strip()
 
 
-def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
+def devices(target: CompileTarget, num_slices: int = 1) -> Sequence[Any]:
     """Returns devices to compile for, possibly absent ones.
 
     Raises UserError if the plug-in is missing or does not know the machine.
@@ -143,7 +145,7 @@ def devices(target: Target, num_slices: int = 1) -> Sequence[Any]:
     return found.devices
 
 
-def _gpus(kind: str, number: int) -> Target:
+def _gpus(kind: str, number: int) -> CompileTarget:
     hosts, per_host = 1, number
     if number > _GPUS_PER_HOST:
         hosts, rest = divmod(number, _GPUS_PER_HOST)
@@ -154,7 +156,7 @@ def _gpus(kind: str, number: int) -> Target:
                 f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
             )
     memory = nvidia.MEMORY[kind]
-    return Target(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
+    return CompileTarget(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
 
 
 def _known(kind: str) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 from etils import epath
 
 from MaxText.metrics.goodput import PARTS, Goodput
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunHistory
 
 _COUNTED = ("progress/tokens", "progress/flops")  # accumulate over stages
 
 
-def merge_stage_records(records: Sequence[RunRecord], folder: epath.Path) -> RunRecord:
+def merge_stage_records(records: Sequence[RunHistory], folder: epath.Path) -> RunHistory:
     """Joins the records of the completed stages of a chain, in order.
 
     Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
@@ -27,7 +27,7 @@ def merge_stage_records(records: Sequence[RunRecord], folder: epath.Path) -> Run
     return dataclasses.replace(whole, folder=folder, name=folder.name, facts=facts)
 
 
-def _append_stage(before: RunRecord, after: RunRecord) -> RunRecord:
+def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
     attempt = before.goodput.attempts[-1].number + 1
     offsets = dict(zip(_COUNTED, (before.tokens, before.flops), strict=True))
     offsets |= {"step": before.last_step + 1 if before.last_step is not None else 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.experiments.chain_record import merge_stage_records
-from MaxText.experiments.comparison_plan import Chain, Plan, Run, run_path
+from MaxText.experiments.comparison_plan import Chain, Plan, Trial, run_path
 from MaxText.experiments.seed_statistics import (
     Estimate,
     format_difference,
@@ -18,7 +18,7 @@ from MaxText.experiments.seed_statistics import (
 from MaxText.experiments.sweep_bests import best_of_arms, best_value_lines
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.events import EVENTS_FILE
-from MaxText.metrics.run_record import RunRecord, read_run
+from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
 from MaxText.metrics.tables import format_table, short_count
 from MaxText.reports.formatting import ABSENT, loss, operations
@@ -38,14 +38,14 @@ class RunResult:
     state: str
     validation_loss: float | None  # final, in nats per token; None if the run did not complete
     validation_tokens: float | None
-    training_loss: float | None  # see RunRecord.training_loss
+    training_loss: float | None  # see RunHistory.training_loss
     parameters: int | None  # of the final model
     steps: int
     tokens: float
     flops: float
     train_seconds: float  # in training steps, without compilation, evaluation and saving
     folder: str  # relative to the comparison's folder
-    loss_kind: str = ""  # see RunRecord.loss_kind
+    loss_kind: str = ""  # see RunHistory.loss_kind
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -97,7 +97,7 @@ class ConfigResults:
         return perplexity(self.loss.mean)
 
 
-def load_record(run: Run) -> RunRecord | None:
+def load_record(run: Trial) -> RunHistory | None:
     """Returns the run's record; None if it has not started recording."""
     if not (run.folder / EVENTS_FILE).exists():
         return None
@@ -109,7 +109,7 @@ def load_record(run: Run) -> RunRecord | None:
         return None
 
 
-def is_over(run: Run) -> bool:
+def is_over(run: Trial) -> bool:
     """Returns whether a run ended, or an earlier stage diverged."""
     record = load_record(run)
     if record is not None and record.state in FINISHED:
@@ -117,14 +117,14 @@ def is_over(run: Run) -> bool:
     return run.previous is not None and _has_diverged(run.previous)
 
 
-def _has_diverged(run: Run) -> bool:
+def _has_diverged(run: Trial) -> bool:
     record = load_record(run)
     if record is not None and record.state == DIVERGED:
         return True
     return run.previous is not None and _has_diverged(run.previous)
 
 
-def load_chain_record(chain: Chain) -> RunRecord | None:
+def load_chain_record(chain: Chain) -> RunHistory | None:
     """Returns a chain's merge_stage_records record; None until it is over."""
     if not all(map(is_over, chain)):
         return None
@@ -135,7 +135,7 @@ def load_chain_record(chain: Chain) -> RunRecord | None:
     return merge_stage_records([first, *others], first.folder.parent)
 
 
-def summarize(chain: Chain, record: RunRecord) -> RunResult:
+def summarize(chain: Chain, record: RunHistory) -> RunResult:
     """Summarizes a chain and its merge_stage_records record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}

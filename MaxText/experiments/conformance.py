@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import array_specs, path_name
+from MaxText.checkpointing.matching import array_specs, leaf_path
 from MaxText.config.catalog import flatten
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
@@ -24,7 +24,7 @@ from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
 from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
-from MaxText.layers.key_value_cache import with_capacity
+from MaxText.layers.kv_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import make_layout
 from MaxText.training.objective import loss_sums, num_tokens
@@ -138,7 +138,7 @@ class Subject:
         sums = loss_sums(
             model.merge(params), batch, model.section.objective, self.key, training=True
         )
-        return sum(sums.means(batch.weights_BT.sum(), num_tokens(batch)).values())  # type: ignore
+        return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
 
     def _program(self, params: Parameters) -> Any:
         def loss(params, model):
@@ -238,7 +238,7 @@ def products(jaxpr: Any) -> int:
 
 def _by_name(tree: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+    return {leaf_path(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:

@@ -18,7 +18,7 @@ from MaxText.experiments.comparison_plan import (
     Chain,
     ComparisonSpec,
     Plan,
-    Run,
+    Trial,
     chains_of,
     load_or_create_plan,
 )
@@ -122,7 +122,7 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
+def _run_all(runs: Sequence[Trial], descriptor: int, folder: Path, show: Show) -> None:
     finished = [run for run in runs if is_over(run)]
     show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
     with RunsProgress(runs, finished, show) as progress:

@@ -18,8 +18,8 @@ from MaxText.experiments.comparison_results import (
 from MaxText.experiments.solved_plan import format_budget, format_changes, plan_rows
 from MaxText.experiments.solving import UNITS
 from MaxText.experiments.variants import Variant
-from MaxText.metrics.run_record import RunRecord
-from MaxText.reports.page import Section, Table
+from MaxText.metrics.run_record import RunHistory
+from MaxText.reports.page import PageSection, PageTable
 from MaxText.reports.writing import write_report
 
 _LABELS_OF_TITLE = 3  # more would not fit on a line
@@ -30,18 +30,22 @@ def sections(
     variants: Sequence[Variant],
     groups: Sequence[ConfigResults],
     unasked: Sequence[str],
-) -> list[Section]:
+) -> list[PageSection]:
     """Returns the report's sections on the comparison."""
-    found = Section(
+    found = PageSection(
         "Result",
         [TABLE_NOTE, *summary_lines(groups, plan, variants)],
-        Table(HEADER, table_rows(groups)),
+        PageTable(HEADER, table_rows(groups)),
     )
     ranked = ranking_rows(groups)
-    ranking = [Section("Ranking", [RANKING_NOTE], Table(RANKING_HEADER, ranked))] if ranked else []
+    ranking = (
+        [PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked))]
+        if ranked
+        else []
+    )
     header, rows = plan_rows(plan)
     warnings = [f"The configurations differ in {line}." for line in unasked]
-    made_equal = Section(
+    made_equal = PageSection(
         "How the budgets were matched",
         [
             f"match={plan.question.match}: {format_budget(plan, variants)}.",
@@ -50,7 +54,7 @@ def sections(
             f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
             *warnings,
         ],
-        Table(header, rows),
+        PageTable(header, rows),
     )
     return [found, *ranking, made_equal]
 
@@ -58,7 +62,7 @@ def sections(
 def write(
     plan: Plan,
     variants: Sequence[Variant],
-    records: Sequence[RunRecord],
+    records: Sequence[RunHistory],
     groups: Sequence[ConfigResults],
     unasked: Sequence[str],
 ) -> Path:

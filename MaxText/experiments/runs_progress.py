@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from MaxText.experiments.comparison_plan import Run
+from MaxText.experiments.comparison_plan import Trial
 from MaxText.metrics.sinks.terminal import print_above, start_bar
 from MaxText.metrics.step_line import format_duration
 
@@ -23,8 +23,8 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
 
     def __init__(
         self,
-        runs: Sequence[Run],
-        finished: Collection[Run],
+        runs: Sequence[Trial],
+        finished: Collection[Trial],
         show: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
@@ -34,7 +34,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._numbers = {id(run): number for number, run in enumerate(runs, 1)}
         self._show, self._now = show, now
         self._began = self._line_at = now()
-        self._run: Run | None = None
+        self._run: Trial | None = None
         self._run_began = self._began
         self._steps = 0
         self._waiting = len(runs) - len(finished)
@@ -61,7 +61,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._line_at = self._now()
         print_above(self._bar, text, self._show)
 
-    def begin(self, run: Run, steps: int) -> None:
+    def begin(self, run: Trial, steps: int) -> None:
         """Starts or resumes a run, with `steps` completed earlier."""
         self._run, self._steps, self._run_began = run, steps, self._now()
         self._waiting, self._has_started = self._waiting - 1, False
@@ -82,7 +82,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
             run = self._run
             self.line(f"{self._name(run)}: {done}/{run.config.run.steps} steps{self.left()}")
 
-    def end(self, run: Run, result: str) -> None:
+    def end(self, run: Trial, result: str) -> None:
         """Ends the current run."""
         self._run, self._steps = None, 0
         self._done += run.weight
@@ -90,7 +90,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         took = format_duration(self._now() - self._run_began)
         self.line(f"{self._name(run)}: {result}, {took}{self.left()}")
 
-    def skip(self, run: Run, why: str) -> None:
+    def skip(self, run: Trial, why: str) -> None:
         """Skips a run."""
         self._waiting -= 1
         self._done += run.weight
@@ -116,7 +116,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
             return 0.0
         return self._run.weight * min(steps / self._run.config.run.steps, 1.0)
 
-    def _name(self, run: Run) -> str:
+    def _name(self, run: Trial) -> str:
         return f"[{self._numbers[id(run)]}/{len(self._numbers)}] {run.name}"
 
     def _update(self, steps: int) -> None:

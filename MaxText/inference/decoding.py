@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
@@ -23,7 +23,7 @@ from MaxText.inference.prompt_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.trained_model import load_model
 from MaxText.layers.model import Model, Parameters
-from MaxText.parallelism.mesh import Layout, microbatch_size
+from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
 
 Write = Callable[[str], None]
 
@@ -74,7 +74,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
 def write_sample(
     model: Model,
     params: Parameters,
-    layout: Layout,
+    layout: ShardingPlan,
     config: Config,
     tokenizer_folder: Path,
     run_folder: Any,
@@ -102,7 +102,7 @@ def write_sample(
     return text
 
 
-def sampling_params(section: Decoding) -> SamplingParams:
+def sampling_params(section: DecodingConfig) -> SamplingParams:
     """Returns the settings of decode_sampling_strategy."""
     settings: dict[str, Any] = {"repetition_penalty": section.repetition_penalty}
     strategy = section.decode_sampling_strategy
@@ -127,7 +127,7 @@ def _generate(
     engine: Engine,
     tokenizer: ModelTokenizer,
     prompts: list[Prompt],
-    section: Decoding,
+    section: DecodingConfig,
     batch_size: int,
     write: Write,
     output: JsonlWriter,

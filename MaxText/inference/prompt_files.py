@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.inference.text_files import check_not_input, json_rows, nonblank_lines, read_text_file
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
     extra_fields: dict[str, Any]
 
 
-def read_prompts(section: Decoding) -> list[Prompt]:
+def read_prompts(section: DecodingConfig) -> list[Prompt]:
     """Returns the prompts of prompt_file, or else the one in `prompt`.
 
     Raises UserError if the file is unreadable or empty, or a line has no prompt.

@@ -46,7 +46,7 @@ class _HostBatches:
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes reads raise StopWaiting, even blocked ones, once `when` is true."""
+        """Makes reads raise WaitCancelledError, even blocked ones, once `when` is true."""
         self._reader.stopping = when
 
     def _read(self, step: int) -> Batch:
@@ -54,7 +54,7 @@ class _HostBatches:
         return Batch(
             tokens_BT=arrays["tokens"],
             targets_BT=arrays["targets"],
-            weights_BT=arrays["weights"],
+            loss_mask_BT=arrays["weights"],
             positions_BT=arrays.get("positions"),
             segments_BT=arrays.get("segments"),
         )

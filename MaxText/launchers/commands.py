@@ -51,7 +51,7 @@ def train_command() -> list[str]:
     return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
 
 
-class RetryPolicy(NamedTuple):
+class CapacityRetry(NamedTuple):
     """Retries for lack of capacity: `tries` in total, `seconds` apart."""
 
     tries: int
@@ -65,7 +65,7 @@ class Commands:
         self._show = show
         self.dry_run = dry_run
 
-    def run(self, command: Sequence[str], *, retry: RetryPolicy | None = None) -> None:
+    def run(self, command: Sequence[str], *, retry: CapacityRetry | None = None) -> None:
         """Runs a command with its output on the terminal.
 
         With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises

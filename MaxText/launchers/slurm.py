@@ -43,7 +43,7 @@ def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
         *job.options,
     ]
     devices = job.nodes * job.gpus_per_node
-    codes = "|".join(str(code) for code in exit_codes.WORTH_A_RESTART)
+    codes = "|".join(str(code) for code in exit_codes.RESTARTABLE)
     return "\n".join(
         [
             "#!/bin/bash",

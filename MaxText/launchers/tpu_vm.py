@@ -12,7 +12,7 @@ from typing import NamedTuple
 from MaxText.config.config_files import REPOSITORY
 from MaxText.cost.hardware import find
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands, RetryPolicy
+from MaxText.launchers.commands import CapacityRetry, Commands
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -31,7 +31,7 @@ class TpuVm(NamedTuple):
     accelerator_type: str = ""  # such as v5p-32; for create and queue
     version: str = ""  # runtime version, for create and queue
     spot: bool = False
-    retry: RetryPolicy = RetryPolicy(1, 60.0)
+    retry: CapacityRetry = CapacityRetry(1, 60.0)
     flags: tuple[str, ...] = ()  # further gcloud flags for create and queue
 
     @property

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import LinearHead
+from MaxText.layers.params import orthogonal, zeros
 from MaxText.layers.part import Flops, Init
-from MaxText.layers.weights import orthogonal, zeros
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class HeadQK(LinearHead):
     rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
     not_recomputed = ("head_qk",)
 
-    def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(keys, init, rngs)
         self.head_qk = HeadQKScores(keys.head.head_qk_dim, init, rngs)
 
@@ -83,14 +83,14 @@ class HeadQK(LinearHead):
         return new if context.capacity is None else new.with_capacity(context.capacity)
 
     @classmethod
-    def flops(cls, keys: Model, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         width = 2 * keys.head.head_qk_dim
         by_rule = width * average_keys_visible(length, causal=True)
         return {"Head-QK scores": Flops(by_rule, float(width * length))}
 
     @classmethod
     def state_bytes(
-        cls, keys: Model, dimensions: Dimensions, length: int, itemsize: int
+        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         return keys.head.head_qk_dim * itemsize + 4, 0  # a key and an id
 

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.config.model_sections import Layer
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.decoder import Decoder
+from MaxText.layers.params import AbstractRngs
 from MaxText.layers.stack import unstack_params
-from MaxText.layers.weights import AbstractRngs
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 Parameters = dict  # nested, leaves are arrays
@@ -51,7 +50,7 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
 class Model:
     """The decoder of a configuration."""
 
-    def __init__(self, section: ModelSection):
+    def __init__(self, section: ModelConfig):
         self.section = section
         module = Decoder(section, AbstractRngs())
         self.blueprint = module.blueprint
@@ -88,7 +87,7 @@ class Model:
         run, _, within = within.partition("/")
         return within, plan.layers_of(int(run))
 
-    def layer_of(self, name: str) -> Layer | None:
+    def layer_of(self, name: str) -> LayerConfig | None:
         """Returns the first layer of a parameter, or None."""
         layers = self.placed(name)[1]
         return None if layers is None else self.section.layers[layers[0]]

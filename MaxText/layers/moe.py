@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from MaxText.config.layer_sections import MixtureOfExperts as MoESection
+from MaxText.config.layer_sections import MoEConfig
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
+from MaxText.layers.params import Init, Initializer, param
 from MaxText.layers.part import Scalars
-from MaxText.layers.weights import Init, Initializer, weight
 from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
 
 
-def expert_capacity(section: MoESection, length: int, factor: float) -> tuple[int, int]:
+def expert_capacity(section: MoEConfig, length: int, factor: float) -> tuple[int, int]:
     """Returns the tokens of a group and C; the factor counts tokens (GShard)."""
     group = length
     if section.moe_group_size != -1 and length % section.moe_group_size == 0:
@@ -51,7 +51,7 @@ class Experts(nnx.Module):
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(activations))]
 
         def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
-            return weight(
+            return param(
                 rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
                 dtype=init.weight_dtype, num_in_dims=1, used_in=init.dtype,
             )  # fmt: skip
@@ -90,7 +90,7 @@ class RoutedMoE(nnx.Module):
 
     def __init__(
         self,
-        section: MoESection,
+        section: MoEConfig,
         activations: tuple[str, ...],
         init: Init,
         rngs: nnx.Rngs,

@@ -19,8 +19,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.model_sections import RematPolicy
+from MaxText.layers.params import AbstractRngs
 from MaxText.layers.part import Scalars
-from MaxText.layers.weights import AbstractRngs
 from MaxText.parallelism.logical_sharding import platform, with_token_major_layout
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 
 
 class StepProfiler:
     """Traces `profiler_steps` steps on process 0, if `profiler` is set."""
 
-    def __init__(self, monitoring: Monitoring, folder: Any, first_step: int):
+    def __init__(self, monitoring: MonitoringConfig, folder: Any, first_step: int):
         self._folder = str(folder)
         active = monitoring.profiler == "xplane" and jax.process_index() == 0
         self._start = first_step + monitoring.skip_first_n_steps_for_profiler if active else None

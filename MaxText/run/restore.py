@@ -10,10 +10,10 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.initial_weights import (
     corruption_as_user_error,
-    open_parameters,
+    open_pretrained,
 )
 from MaxText.errors import UserError
 from MaxText.growth.initialize import grow_opt_state, grow_params
@@ -55,7 +55,7 @@ class RestoreResult(NamedTuple):
 
 def restore_or_initialize(
     checkpoints: CheckpointManager,
-    section: Checkpoint,
+    section: CheckpointingConfig,
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
@@ -111,7 +111,7 @@ def restore_or_initialize(
 
 
 def _show_order(
-    checkpoints: CheckpointManager, section: Checkpoint, steps: list[int], show: Show
+    checkpoints: CheckpointManager, section: CheckpointingConfig, steps: list[int], show: Show
 ) -> None:
     full, params = section.load_full_state_path, section.load_parameters_path
     if not section.enable_checkpointing:
@@ -194,7 +194,7 @@ def _load_parameters(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> RestoreResult:
-    given = open_parameters(path, "load_parameters_path", abstract_state.params, config_flat, show)
+    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, show)
     # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())

@@ -17,8 +17,8 @@ from jax.sharding import SingleDeviceSharding
 
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
-from MaxText.config.training_sections import Guard
-from MaxText.errors import Diverged
+from MaxText.config.training_sections import GuardConfig
+from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.run.restore import RestoreResult, active_rollbacks
 
@@ -57,14 +57,14 @@ class RollbackController:
 
     def __init__(
         self,
-        section: Guard,
+        section: GuardConfig,
         checkpoints: CheckpointManager,
         emit: Callable[..., None],
         batches: BatchIterator,
         abstract_state: Any,
         start: RestoreResult,
     ):
-        """Reads the rollbacks of earlier starts; `emit` is EventStream.emit."""
+        """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
         self.trigger: RollbackTrigger | None = None
         recorded = active_rollbacks(start, batches)
         known = [int(start.metadata.get("rewinds", 0)), *(rollback.number for rollback in recorded)]
@@ -101,7 +101,7 @@ class RollbackController:
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Processes the metrics of a report, of all steps since the last one.
 
-        Raises Diverged if training cannot continue and rollback is disabled.
+        Raises TrainingDivergedError if training cannot continue and rollback is disabled.
         """
         skipped = int(metrics.get("num_skipped", 0)) - self._num_skipped
         if skipped:
@@ -137,7 +137,7 @@ class RollbackController:
             reason = f"the loss rose to {rise:.0%} above its lowest median"
             return RollbackTrigger(step, int(metrics["rise_began"]), reason)
         if recent == window:
-            raise Diverged(
+            raise TrainingDivergedError(
                 f"all of the last {window} steps were skipped, up to step {step}: stopped. Lower "
                 "the learning rate, or inspect the data."
             )
@@ -155,7 +155,8 @@ class RollbackController:
     def roll_back(self) -> Any:
         """Rolls back to the last healthy state and excludes the suspicious data.
 
-        Returns the restored state. Raises Diverged without a healthy one, or at rollback.maximum.
+        Returns the restored state. Raises TrainingDivergedError without a healthy one, or at
+        rollback.maximum.
         """
         trigger, batches = self.trigger, self._batches
         assert trigger is not None
@@ -166,7 +167,7 @@ class RollbackController:
                 # A restart takes the newest checkpoint, which must predate the divergence.
                 self._checkpoints.roll_back_to(healthy)
                 signs = f"{signs} A restart resumes from step {healthy}."
-            raise Diverged(
+            raise TrainingDivergedError(
                 f"step {trigger.noticed}: {trigger.reason}, and the run has rolled back "
                 f"{self.num_rollbacks} times (rollback.maximum): stopped. {signs} Lower the "
                 "learning rate, inspect the data, or start again from an earlier checkpoint."
@@ -213,7 +214,7 @@ class RollbackController:
                 source = f"copy of step {snapshot.step} in memory"
                 return snapshot.step, source, state, snapshot.position
             if healthy is None:
-                raise Diverged(
+                raise TrainingDivergedError(
                     f"step {trigger.noticed}: {trigger.reason}, and there is no healthy state "
                     f"before step {trigger.began} to roll back to: stopped. {signs} Lower the "
                     "learning rate, inspect the data, or save more often (checkpoint_period, "

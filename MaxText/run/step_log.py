@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
-from MaxText.errors import Diverged
-from MaxText.metrics.step_line import StepReport
-from MaxText.run.records import Records
+from MaxText.errors import TrainingDivergedError
+from MaxText.metrics.step_line import StepMetrics
+from MaxText.run.records import RunLogger
 from MaxText.runtime import start_up
 
 _AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
@@ -28,7 +28,7 @@ class MetricLogger:
 
     def __init__(
         self,
-        records: Records,
+        records: RunLogger,
         config: Config,
         last_step: int,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
@@ -78,7 +78,7 @@ class MetricLogger:
         return time.perf_counter() - self._since
 
     def flush(self) -> None:
-        """Blocks on a pending step and reports it; Diverged on a bad loss."""
+        """Blocks on a pending step and reports it; TrainingDivergedError on a bad loss."""
         if not self._waiting:
             return
         self._waiting = False
@@ -92,7 +92,7 @@ class MetricLogger:
         seconds = elapsed / updates
         self._since, self._reported_step = now, step
         stats = self._records.stats
-        report = StepReport(
+        report = StepMetrics(
             step=step,
             seconds=seconds,
             metrics=shown,
@@ -157,7 +157,7 @@ class MetricLogger:
 
     def _check(self, step: int, loss: float) -> None:
         if not math.isfinite(loss) and self._guard.abort_on_nan_loss:
-            raise Diverged(
+            raise TrainingDivergedError(
                 f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
                 f"resume from the last checkpoint, or set abort_on_nan_loss=false to continue "
                 "training."

@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.layers import flash_attention
 from MaxText.layers.depth_aggregate import kernel_unsupported_reason, vmem_bytes_per_token
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): unrolled layers are 20 % faster at
 # 6 layers of width 384 and 2 times slower at 12 layers of width 768.
@@ -19,8 +19,8 @@ _VOCABULARY = "a multiple of 128 is faster (GPT-2 small on an H100: 23 %)"
 
 
 def resolve_auto(
-    section: Model, backend: str, layout: Layout | None = None
-) -> tuple[Model, list[str]]:
+    section: ModelConfig, backend: str, layout: ShardingPlan | None = None
+) -> tuple[ModelConfig, list[str]]:
     """Returns the section without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
     lines = []
@@ -90,7 +90,7 @@ def resolve_auto(
     return resolved.model_copy(update={"attention": attention}), lines
 
 
-def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str | None:
+def _flash_refused(section: ModelConfig, backend: str, layout: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
@@ -104,7 +104,9 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
     return flash_attention.cudnn_failure_reason(section, layout.mesh.devices.flat)
 
 
-def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
+def _mixing(
+    section: ModelConfig, backend: str, dtype: str, layout: ShardingPlan | None
+) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
     dense = section.dense_connections
     asked, on_cpu = dense.dense_mixing, backend == "cpu"

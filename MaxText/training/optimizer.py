@@ -11,7 +11,7 @@ import optax.contrib
 from flax import traverse_util
 
 from MaxText.config.registry import lookup, register
-from MaxText.config.training_sections import Optimizer
+from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
 from MaxText.parallelism.logical_sharding import ParamSpec
 
@@ -21,7 +21,7 @@ BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments 
 
 
 def make_optimizer(
-    section: Optimizer, schedule: optax.Schedule, parameters: Names
+    section: OptimizerConfig, schedule: optax.Schedule, parameters: Names
 ) -> optax.GradientTransformation:
     """Chains clipping, the rule's direction, decay, and learning rate.
 
@@ -129,7 +129,7 @@ def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
     )
 
 
-def _clipping(section: Optimizer) -> optax.GradientTransformation:
+def _clipping(section: OptimizerConfig) -> optax.GradientTransformation:
     bound = section.gradient_clipping_threshold
     if bound == 0:
         return optax.identity()
@@ -139,7 +139,7 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
 
 
 @register("optimizer", "adamw")
-def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def adamw(section: OptimizerConfig, parameters: Names) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
     if not section.adam_bias_correction:
         return _adam_without_bias_correction(section)
@@ -153,19 +153,19 @@ def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation
 
 
 @register("optimizer", "lion")
-def lion(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def lion(section: OptimizerConfig, parameters: Names) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     mu_dtype = section.mu_dtype or None
     return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
 
 
 @register("optimizer", "sgd")
-def sgd(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def sgd(section: OptimizerConfig, parameters: Names) -> optax.GradientTransformation:
     return optax.trace(decay=section.momentum, nesterov=section.nesterov)
 
 
 @register("optimizer", "muon")
-def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def muon(section: OptimizerConfig, parameters: Names) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
     # A learning rate of -1 makes optax's complete rule return its direction unchanged.
     return optax.contrib.muon(
@@ -185,7 +185,7 @@ def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     )
 
 
-def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransformation:
+def _adam_without_bias_correction(section: OptimizerConfig) -> optax.GradientTransformation:
     """Adam as in BERT and GPT-Neo, with the state of scale_by_adam."""
     adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
 
@@ -203,7 +203,7 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
 
 
 @register("optimizer", "adafactor")
-def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def adafactor(section: OptimizerConfig, parameters: Names) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
 
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the

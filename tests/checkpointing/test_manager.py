@@ -5,7 +5,7 @@ import pytest
 
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from tests.checkpointing.small_state import (
     CONFIG,
     abstract,
@@ -33,7 +33,7 @@ def save_steps(checkpoints, state, steps, metadata=None):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_was_saved_comes_back(tmp_path, asynchronous):
-    checkpoints = CheckpointManager(tmp_path, Checkpoint(async_checkpointing=asynchronous))
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig(async_checkpointing=asynchronous))
     assert checkpoints.latest_step() is None
     state, kept = save_steps(checkpoints, fresh_state(), [9, 10])
     assert checkpoints.steps() == [9, 10]
@@ -50,14 +50,14 @@ def test_what_was_saved_comes_back(tmp_path, asynchronous):
     checkpoints.close()
     folders = sorted(path.name for path in (tmp_path / "10").iterdir() if path.is_dir())
     assert folders == ["items", "iter", "metadata"]
-    off = CheckpointManager(tmp_path, Checkpoint(enable_checkpointing=False))
+    off = CheckpointManager(tmp_path, CheckpointingConfig(enable_checkpointing=False))
     assert off.latest_step() is None
     assert off.save(0, state, None, {}) is False
     off.close()
 
 
 def test_donating_steps_right_after_an_asynchronous_save_do_not_disturb_it(tmp_path):
-    checkpoints = CheckpointManager(tmp_path, Checkpoint())
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig())
     state = update(fresh_state(rows=50_000))  # 5 MB with moments
     expected = on_host(state)
     checkpoints.save(0, state, None, {})
@@ -72,7 +72,7 @@ def test_donating_steps_right_after_an_asynchronous_save_do_not_disturb_it(tmp_p
 
 def test_when_a_checkpoint_is_due():
     def due(last_step=25, **keys):
-        checkpoints = CheckpointManager("unused", Checkpoint(checkpoint_period=10, **keys))
+        checkpoints = CheckpointManager("unused", CheckpointingConfig(checkpoint_period=10, **keys))
         return [step for step in range(last_step + 1) if checkpoints.should_save(step, last_step)]
 
     assert due() == [0, 10, 20, 25]
@@ -83,7 +83,7 @@ def test_when_a_checkpoint_is_due():
 
 
 def test_retention_keeps_the_newest_and_every_keep_period(tmp_path):
-    checkpoints = CheckpointManager(tmp_path, Checkpoint(max_to_keep=2, keep_period=4))
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig(max_to_keep=2, keep_period=4))
     save_steps(checkpoints, fresh_state(), [2, 4, 6, 7])
     checkpoints.close()
     assert checkpoints.steps() == [4, 6, 7]

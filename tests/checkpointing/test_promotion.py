@@ -13,7 +13,7 @@ from etils import epath
 from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint, Guard
+from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
@@ -28,7 +28,9 @@ def state_after(step, mark=0):
 
 
 def open_run(folder, healthy_steps=3, **keys):
-    return CheckpointManager(folder / "checkpoints", Checkpoint(**keys), healthy_steps, [].append)
+    return CheckpointManager(
+        folder / "checkpoints", CheckpointingConfig(**keys), healthy_steps, [].append
+    )
 
 
 def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
@@ -43,7 +45,7 @@ def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
 def resume(checkpoints, state=None):
     lines = []
     start = restore_or_initialize(
-        checkpoints, Checkpoint(), abstract(state or state_after(0)), pytest.fail, CONFIG,
+        checkpoints, CheckpointingConfig(), abstract(state or state_after(0)), pytest.fail, CONFIG,
         lines.append,
     )  # fmt: skip
     return start, "\n".join(lines)
@@ -150,7 +152,7 @@ def test_retention_never_deletes_the_last_good_one(tmp_path):
 def test_a_guard_comes_back_or_stays_fresh(tmp_path):
     def with_guard(value, size=8):
         """As after some steps; of a fresh guard the value is 0."""
-        fresh = initial_state(Guard(skip_step_interval=size))
+        fresh = initial_state(GuardConfig(skip_step_interval=size))
         guard = dataclasses.replace(fresh, num_sound=jnp.int32(value))
         return dataclasses.replace(state_after(0), guard=guard)
 

@@ -7,8 +7,8 @@ from etils import epath
 
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks
-from MaxText.config.data_sections import Data
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.data_sections import DataConfig
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -21,7 +21,7 @@ from MaxText.run.restore import (
 
 
 def batches(seed=0):
-    data = Data(dataset_type="synthetic", data_shuffle_seed=seed)
+    data = DataConfig(dataset_type="synthetic", data_shuffle_seed=seed)
     return make_train_iterator(data, schedule=BatchSchedule.constant(4, 8), vocab_size=50)
 
 
@@ -30,10 +30,10 @@ def rollback(number=1, to=6, samples=(28, 36)):
 
 
 def recorded(folder, *rollbacks, **keys):
-    checkpoints = CheckpointManager(folder, Checkpoint(**keys))
+    checkpoints = CheckpointManager(folder, CheckpointingConfig(**keys))
     for each in rollbacks:
         checkpoints.record_rollback(each)
-    return CheckpointManager(folder, Checkpoint(**keys)).rollbacks()
+    return CheckpointManager(folder, CheckpointingConfig(**keys)).rollbacks()
 
 
 def test_a_restart_finds_them_all(tmp_path):
@@ -48,7 +48,12 @@ def test_a_restart_finds_them_all(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["rewinds.json"]
     # Also one without a checkpoint.
     start = restore_or_initialize(
-        CheckpointManager(folder, Checkpoint()), Checkpoint(), None, lambda: None, {}, [].append
+        CheckpointManager(folder, CheckpointingConfig()),
+        CheckpointingConfig(),
+        None,
+        lambda: None,
+        {},
+        [].append,
     )
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
 

@@ -5,7 +5,7 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.config.serialization import flatten
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
@@ -17,7 +17,7 @@ from tests.growth.growing import by_name, program
 
 def start(folder, path, config):
     """Starts a run: (Start, lines)."""
-    made, section = program(config), Checkpoint(load_parameters_path=path)
+    made, section = program(config), CheckpointingConfig(load_parameters_path=path)
     return start_run(folder, section, made.abstract, flatten(config), made.random_state)
 
 

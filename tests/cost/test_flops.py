@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from MaxText.config.layer_sections import Attention
+from MaxText.config.layer_sections import AttentionConfig
 from MaxText.config.loading import configure
 from MaxText.config.registry import lookup
 from MaxText.cost.cost_table import MFU_RULE, model_cost
-from MaxText.cost.flops import FlopCount, Part, count_flops
+from MaxText.cost.flops import FlopCount, PartFlops, count_flops
 from MaxText.experiments.conformance import products
 from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.model import Model
@@ -152,17 +152,17 @@ def test_kinds_of_attention_by_hand():
     assert parts["attention output"].flops == 2 * N * H * D
     parts = parts_of(num_mem_kv=M)
     assert parts["attention scores"].flops == 3 * 2 * N * H * (T / 2 + M)
-    assert parts["memories"] == Part("memories", 3 * 2 * M * K * H, 0, 0)
+    assert parts["memories"] == PartFlops("memories", 3 * 2 * M * K * H, 0, 0)
 
 
 def test_experts_by_hand():
     L, D, F, E, k = 3, 32, 64, 8, 2
     keys = {"num_experts": E, "num_experts_per_tok": k}
     parts = parts_of(**keys, capacity_factor=1.5)
-    assert parts["router"] == Part("router", L * D * E, 2 * L * D * E, 2 * L * D * E)
+    assert parts["router"] == PartFlops("router", L * D * E, 2 * L * D * E, 2 * L * D * E)
     # 16 tokens: 1.5 * 16 / 8 = 3 places for each of 8 experts.
     one = 2 * L * 3 * D * F
-    assert parts["feed-forward"] == Part("feed-forward", one * E // 2, k * one, 24 / 16 * one)
+    assert parts["feed-forward"] == PartFlops("feed-forward", one * E // 2, k * one, 24 / 16 * one)
     assert parts_of(**keys)["feed-forward"].executed == k * one
 
 
@@ -179,9 +179,9 @@ def test_static_sgu_and_head_qk_by_hand():
     count = count_flops(Model(config.model), T)
     parts = {part.name: part for part in count.parts}
     sums = L * D * (4 - 4**2 / (2 * T))  # half the channels, 2 operations
-    assert parts["static SGU"] == Part("static SGU", 0, sums, L * D * (16 + 3), 0, True)
-    assert parts["Head-QK"] == Part("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
-    pointing = Part("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T, 2, True)
+    assert parts["static SGU"] == PartFlops("static SGU", 0, sums, L * D * (16 + 3), 0, True)
+    assert parts["Head-QK"] == PartFlops("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
+    pointing = PartFlops("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T, 2, True)
     assert parts["Head-QK scores"] == pointing
     assert count.per_token == 3 * (count.forward - sums) + sums
     assert count.per_token == count.weights + count.attention
@@ -196,20 +196,20 @@ def test_a_part_of_ones_own_has_rows(monkeypatch):
     wanted = {"self_attention/into": 2 * D * D, "self_attention": D, "self_attention/out": D * D}
     for name, size in wanted.items():
         flops = 2 * L * size if "/" in name else 0
-        assert by_folder[name] == Part(name, L * size, flops, flops)
+        assert by_folder[name] == PartFlops(name, L * size, flops, flops)
     assert list(by_folder)[-3:] == ["self_attention", "self_attention/into", "self_attention/out"]
     average = lookup("mixer", "moving_average")
     monkeypatch.setattr(average, "rows", {"out": "attention output"})
     monkeypatch.setattr(average, "flops", classmethod(lambda *_: {"scan": Flops(5.0)}))
     declared = parts_of(**keys)
     assert declared["attention output"].parameters == L * D * D
-    assert declared["scan"] == Part("scan", 0, 15.0, 15.0, between_tokens=True)
+    assert declared["scan"] == PartFlops("scan", 0, 15.0, 15.0, between_tokens=True)
     assert list(declared).index("scan") + 1 == list(declared).index("attention output")
 
 
 def test_line_of_maxtext(told):
     flops = {"feed-forward": 8e9, "attention scores": 1e9, "depth aggregation": 1e9}
-    parts = tuple(Part(n, 1, x, x, between_tokens="scores" in n) for n, x in flops.items())
+    parts = tuple(PartFlops(n, 1, x, x, between_tokens="scores" in n) for n, x in flops.items())
     counts = [FlopCount(sequence_length=8, parts=of, recomputed=0.0) for of in (parts[:2], parts)]
     told("\n".join(count.line(1000) for count in counts))
 
@@ -240,7 +240,7 @@ def test_keys_by_rule():
     ],
 )
 def test_keys_multiplied(section, length, window, keys):
-    assert average_keys_computed(Attention(**section), length, window) == keys
+    assert average_keys_computed(AttentionConfig(**section), length, window) == keys
 
 
 def cost_of(**keys):

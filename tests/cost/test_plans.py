@@ -11,10 +11,15 @@ from MaxText.cost import plan_report
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hardware import CHIPS, find
-from MaxText.cost.job_plan import Plan, make_plan, peak_of
+from MaxText.cost.job_plan import JobPlan, make_plan, peak_of
 from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.plan_args import PlanOptions
-from MaxText.cost.plan_search import _Search, command_with_plan, find_fitting_plans, microbatches
+from MaxText.cost.plan_search import (
+    _PlanSearch,
+    command_with_plan,
+    find_fitting_plans,
+    microbatches,
+)
 from MaxText.cost.step_memory import estimate_memory
 from MaxText.errors import UserError
 from tests.house.sources import run_main
@@ -24,7 +29,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0,
            "eval_capacity_factor": 2.0}  # fmt: skip
 
 
-def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> Plan:
+def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> JobPlan:
     keys = {"per_device_batch_size": 2, "remat_policy": "full"} | keys
     place = find(hardware)
     return make_plan(tiny_config(decoder_block, **keys), place, peak_of(place))
@@ -192,7 +197,7 @@ def test_rules_of_training_hold_for_what_is_proposed():
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
             sample_tokens=sample_tokens, prompt="a",
         )  # fmt: skip
-        meshes = _Search(flatten(config), place, peak_of(place)).meshes(config)
+        meshes = _PlanSearch(flatten(config), place, peak_of(place)).meshes(config)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
         assert stages == (sample_tokens == 0)
 

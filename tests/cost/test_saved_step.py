@@ -32,13 +32,13 @@ def saved(planned, compiled, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "step")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(serialized_executable.KEY_VARIABLE, f"{path}.key")
-        saved_step.save(path, planned, compiled)
+        saved_step.save_compiled(path, planned, compiled)
         yield path
 
 
 def open_with(planned, **keys):
     config = unflatten(flatten(planned.config) | keys)
-    return saved_step.open_saved(config, planned.model.section, planned.layout, planned.state)
+    return saved_step.load_compiled(config, planned.model.section, planned.layout, planned.state)
 
 
 def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.evaluation.data_set import score_data_set
@@ -39,7 +39,7 @@ def data_set(folder, texts=TEXTS, **keys):
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts), encoding="utf-8")
     keys = {"tokenizer_path": "bytes", "validation_fraction": 0.0, "prepare_num_workers": 1} | keys
-    prepare(Preparation(prepare_source=str(source), **keys), str(folder), lambda line: None)
+    prepare(PreparationConfig(prepare_source=str(source), **keys), str(folder), lambda line: None)
     return folder
 
 
@@ -219,7 +219,7 @@ def test_masked_accuracy_against_a_count(folder):
     hits = 0
     for batch in batches_of(folder, configure(**keys).masking):
         likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
-        hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
+        hits += int(((likeliest_BT == batch.targets_BT) & (batch.loss_mask_BT > 0)).sum())
     assert 0 < hits < found.num_targets
     assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
     row = total_score([found, found]).to_json()
@@ -239,7 +239,7 @@ def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
     expected = 0.0
     for batch in batches_of(folder):
         losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
-        expected += float((losses_BT * batch.weights_BT).sum())
+        expected += float((losses_BT * batch.loss_mask_BT).sum())
     np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
     row = total_score([found]).to_json()
     assert row["loss_type"] == "entmax"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.inference.checkpoint_config import load
 from MaxText.inference.decoding import UnexpectedOutputError, decode, sampling_params
@@ -135,7 +135,7 @@ def test_settings_of_other_strategies_have_no_effect(strategy, used):
         ("decode_sampling_" if name in of_maxtext else "decode_filters.") + name: value
         for name, value in EVERY.items()
     }
-    section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
+    section = DecodingConfig(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
     expected = {name: EVERY[name] for name in used} or {"temperature": 0}
     assert sampling_params(section) == SamplingParams(repetition_penalty=1.2, **expected)
-    assert sampling_params(Decoding()) == SamplingParams()
+    assert sampling_params(DecodingConfig()) == SamplingParams()

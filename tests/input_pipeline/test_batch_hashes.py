@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import MaskingConfig
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -29,7 +29,7 @@ from tests.input_pipeline.small_data import (
 from tests.input_pipeline.token_store import token_files
 
 HASHES = Path(__file__).with_name("batch_hashes.json")
-MASKED = {"masking": Masking(mlm_training=True, **{"mlm.mask_id": 3})}
+MASKED = {"masking": MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})}
 RAMPED = BatchSchedule(
     (Stage(0, 4, LENGTH // 2), Stage(2, 8, LENGTH // 2), Stage(3, 8, LENGTH)), LENGTH
 )

@@ -12,7 +12,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
-from MaxText.storage.errors import BadRecord, is_transient
+from MaxText.storage.errors import BadRecordError, is_transient
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,
@@ -218,7 +218,7 @@ def caused(error, cause):
         (OfALibrary(503), False, True), (OfALibrary(403), False, False),
         (KeyError("ours"), False, False), (UserError("a mistake"), False, False),
         (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
-        (caused(BadRecord("f", 0, "damaged"), ValueError("no number")), False, False),
+        (caused(BadRecordError("f", 0, "damaged"), ValueError("no number")), False, False),
     ],
 )  # fmt: skip
 def test_transient_errors(error, local, remote):

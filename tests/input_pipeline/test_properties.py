@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import MaskingConfig
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.sequences.test_order import RANGES
@@ -49,10 +49,10 @@ def runs(draw):
     keys["data_shuffle_seed"] = draw(st.integers(0, 5))
     keys["zero_loss"] = draw(st.booleans())
     masked = {"mlm_training": True, "mlm.mask_id": 3, "mlm.cls_token_id": draw(st.integers(0, 4))}
-    masking = Masking(**masked) if draw(st.booleans()) else Masking()
+    masking = MaskingConfig(**masked) if draw(st.booleans()) else MaskingConfig()
     kind = draw(st.sampled_from(("one", "one", "mixture", "synthetic")))
     if kind == "synthetic":
-        return {"dataset_type": "synthetic"}, Masking()
+        return {"dataset_type": "synthetic"}, MaskingConfig()
     names = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3))
     if kind == "one":
         keys |= {"dataset_path": names[0], "iter_file_nums": draw(st.sampled_from((0, 0, 1, 2)))}
@@ -145,7 +145,7 @@ def test_each_target_counts_once_per_epoch_after_its_predecessor(
     batches = open_train(data, schedule=plan)
     read = list(batches)
     assert len(read) == batches.num_steps
-    names = ("tokens_BT", "targets_BT", "weights_BT")
+    names = ("tokens_BT", "targets_BT", "loss_mask_BT")
     arrays = [np.concatenate([getattr(one, name).ravel() for one in read]) for name in names]
     tokens, targets, weights = arrays
     counted = weights == 1

@@ -8,7 +8,7 @@ from flax import nnx
 
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
-from MaxText.layers.part import Inputs
+from MaxText.layers.part import LayerInputs
 from MaxText.layers.static_sgu import BesideStaticSGU, static_sgu
 from tests.small_models import noisy_params, random_batch, tiny_config
 
@@ -38,7 +38,7 @@ def check_first_layer(model, params, by_hand):
     @jax.jit
     def run(params, x):
         layer, context = first_layer(model, params), Context().for_layer(0)
-        return layer(Inputs.all(x), context)[0], by_hand(layer, x, context)
+        return layer(LayerInputs.all(x), context)[0], by_hand(layer, x, context)
 
     x = hidden_states()
     got, expected = run(params, x)

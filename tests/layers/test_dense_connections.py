@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from MaxText.config.dense_connections_section import DenseConnections
+from MaxText.config.dense_connections_section import DenseConfig
 from MaxText.layers.dense_connections import rms_norm_matmul
 from MaxText.layers.model import Model
 from MaxText.layers.stack import apply_remat
@@ -56,7 +56,7 @@ def built(block, keys):
         def loss(parameters):
             module = model.merge(parameters)
             total = loss_sums(module, batch, config.model.objective).total
-            return total / batch.weights_BT.sum(), module.logits(module.hidden(batch)[0])
+            return total / batch.loss_mask_BT.sum(), module.logits(module.hidden(batch)[0])
 
         (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
         return logits, gradients
@@ -133,7 +133,7 @@ def sources_by_definition(depth, keys):
     ids=str,
 )
 def test_sources_by_definition(keys):
-    section = DenseConnections(dense_conn=True, **keys)
+    section = DenseConfig(dense_conn=True, **keys)
     for depth in range(1, 25):
         assert section.sources(depth) == sources_by_definition(depth, keys)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import Event
@@ -41,7 +41,7 @@ def attempt(folder, first, end, blocks):
         return sum(file.stat().st_size for file in offline_files(folder))
 
     before = size()
-    monitoring = Monitoring(enable_wandb=True, **{"wandb.mode": "offline"})
+    monitoring = MonitoringConfig(enable_wandb=True, **{"wandb.mode": "offline"})
     config = {"steps": end, "mlp_activations": ("silu", "linear")}
     wandb = WandbSink(monitoring, folder, "tiny", config, first)
     sinks = [BackgroundSink(wandb, "Weights & Biases"), EventFile(folder, first)]
@@ -177,7 +177,7 @@ def write(sink, events):
 
 def send(folder, first_step, *events, **keys):
     """An attempt that W&B is told these events of."""
-    monitoring = Monitoring(enable_wandb=True, **keys)
+    monitoring = MonitoringConfig(enable_wandb=True, **keys)
     wandb = WandbSink(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
     write(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy), events)
 
@@ -278,7 +278,7 @@ def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
 
 
 def test_disabled_does_nothing(tmp_path, server):
-    monitoring = Monitoring(
+    monitoring = MonitoringConfig(
         enable_wandb=True, **{"wandb.mode": "disabled"}, enable_tensorboard=False
     )
     stream = open_stream(tmp_path, monitoring, "tiny", {}, first_step=0, terminal=Terminal(1))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.config.layer_sections import Pattention
-from MaxText.config.training_sections import Batch
+from MaxText.config.layer_sections import PattentionConfig
+from MaxText.config.training_sections import BatchConfig
 from MaxText.layers.pattention import Theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
 from tests.multi_device.same_results import (
@@ -158,7 +158,7 @@ def test_the_norm_is_over_all_slots_wherever_they_are(kind):
     mesh = make_mesh(
         tiny_config(ici_fsdp_parallelism=1, ici_tensor_parallelism=8).mesh, jax.devices()
     )
-    ours = Theta(Pattention(normalize_type=kind, slot_num=64), "qkv", 8)
+    ours = Theta(PattentionConfig(normalize_type=kind, slot_num=64), "qkv", 8)
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.float32)
     split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
     compiled = jax.jit(ours, out_shardings=split.sharding).lower(split).compile()
@@ -187,10 +187,10 @@ def test_no_expert_is_full_while_text_is_generated():
 
 def test_lengths_that_the_mesh_does_not_divide():
     _, _, layout = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
-    stages = Batch(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
-    check_lengths(16, Batch(), layout)
+    stages = BatchConfig(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
+    check_lengths(16, BatchConfig(), layout)
     refused(r"(?s)a stage of 4 .*ici_context_parallelism=4", check_lengths, 16, stages, layout)
-    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, Batch(), layout)
+    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, BatchConfig(), layout)
 
 
 def test_the_expert_axis_shards_all_weights():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.training_sections import Mesh
+from MaxText.config.training_sections import MeshConfig
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
@@ -117,7 +117,7 @@ def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, saved, 
 
 def test_where_moments_are_split():
     keys = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4, "shard_optimizer_over_data": True}
-    layout = make_layout(Mesh(**keys), jax.devices())
+    layout = make_layout(MeshConfig(**keys), jax.devices())
     parameters = {
         name: ParamSpec(shape, jnp.dtype("float32"), axes, len(shape) - 1)
         for name, shape, axes in [
@@ -146,7 +146,7 @@ def test_devices_without_memory_of_the_host():
             return []
 
     with pytest.raises(UserError, match=r"(?s)pinned_host.*optimizer_memory_host_offload=false"):
-        make_layout(Mesh(optimizer_memory_host_offload=True), [Old()])
+        make_layout(MeshConfig(optimizer_memory_host_offload=True), [Old()])
 
 
 def share_of_whole(tolerance, **keys):

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.training_sections import Guard
-from MaxText.errors import Diverged
-from MaxText.metrics.event_stream import EventStream
+from MaxText.config.training_sections import GuardConfig
+from MaxText.errors import TrainingDivergedError
+from MaxText.metrics.event_stream import EventLog
 from MaxText.run.restore import RestoreResult
 from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
 KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "guard_healthy_steps": 4}
-SECTION = Guard(**KEYS)
+SECTION = GuardConfig(**KEYS)
 
 
 def state_after(step, section=SECTION, last_skipped=-1):
@@ -88,7 +88,7 @@ def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=()
     )
     batches, checkpoints = Batches(), checkpoints or CheckpointManager()
     rollback = RollbackController(
-        section, checkpoints, EventStream([sink]).emit, batches, abstract, start
+        section, checkpoints, EventLog([sink]).emit, batches, abstract, start
     )
     return rollback, checkpoints, batches, rows
 
@@ -157,7 +157,7 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     ],
 )
 def test_the_nearest_good_state(good, damaged, period, to, first):
-    section = Guard(**{**KEYS, "rollback.snapshot_period": period})
+    section = GuardConfig(**{**KEYS, "rollback.snapshot_period": period})
     rollback, checkpoints, batches, _ = made(CheckpointManager(good, damaged), section)
     for step in (39, 49, 59):
         rollback.snapshot(step, state_after(step, section), {"step": step + 1})
@@ -182,7 +182,7 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
 def test_where_there_is_no_way_back(good, rewinds, match, given_up):
     rollback, checkpoints, _, _ = made(CheckpointManager(good=good), rewinds=rewinds)
     in_trouble(rollback)
-    with pytest.raises(Diverged, match=match):
+    with pytest.raises(TrainingDivergedError, match=match):
         rollback.roll_back()
     assert checkpoints.given_up == given_up
 
@@ -195,13 +195,13 @@ def test_a_rise_and_skipped_steps_alone():
     assert rollback.trigger.began == 40
     assert "30%" in rollback.trigger.reason
     # Without rollbacks, a run whose steps are all skipped ends.
-    rollback, *_ = made(section=Guard(**{**KEYS, "rollback.after_skips": 0}))
-    with pytest.raises(Diverged, match="128"):
+    rollback, *_ = made(section=GuardConfig(**{**KEYS, "rollback.after_skips": 0}))
+    with pytest.raises(TrainingDivergedError, match="128"):
         rollback.observe(127, metrics(num_skipped=128, last=127, first=0, recent=128))
 
 
 def test_without_the_guard_all_updates_are_sound():
-    rollback, checkpoints, _, rows = made(section=Guard(skip_step_on_spikes=False))
+    rollback, checkpoints, _, rows = made(section=GuardConfig(skip_step_on_spikes=False))
     rollback.observe(3, {"loss": 3.0})
     assert checkpoints.observed == [(step, True) for step in range(4)]
     assert rollback.trigger is None

@@ -98,7 +98,7 @@ def test_they_conform_and_decode():
     batch = random_batch(subject.config, 1)
     tokens_BT = batch.tokens_BT.at[0, :4].set(np.array(ids))
     logits_TV = np.asarray(model.merge(subject.params)(
-        type(batch)(tokens_BT, tokens_BT, batch.weights_BT)))[0]  # fmt: skip
+        type(batch)(tokens_BT, tokens_BT, batch.loss_mask_BT)))[0]  # fmt: skip
     assert logits_TV[2:4].argmax(-1).tolist() == [ids[3], int(second.tokens_B[0])]
 
 
@@ -112,7 +112,7 @@ def test_the_objective_is_what_training_minimizes():
     logits = np.asarray(jax.jit(lambda params: model.merge(params)(batch))(state.params), float)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     log_p = np.take_along_axis(log_p, np.asarray(batch.targets_BT)[..., None], -1)[..., 0]
-    expected = np.average((1 - np.exp(log_p)) * -log_p, weights=np.asarray(batch.weights_BT))
+    expected = np.average((1 - np.exp(log_p)) * -log_p, weights=np.asarray(batch.loss_mask_BT))
     losses = []
     for _ in range(2):
         state, metrics = step(state, batch)

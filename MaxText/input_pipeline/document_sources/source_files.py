@@ -159,7 +159,7 @@ def _is_folder(entry: str) -> bool:
 
 def _listed(entry: str) -> dict[str, str]:
     paths = [file.path for file in file_access.list_files(entry, _KEY)]
-    return dict(zip(file_access.names_below(paths), paths, strict=True))
+    return dict(zip(file_access.relative_names(paths), paths, strict=True))
 
 
 def _source_file(path: str, name: str) -> SourceFile:

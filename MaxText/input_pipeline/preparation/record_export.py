@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
@@ -46,10 +46,10 @@ from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import (
     WRITING_SUFFIX,
+    atomic_rename,
     atomic_write_text,
-    publish,
     sync_file,
-    writing_name,
+    temporary_name,
 )
 
 TEXT_FORMATS = ("text_tfrecord", "text_array_record")
@@ -94,7 +94,7 @@ class RecordShape:
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]
     field: str
-    keys: Preparation  # records.chunk_length, and prep_ keys of strided windows
+    keys: PreparationConfig  # records.chunk_length, and prep_ keys of strided windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +251,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
     store = open_flat(job.prepared, manifest, job.split)
     ranges = _ranges(job, store)
     path = job.folder / job.file_name(ranges.starts_W.size)
-    writing = writing_name(path)
+    writing = temporary_name(path)
     batches = _batches(ranges, store)
     try:
         if job.shape.file_format == "parquet":
@@ -261,7 +261,7 @@ def write_record_file(job: RecordFileJob) -> FinishedFile:
         with writing.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         num_bytes = writing.stat().st_size
-        publish(writing, path)
+        atomic_rename(writing, path)
         sync_file(job.folder)
     except OSError as error:
         raise UserError(
@@ -337,7 +337,7 @@ def require_pyarrow() -> tuple[Any, Any]:
 
 
 def export_records(
-    prepared: Path, preparation: Preparation, output: Path, show: Callable[[str], None]
+    prepared: Path, preparation: PreparationConfig, output: Path, show: Callable[[str], None]
 ) -> None:
     """Writes every split as record files to `output`, resuming earlier work.
 
@@ -423,12 +423,12 @@ def _write(
     return job, file
 
 
-def stored_options(preparation: Preparation) -> dict[str, Any]:
+def stored_options(preparation: PreparationConfig) -> dict[str, Any]:
     """Returns the options of records under their names in manifests."""
     return {name: getattr(preparation.records, entry) for name, entry in OPTIONS_OF_RECORDS.items()}
 
 
-def record_shape(preparation: Preparation) -> RecordShape:
+def record_shape(preparation: PreparationConfig) -> RecordShape:
     """Returns the record format; UserError for conflicts, missing pyarrow."""
     name = preparation.records.name
     if name and Path(name).name != name:
@@ -518,9 +518,9 @@ def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
 def _copy_tokenizer(prepared: Path, output: Path) -> None:
     for file in sorted(prepared.iterdir()):
         if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
-            writing = writing_name(output / file.name)
+            writing = temporary_name(output / file.name)
             shutil.copyfile(file, writing)
-            publish(writing, output / file.name)
+            atomic_rename(writing, output / file.name)
 
 
 def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:

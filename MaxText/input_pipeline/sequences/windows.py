@@ -285,7 +285,7 @@ def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.
     `parts` together have each sequence once. Arrays [B, T] are named as in Batch: int32 `tokens`
     and `targets`, float32 `weights`, and with `has_documents` int32 `positions` (from the first
     token of the document in the sequence) and `segments`. A weight is 0 without a target, and with
-    `has_documents` also if the target begins another document. Raises UnreadableFile.
+    `has_documents` also if the target begins another document. Raises FileReadError.
     """
     alike: dict[tuple[bool, bool], list[BatchPart]] = {}
     for part in parts:

@@ -21,7 +21,7 @@ import pydantic
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo, file_infos, path_type
 
 SCHEMA_VERSION = 2
@@ -178,7 +178,7 @@ def damaged(path: Path | str, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
-        return UnreadableFile(
+        return FileReadError(
             f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "
             "the folders above it, or copy the data set again.",
             str(path),

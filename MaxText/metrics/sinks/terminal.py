@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.step_line import StepReport, format_duration
+from MaxText.metrics.step_line import StepMetrics, format_duration
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
@@ -79,7 +79,7 @@ class Terminal(Sink):
                 f"to {end - 1}. Reason (step {facts['noticed']}): {facts['reason']}"
             )
         if event.report is not None:
-            is_step = isinstance(event.report, StepReport)
+            is_step = isinstance(event.report, StepMetrics)
             compact = is_step and self._compact
             report = event.report
             self.line(report.compact_line(self._num_steps) if compact else report.line())
@@ -112,7 +112,7 @@ class Terminal(Sink):
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )
 
-    def _move(self, report: StepReport) -> None:
+    def _move(self, report: StepMetrics) -> None:
         if self._bar is None:
             return
         numbers = (

@@ -22,7 +22,7 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE, Event, Sink
 from MaxText.metrics.json_lines import stream_rows
@@ -45,7 +45,7 @@ class WandbSink(Sink):
 
     def __init__(
         self,
-        monitoring: Monitoring,
+        monitoring: MonitoringConfig,
         run_folder: epath.Path,
         run_name: str,
         config_flat: Mapping[str, Any],

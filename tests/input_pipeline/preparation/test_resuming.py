@@ -13,7 +13,7 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation import job, token_shards
 from MaxText.input_pipeline.token_store.manifest import read_manifest
-from MaxText.storage.atomic import publish, writing_name
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents
@@ -226,8 +226,8 @@ def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
         synced.extend(path.name for path in tmp_path.iterdir() if path.stat().st_ino == inode)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    writing = writing_name(tmp_path / "a")
+    writing = temporary_name(tmp_path / "a")
     writing.write_text("contents")
-    publish(writing, tmp_path / "a")
+    atomic_rename(writing, tmp_path / "a")
     assert synced == [writing.name]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
