@@ -298,8 +298,8 @@ class Attack:
             return [sys.executable, str(ROOT / "MaxText/train.py"), *config]
         return [
             sys.executable, str(ROOT / "MaxText/launch.py"), "local", str(self._processes),
-            "--devices=1", "--supervise", "--max-restarts=100", "--backoff=0.1", "--grace=3",
-            f"--logs={self._place}/logs/{run_name}", "--", *config,
+            "--devices-per-process=1", "--supervise", "--max-restarts=100", "--backoff=0.1",
+            "--grace-period=3", f"--log-dir={self._place}/logs/{run_name}", "--", *config,
             f"heartbeat_timeout={_HEARTBEAT_TIMEOUT}",
         ]  # fmt: skip
 

@@ -78,7 +78,7 @@ def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) ->
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"cannot write {path}: {error}. Set --logs to another folder."
+                f"cannot write {path}: {error}. Set --log-dir to another folder."
             ) from error
     answer = commands.output(["sbatch", "--parsable", str(path)])
     number = answer.partition(";")[0]

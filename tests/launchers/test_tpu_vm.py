@@ -156,7 +156,7 @@ def test_a_dry_run_shows_the_same_commands_and_runs_none(gcloud, launch, shown):
 
 
 def test_what_is_missing(gcloud, launch, monkeypatch, tmp_path):
-    with pytest.raises(UserError, match="--type and --version"):
+    with pytest.raises(UserError, match="--accelerator-type and --version"):
         launch(version="").create()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="gcloud is not installed"):
