@@ -190,8 +190,8 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
 
     for index, row in enumerate(rows):
         kind = row["event"]
-        if kind == "rewind" and isinstance(row.get("to"), int):
-            roll_back(("step", "evaluation"), row["to"])
+        if kind == "rollback" and isinstance(row.get("restored_step"), int):
+            roll_back(("step", "evaluation"), row["restored_step"])
         elif kind in standing:
             roll_back((kind,), row["step"])
             standing[kind].append((row["step"], index))

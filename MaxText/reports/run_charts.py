@@ -189,7 +189,7 @@ def _mark_kind(row: Mapping[str, Any]) -> str:
         return f"skipped {'step' if is_step_skip(row) else 'record'}"
     if kind == "stop":
         return "diverged or failed" if row.get("reason") in ("diverged", "error") else ""
-    return {"checkpoint": kind, "rewind": "rollback", "growth": kind}.get(kind, "")
+    return {"checkpoint": kind, "rollback": kind, "growth": kind}.get(kind, "")
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:

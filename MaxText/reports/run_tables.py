@@ -163,8 +163,8 @@ def event_text(row: Mapping[str, Any]) -> str:
         count = row.get("count") or 1
         what = "step" if is_step_skip(row) else "record"
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
-    if kind == "rewind":
-        return f"rollback to step {row.get('to')}: {reason}"
+    if kind == "rollback":
+        return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":
         known = ("time", "event", "phase", "attempt", "step", "seconds")
         return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)

@@ -172,7 +172,7 @@ class Loop:
         with self.log.paused(complete=True):
             events.flush()
             kept = {**self.metadata, **records.lineage.metadata(step), **facts}
-            kept |= {"rewinds": self.rollback.num_rollbacks, "loss_trend": records.trend.state}
+            kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": records.trend.state}
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.position, kept)
 

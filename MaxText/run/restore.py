@@ -240,7 +240,7 @@ def restore_data_position(
         if batches.exclude_if_new(first, end):
             show(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
-                f"{rollback.noticed} (rewinds.json): {rollback.reason}"
+                f"{rollback.detected_step} (rollbacks.json): {rollback.reason}"
             )
     return final_step(batches, steps)
 

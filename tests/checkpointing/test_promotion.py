@@ -86,7 +86,7 @@ def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     checkpoints.close()
     assert checkpoints.steps() == [0, 4, 5]
     names = {path.name for path in folder.iterdir()}
-    assert names == {"0", "4", "5", "8.unreadable", "good.json"}
+    assert names == {"0", "4", "5", "8.unreadable", "healthy.json"}
     checkpoints = open_run(killed)
     checkpoints.resume_from(0)
     train(checkpoints, [1])
@@ -201,15 +201,15 @@ def test_the_file(tmp_path, monkeypatch):
     def full_disk(descriptor):
         raise OSError(errno.ENOSPC, "full")
 
-    good, file = healthy_checkpoints(tmp_path), tmp_path / "good.json"
+    good, file = healthy_checkpoints(tmp_path), tmp_path / "healthy.json"
     assert not good.changed
     for step in (2, 9, 5):
         good.promote(step)
     assert good.changed
     good.write(lambda step: step != 9)
     assert good.changed  # 9 is on its way
-    assert [path.name for path in tmp_path.iterdir()] == ["good.json"]
-    assert json.loads(file.read_text())["good"] == [2, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["healthy.json"]
+    assert json.loads(file.read_text())["healthy"] == [2, 5]
     again = healthy_checkpoints(tmp_path)
     assert again.steps == {2, 5}
     assert not again.changed
@@ -224,12 +224,12 @@ def test_the_file(tmp_path, monkeypatch):
     assert good.changed
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match=r"good\.json"):
+    with pytest.raises(UserError, match=r"healthy\.json"):
         healthy_checkpoints(tmp_path).steps  # noqa: B018
 
 
 def test_with_a_damaged_file_nothing_is_good(tmp_path):
-    good, file = healthy_checkpoints(tmp_path), tmp_path / "good.json"
+    good, file = healthy_checkpoints(tmp_path), tmp_path / "healthy.json"
     good.promote(100)
     good.write(lambda step: True)
     content = file.read_bytes()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
+from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks
 from MaxText.config.data_sections import DataConfig
@@ -18,6 +19,7 @@ from MaxText.run.restore import (
     restore_data_position,
     restore_or_initialize,
 )
+from MaxText.storage.atomic import write_json_with_digest
 
 
 def batches(seed=0):
@@ -45,7 +47,7 @@ def test_a_restart_finds_them_all(tmp_path):
     assert recorded(folder, first, second) == (first, second)
     third = rollback(3)
     assert recorded(folder, third) == (first, second, third)
-    assert [path.name for path in folder.iterdir()] == ["rewinds.json"]
+    assert [path.name for path in folder.iterdir()] == ["rollbacks.json"]
     # Also one without a checkpoint.
     start = restore_or_initialize(
         CheckpointManager(folder, CheckpointingConfig()),
@@ -58,18 +60,29 @@ def test_a_restart_finds_them_all(tmp_path):
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
 
 
+def test_the_file_of_earlier_versions(tmp_path):
+    row = {"number": 1, "to": 6, "noticed": 8, "began": 7, "samples": [28, 36], "source": "a"}
+    row |= {"reason": "b", "data": {}}
+    write_json_with_digest(epath.Path(tmp_path / "rewinds.json"), "rewinds", [row])
+    assert read_rollbacks(epath.Path(tmp_path), pytest.fail) == (
+        Rollback(1, 6, 8, 7, (28, 36), "a", "b", {}),
+    )
+    write_json_with_digest(epath.Path(tmp_path / "good.json"), "good", [6])
+    assert HealthyCheckpoints(epath.Path(tmp_path), 1, pytest.fail).steps == {6}
+
+
 @pytest.mark.parametrize(
     "change", [lambda t: t[:-9], lambda t: t.replace("28", "29"), lambda t: "[]", lambda t: "é"]
 )
 def test_a_damaged_file_counts_as_none(tmp_path, change):
     recorded(tmp_path, rollback())
-    folder, file, lines = epath.Path(tmp_path), tmp_path / "rewinds.json", []
+    folder, file, lines = epath.Path(tmp_path), tmp_path / "rollbacks.json", []
     file.write_text(change(file.read_text()))
     assert read_rollbacks(folder, lines.append) == ()
-    assert "rewinds.json" in lines[0]
+    assert "rollbacks.json" in lines[0]
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match=r"rewinds\.json"):
+    with pytest.raises(UserError, match=r"rollbacks\.json"):
         read_rollbacks(folder, print)
 
 

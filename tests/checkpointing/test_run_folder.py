@@ -126,5 +126,5 @@ def test_a_full_disk(tmp_path, mode):
     with started(FULL, str(tmp_path), mode) as process:
         code, output = ended(process)
     assert code == 0, output
-    expected = ["warning 1", "warning 4", "stopped 5", "[3]", "True", "['6', 'good.json']"]
+    expected = ["warning 1", "warning 4", "stopped 5", "[3]", "True", "['6', 'healthy.json']"]
     assert output.splitlines() == expected

@@ -75,7 +75,7 @@ def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
     emit_steps(stream, [0])
     tracker.begun.wait()
     emit_steps(stream, range(1, 50))
-    stream.emit("rewind", step=20)
+    stream.emit("rollback", step=20)
     tracker.free.set()
     stream.close()
     assert [call for call in tracker.calls if call != "flush"] == [*range(11), 20, "close"]
@@ -182,7 +182,7 @@ def test_steps_are_done_while_a_bucket_sleeps(tmp_path, bucket):
     assert steps_in(tmp_path, "metrics.jsonl") == list(range(1000))
     # Texts that were out of date when their turn came are not written.
     assert bucket.writes < 10
-    stream.emit("rewind", step=500, to=500)
+    stream.emit("rollback", step=500, restored_step=500)
     emit_steps(stream, range(500, 600))
     stream.close()
     assert steps_in(tmp_path, "metrics.jsonl") == list(range(600))

@@ -196,8 +196,8 @@ def after(number):
     return dataclasses.replace(step(number, loss=1.0), time=1.8e9 + 9)
 
 
-def rewind(to, number, **facts):
-    return Event("rewind", 1.8e9, step=to, facts={"to": to, "number": number, **facts})
+def rolled_back(to, number, **facts):
+    return Event("rollback", 1.8e9, step=to, facts={"restored_step": to, "number": number, **facts})
 
 
 def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
@@ -230,13 +230,15 @@ def charted(*ends):
 
 def test_where_the_run_rolls_back_the_later_value_is_charted(tmp_path, server):
     again = [after(number) for number in range(5, 10)]
-    found = recorded(tmp_path, server, 0, *map(step, range(8)), rewind(5, 1), *again)
+    found = recorded(tmp_path, server, 0, *map(step, range(8)), rolled_back(5, 1), *again)
     assert found == charted(5, 10)
     assert server.axes == {"step": None, "*": "step"}
     assert server.steps == list(range(13))
     # A restart from before it repeats what is there, and what W&B has lost of it is sent.
     server.steps, server.rows = server.steps[:-2], server.rows[:-2]
-    found = recorded(tmp_path, server, 4, *[rewind(5, 1, again=True), step(4)], *again, after(10))
+    found = recorded(
+        tmp_path, server, 4, *[rolled_back(5, 1, again=True), step(4)], *again, after(10)
+    )
     assert [number for number, _ in server.rows] == [*range(8), *range(5, 11)]
     assert found[10] == 1.0
 
@@ -246,8 +248,8 @@ def test_a_rollback_of_which_wandb_never_heard(tmp_path, server, first_step):
     recorded(tmp_path, server, 0, *map(step, range(8)))
     late = [after(number) for number in (5, 6)]
     # W&B is still connecting, and then all is killed.
-    record(tmp_path, 8, rewind(5, 1), *late)
-    known = [rewind(5, 1, again=True), *late] if first_step == 5 else []
+    record(tmp_path, 8, rolled_back(5, 1), *late)
+    known = [rolled_back(5, 1, again=True), *late] if first_step == 5 else []
     assert recorded(tmp_path, server, first_step, *known, step(7, loss=1.0)) == charted(5, 8)
 
 

@@ -102,7 +102,7 @@ def test_a_run_in_a_bucket(place):
     names = place.emulator.names(place.bucket)
     for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
                  "runs/a/events.jsonl", "runs/a/tensorboard/events.out", "runs/jax_cache/",
-                 "runs/a/checkpoints/good.json"):  # fmt: skip
+                 "runs/a/checkpoints/healthy.json"):  # fmt: skip
         assert any(name.startswith(part) for name in names), part
     assert sorted(place.losses("a")) == [*range(7)]
 

@@ -71,12 +71,13 @@ class Terminal(Sink):
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {facts['reason']}")
         # A repeated event was printed before, and its exclusions when the data were opened.
-        if event.kind == "rewind" and not event.facts.get("again"):
+        if event.kind == "rollback" and not event.facts.get("again"):
             facts = event.facts
             first, end = facts["samples"]
             self.line(
-                f"Rolling back to step {facts['to']} ({facts['source']}), skipping samples {first} "
-                f"to {end - 1}. Reason (step {facts['noticed']}): {facts['reason']}"
+                f"Rolling back to step {facts['restored_step']} ({facts['source']}), skipping "
+                f"samples {first} to {end - 1}. Reason (step {facts['detected_step']}): "
+                f"{facts['reason']}"
             )
         if event.report is not None:
             is_step = isinstance(event.report, StepMetrics)
