@@ -72,7 +72,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         )
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(
-        run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
+        run_folder / "checkpoints", config.checkpoint, guard.healthy_after_steps
     )
     prepare_sources(config)
 

@@ -271,13 +271,13 @@ def measure_loader(folder: pathlib.Path) -> None:
     flat, peer = folder / "bin", folder / "peer.array_record"
     write_peer(folder, peer)
     masked = MaskingConfig(mlm_training=True, mlm=MaskedTokens(mask_id=1))
-    mix: Any = {"dataset_mix": tuple((str(flat), 1.0 + number) for number in range(20))}
+    mix: Any = {"data_mixture_weights": tuple((str(flat), 1.0 + number) for number in range(20))}
     loaders: dict[str, Callable[[], Any]] = {
         "Grain MapDataset over a memmap, masks": lambda: grain_over_memmap(flat, True),
         "Grain MapDataset over a memmap, no masks": lambda: grain_over_memmap(flat, False),
         "Grain, ArrayRecord __getitems__, no masks": lambda: grain_over_array_record(peer),
         "ours, document masks": lambda: our_batches(flat),
-        "ours, attend_across_documents": lambda: our_batches(flat, attend_across_documents=True),
+        "ours, cross_document_attention": lambda: our_batches(flat, cross_document_attention=True),
         "ours, packing=false": lambda: our_batches(flat, packing=False),
         "ours, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
         "ours, masked language modelling": lambda: our_batches(flat, masked),

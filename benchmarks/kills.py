@@ -57,7 +57,7 @@ eval_interval: 8
 eval_steps: 4
 checkpoint_period: 5
 max_to_keep: 3
-guard_healthy_steps: 3
+healthy_after_steps: 3
 sample_tokens: 0
 loss_curve: false
 enable_tensorboard: false

@@ -7,9 +7,9 @@
         decoder_block=muddformer use_qk_norm=false
 
 Rows: the Transformer with its layers unrolled and in a scan; dense connections on all four ways
-with each form of `dense_mixing`; and every second sum over every second output (2x2), recomputed in
-the backward pass or kept for it. Rows are compared with the Transformer unrolled. The block is
-the same everywhere, so that differences are those of the connections.
+with each form of `dense_aggregation_impl`; and every second sum over every second output (2x2),
+recomputed in the backward pass or kept for it. Rows are compared with the Transformer unrolled. The
+block is the same everywhere, so that differences are those of the connections.
 
 With --topology steps are compiled for one chip of an absent TPU, or for --chips of
 them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
@@ -56,14 +56,14 @@ SHAPES = {
     "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
 }
 UNROLLED = {"dense_conn": True, "scan_layers": False}
-SPARSE = {"dense_sources": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
+SPARSE = {"dense_sparsity": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
 ROWS: dict[str, dict[str, Any]] = {
     "Transformer": {"dense_conn": False, "scan_layers": False},
     "Transformer, scan": {"dense_conn": False, "scan_layers": True},
-    "sum": UNROLLED | {"dense_mixing": "sum"},
-    "kernel": UNROLLED | {"dense_mixing": "kernel"},
+    "sum": UNROLLED | {"dense_aggregation_impl": "sum"},
+    "kernel": UNROLLED | {"dense_aggregation_impl": "kernel"},
     "2x2": UNROLLED | SPARSE,
-    "2x2, kept": UNROLLED | SPARSE | {"dense_kept_sums": 100},
+    "2x2, kept": UNROLLED | SPARSE | {"dense_saved_aggregates": 100},
 }
 
 
@@ -129,7 +129,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     layout = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     for choice in choices:
-        if choice.startswith(("dense_mixing", "attention")):
+        if choice.startswith(("dense_aggregation_impl", "attention")):
             print(f"    {choice}")
     model = Model(section)
     schedule = learning_rate_schedule(config.schedule)
@@ -281,7 +281,7 @@ def main() -> None:
     names = options.rows or [
         # Interpreted there, it shows nothing.
         name for name, row in ROWS.items()
-        if not (row.get("dense_mixing") == "kernel" and devices[0].platform == "cpu")
+        if not (row.get("dense_aggregation_impl") == "kernel" and devices[0].platform == "cpu")
     ]  # fmt: skip
     names = ["Transformer", *(name for name in names if name != "Transformer")]
     where = f"{len(devices)} x {devices[0].device_kind}"

@@ -74,7 +74,7 @@ SHAPES = (
           "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
           "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers=5 vocab_size=2048 "
           "max_target_length=2048 per_device_batch_size=8 remat_policy=full attention=dot_product "
-          "scan_layers=false dense_conn=true dense_mixing=kernel"),
+          "scan_layers=false dense_conn=true dense_aggregation_impl=kernel"),
 )  # fmt: skip
 
 

@@ -40,16 +40,16 @@ class CheckpointManager:
         self,
         directory: epath.PathLike,
         section: CheckpointingConfig,
-        guard_healthy_steps: int = 0,
+        healthy_after_steps: int = 0,
         show: Callable[[str], None] = print,
     ):
-        """Creates nothing on disk. `guard_healthy_steps` 0 promotes at once."""
+        """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
-        self.guard_healthy_steps = guard_healthy_steps
+        self.healthy_after_steps = healthy_after_steps
         self.show = show
         self._section = section
         self._healthy = HealthyCheckpoints(
-            self.directory, guard_healthy_steps, lambda line: self.show(line)
+            self.directory, healthy_after_steps, lambda line: self.show(line)
         )
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step being written

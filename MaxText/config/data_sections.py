@@ -106,7 +106,7 @@ class DataConfig(Section):
     ] = key(
         "auto", "Format of the files; auto detects it by name and content.", only_if=_STORED
     )  # fmt: skip
-    dataset_mix: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
+    data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
         (),
         "Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,"
         " weight], where sampling is chunks, documents_random or documents_fixed.",
@@ -153,7 +153,7 @@ class DataConfig(Section):
         False, "Truncate documents that are longer than a sequence instead of splitting them.",
         only_if={"packing": False},
     )  # fmt: skip
-    attend_across_documents: bool = key(
+    cross_document_attention: bool = key(
         False, "Let attention, positions and loss cross document boundaries within a sequence."
     )
     zero_loss: bool = key(
@@ -293,7 +293,7 @@ class PreparationConfig(Section):
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:
-    """Returns a dataset_mix entry as (location, stitch, sampling, weight)."""
+    """Returns a data_mixture_weights entry as (location, stitch, sampling, weight)."""
     if len(part) == 2:
         return part[0], 1, SAMPLINGS[0], part[1]
     return part

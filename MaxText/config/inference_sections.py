@@ -49,7 +49,7 @@ class DecodingConfig(Section):
         unit="tokens",
     )  # fmt: skip
     sample_tokens: Natural = key(0, "Tokens that train.py generates at the end; 0 disables.")
-    decode_num_samples: Count = key(1, "Completions per prompt.")
+    decode_num_return_sequences: Count = key(1, "Completions per prompt.")
     decode_seed: int = key(0, "Sampling seed.", ge=0, le=2**32 - 1)
     decode_sampling_strategy: Literal["composite", "greedy", "weighted", "nucleus", "topk"] = key(
         "composite",
@@ -76,10 +76,10 @@ class DecodingConfig(Section):
         "ones.",
         gt=0, le=1e6,
     )  # fmt: skip
-    decode_stop: tuple[str, ...] = key((), "Stop strings; they are not part of the output.")
-    decode_ignore_end: bool = key(False, "Continue after the tokenizer's end-of-text token.")
+    decode_stop_strings: tuple[str, ...] = key((), "Stop strings; they are not part of the output.")
+    decode_ignore_eos: bool = key(False, "Continue after the tokenizer's end-of-text token.")
     decode_stream: bool = key(True, "Stream the text of a single prompt.")
-    decode_output: str = key(
+    decode_output_path: str = key(
         "",
         "Output file for completions (JSON lines): text, tokens, log-probabilities. Empty: none.",
     )

@@ -120,7 +120,9 @@ class BlockConfig(Section):
         "Input of a layer. residual: the previous output. dense: sums of all previous outputs. "
         "auto: dense if dense_conn=true, else residual.",
     )
-    share_parameters: bool = key(False, "Share one set of parameters between all layers (ALBERT).")
+    share_layer_params: bool = key(
+        False, "Share one set of parameters between all layers (ALBERT)."
+    )
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
@@ -280,7 +282,7 @@ class AttentionConfig(Section):
     num_mem_kv: Natural = key(
         0, "Learned keys and values that every token of a global layer also attends to."
     )
-    none_doubles_residual: bool = key(
+    gpt_neo_none_attention_bug: bool = key(
         False, "Double the residual stream in layers of kind none, as a bug of GPT-Neo does."
     )
     static_sgu: bool = key(

@@ -394,8 +394,12 @@ class ModelConfig(Section):
                 own["mixture_of_experts", "num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
                 own["", "mlp_dim"] = widths[index]
-            if index == 0 and dense.mixes_attention_inputs and dense.dense_first_norms == "one":
-                own["dense_connections", "dense_ways"] = ("r",)
+            if (
+                index == 0
+                and dense.mixes_attention_inputs
+                and dense.dense_first_layer_norms == "one"
+            ):
+                own["dense_connections", "dense_streams"] = ("r",)
             found.append(tuple(own.items()))
         return tuple(found)
 
@@ -504,8 +508,8 @@ class ModelConfig(Section):
 
     def _unfit_for_stages(self) -> str:
         """Returns why layers cannot be split into stages; empty if they can."""
-        if self.block.share_parameters:
-            return "share_parameters=true: there is one layer, and nothing to split into stages"
+        if self.block.share_layer_params:
+            return "share_layer_params=true: there is one layer, and nothing to split into stages"
         if self.dense_connections.dense_conn:
             return "dense_conn=true: each layer reads the outputs of all stages before its own"
         if not self.layer_plan.is_whole:

@@ -521,7 +521,7 @@ class GuardConfig(Section):
         only_if=_SKIPPING,
     )
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
-    guard_healthy_steps: Natural = key(
+    healthy_after_steps: Natural = key(
         10,
         "Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last"
         " confirmed checkpoint, which is never deleted.",

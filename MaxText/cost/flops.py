@@ -220,7 +220,7 @@ def _declared(
 def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[float, float]:
     """Returns FLOPs per token of a matrix, by the rule and executed."""
     section, times = model.section, 1
-    if section.block.share_parameters and info.owner == "layers":
+    if section.block.share_layer_params and info.owner == "layers":
         times = section.shape.dimensions.num_layers
     whole = 2 * times * info.size
     if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:

@@ -44,7 +44,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     """
     config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
-    output = JsonlWriter(section.decode_output, section.prompt_file)
+    output = JsonlWriter(section.decode_output_path, section.prompt_file)
     trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = open_tokenizer(
         config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
@@ -132,7 +132,7 @@ def _generate(
     write: Write,
     output: JsonlWriter,
 ) -> list[str]:
-    samples = section.decode_num_samples
+    samples = section.decode_num_return_sequences
     asked = [prompt for prompt in prompts for _ in range(samples)]
     ids = [tokenizer.encode(prompt.text) for prompt in asked]
     if empty := [prompt for prompt, prompt_ids in zip(asked, ids, strict=True) if not prompt_ids]:
@@ -142,8 +142,8 @@ def _generate(
         )
     stopping = StoppingCriteria(
         section.max_new_tokens,
-        frozenset() if section.decode_ignore_end else frozenset(tokenizer.eos_ids),
-        section.decode_stop,
+        frozenset() if section.decode_ignore_eos else frozenset(tokenizer.eos_ids),
+        section.decode_stop_strings,
     )
     streams = len(asked) == 1 and section.decode_stream
     if streams:

@@ -57,7 +57,7 @@ class JsonlWriter:
         self._file: IO[str] | None = None
         if self._path is None:
             return
-        check_not_input("decode_output", name, "prompt_file", prompt_file)
+        check_not_input("decode_output_path", name, "prompt_file", prompt_file)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Checks write access without truncating an existing file.
@@ -66,7 +66,7 @@ class JsonlWriter:
             raise self._write_error(error) from error
 
     def _write_error(self, error: OSError) -> UserError:
-        return UserError(f"decode_output={self._path} cannot be written: {error.strerror}.")
+        return UserError(f"decode_output_path={self._path} cannot be written: {error.strerror}.")
 
     def add(self, row: dict[str, Any]) -> None:
         if self._path is None:

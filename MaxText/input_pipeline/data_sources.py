@@ -56,10 +56,10 @@ class DataSource:
 
 def train_sources(data: DataConfig) -> list[DataSource]:
     """Returns the datasets to train on; UserError unless weights are positive."""
-    if data.dataset_mix:
-        parts = map(mix_part, data.dataset_mix)
+    if data.data_mixture_weights:
+        parts = map(mix_part, data.data_mixture_weights)
         return [
-            DataSource(location, "dataset_mix", weight, sampling, stitch)
+            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
             for location, stitch, sampling, weight in parts
         ]
     if data.grain_train_files:
@@ -204,7 +204,7 @@ def open_sources(
     data, for_training, vocab_size = request.data, request.for_training, request.vocab_size
     options = SequenceOptions(
         length,
-        data.attend_across_documents,
+        data.cross_document_attention,
         data.zero_loss,
         data.use_truncation and not data.packing,
     )

@@ -17,7 +17,8 @@ _KEY_OF = {
     "split": "train_split",
     "seed": "data_shuffle_seed",
     "shuffle": "enable_data_shuffling",
-    "cut": "the way rows are cut (packing, grain_packing_type, use_truncation, dataset_mix)",
+    "cut": "the way rows are cut (packing, grain_packing_type, use_truncation, "
+    "data_mixture_weights)",
     "file_groups": "iter_file_nums",
     "mixture": "the weights of the mixture",
     "masking": "the mlm_ keys",

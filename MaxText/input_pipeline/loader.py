@@ -257,12 +257,12 @@ def _sliding_windows(
             f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
             "eval_stride=-1."
         )
-    options = SequenceOptions(length, data.attend_across_documents, data.zero_loss)
+    options = SequenceOptions(length, data.cross_document_attention, data.zero_loss)
     windows = SlidingWindows(source.data, options, stride)
     if len(windows) == 0:
         raise UserError(
             f"{name}: no document has two tokens, so there is nothing to predict within one. "
-            "Set attend_across_documents=true to score them as one text."
+            "Set cross_document_attention=true to score them as one text."
         )
     return windows
 
@@ -299,7 +299,7 @@ def _open(
         # packed windows only the last has padding.
         for source in opened:
             windows = source.rows.windows
-            whole = request.data.attend_across_documents and isinstance(windows, ConcatThenSplit)
+            whole = request.data.cross_document_attention and isinstance(windows, ConcatThenSplit)
             windows.has_documents = not whole
     return opened
 

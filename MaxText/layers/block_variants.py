@@ -77,7 +77,7 @@ class BlockWithoutMixer(Block):
     """y = x + mlp(norm(x))."""
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        self.doubles = layer.section.attention.none_doubles_residual
+        self.doubles = layer.section.attention.gpt_neo_none_attention_bug
         self.is_parallel = layer.section.block.block_arrangement == "parallel"
 
     def __call__(

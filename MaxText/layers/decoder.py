@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
             return quantizer.quantize(block_class(layer)(layer, own, rngs))
 
         self.layers, self.blueprint = stack(
-            block, section.layer_plan, rngs, shared=section.block.share_parameters
+            block, section.layer_plan, rngs, shared=section.block.share_layer_params
         )
         quantizer.check()
         self.connections = lookup("connection", section.connection).build(whole, init, rngs)

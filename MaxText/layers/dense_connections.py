@@ -71,7 +71,7 @@ class DenseConnections(Connection):
         )
         # The last aggregation is read outside of the layers, and so saved anyway.
         made_again = [one for one in self.after.values() if one.depth < num_layers]
-        for one in made_again[max(0, len(made_again) - section.dense_kept_sums) :]:
+        for one in made_again[max(0, len(made_again) - section.dense_saved_aggregates) :]:
             one.kept = True
         self.source_norm = (
             PreNormScales((num_layers + 1, D), init, rngs) if section.mudd_prenorm else None
@@ -90,7 +90,7 @@ class DenseConnections(Connection):
         }
         # The backward pass of the last aggregation does not read its result.
         kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
-        if section.dense_kept_sums:
+        if section.dense_saved_aggregates:
             kept = math.nan
         return {"depth aggregation": Flops(sum(sums.values()), kept=kept)}
 
@@ -157,7 +157,7 @@ class DepthAggregate(nnx.Module):
         if not section.dense_dynamic:
             self.norm = self.wi = self.wo = None
         else:
-            width = C * S * (section.dense_last_expand if depth == num_layers else 1)
+            width = C * S * (section.dynamic_dense_last_layer_expand if depth == num_layers else 1)
             K = _round_hidden_width(width, section.dense_hidden_rounding)
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=section.mudd_prenorm)
             draw = init.initializers.connection
@@ -196,7 +196,7 @@ class DepthAggregate(nnx.Module):
         kernel_DK = self.wi.kernel[...]
         if self.norm.scale is not None:
             kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
-        hidden_BTK = ACTIVATIONS[self.section.dense_activation](
+        hidden_BTK = ACTIVATIONS[self.section.dynamic_dense_act_cls](
             rms_norm_matmul(
                 x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
             )
@@ -220,7 +220,7 @@ class DepthAggregate(nnx.Module):
         mixed = aggregate(
             weights_BTCS,
             [source.x_BTD for source in chosen],
-            self.section.dense_mixing,
+            self.section.dense_aggregation_impl,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
@@ -261,7 +261,7 @@ class DepthAggregate(nnx.Module):
         if (
             not chosen
             or self.section.adds
-            or not supports_fused_norms(self.section.dense_mixing, x_BTD)
+            or not supports_fused_norms(self.section.dense_aggregation_impl, x_BTD)
         ):
             return NO_NORMS, None
         places, modules = zip(*chosen, strict=True)
@@ -276,7 +276,7 @@ class DepthAggregate(nnx.Module):
 
 
 def _ways(section: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
-    return ("r",) if depth == num_layers else section.dense_ways
+    return ("r",) if depth == num_layers else section.dense_streams
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

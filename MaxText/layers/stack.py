@@ -36,7 +36,7 @@ _SAVED: dict[str, tuple[str, ...]] = {  # policy -> names of checkpoint_name
 _ALWAYS_SAVED = (
     "depth_product",
     "depth_aggregate",
-)  # costly to recompute; dense_kept_sums
+)  # costly to recompute; dense_saved_aggregates
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,

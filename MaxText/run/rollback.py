@@ -92,11 +92,11 @@ class RollbackController:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last `guard_healthy_steps` steps were all applied."""
+        """Whether the last `healthy_after_steps` steps were all applied."""
         if self.trigger is not None:
             return False
         return self._last_skipped < 0 or (
-            self._seen - self._last_skipped >= self._section.guard_healthy_steps
+            self._seen - self._last_skipped >= self._section.healthy_after_steps
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -218,8 +218,8 @@ class RollbackController:
                 raise TrainingDivergedError(
                     f"step {trigger.detected_step}: {trigger.reason}, and there is no healthy "
                     f"state before step {trigger.onset_step} to roll back to: stopped. {signs} "
-                    "Lower the learning rate, inspect the data, or save more often (checkpoint_period, "
-                    "rollback.snapshot_period)."
+                    "Lower the learning rate, inspect the data, or save more often "
+                    "(checkpoint_period, rollback.snapshot_period)."
                 )
             restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
             if restored is not None:

@@ -63,12 +63,16 @@ def resolve_auto(
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
     if dense.dense_conn:
-        choose("dense_mixing", dense.dense_mixing, mixing, why)
-        if dense.dense_mixing not in ("auto", mixing):
-            lines.append(f"dense_mixing: {dense.dense_mixing} -> {mixing} ({why})")
+        choose("dense_aggregation_impl", dense.dense_aggregation_impl, mixing, why)
+        if dense.dense_aggregation_impl not in ("auto", mixing):
+            lines.append(
+                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {mixing} ({why})"
+            )
         if mixing == "kernel" and on_cpu:
-            lines.append("dense_mixing=kernel is interpreted on CPU: for tests, not for training")
-        dense = dense.model_copy(update={"dense_mixing": mixing})
+            lines.append(
+                "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
+            )
+        dense = dense.model_copy(update={"dense_aggregation_impl": mixing})
     resolved = section.model_copy(
         update={
             "dense_connections": dense,
@@ -109,7 +113,7 @@ def _mixing(
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
     dense = section.dense_connections
-    asked, on_cpu = dense.dense_mixing, backend == "cpu"
+    asked, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):
         return asked, "asked for"
     if on_cpu:
@@ -123,7 +127,7 @@ def _mixing(
     refused = kernel_unsupported_reason(
         dimensions.emb_dim,
         backend,
-        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_ways), of_state),
+        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), of_state),
         device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
     )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

@@ -28,14 +28,18 @@ WIDE = {
 SMALL = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2, "scan_layers": False}
 SMALL |= {"attention": "dot_product"}
 FULL = {"remat_policy": "full"}
-MUDD = {"decoder_block": "muddformer", "base_num_decoder_layers": 3, "dense_activation": "gelu"}
+MUDD = {
+    "decoder_block": "muddformer",
+    "base_num_decoder_layers": 3,
+    "dynamic_dense_act_cls": "gelu",
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
 COMPILED = {
     "experts": EXPERTS | {"base_num_kv_heads": 2},
-    "depth sums one by one": MUDD | {"dense_mixing": "sum"},
+    "depth sums one by one": MUDD | {"dense_aggregation_impl": "sum"},
 }
-DENSE = MUDD | FULL | {"dense_mixing": "sum", "mlp_dim_multiple": 16}
+DENSE = MUDD | FULL | {"dense_aggregation_impl": "sum", "mlp_dim_multiple": 16}
 SGU = {"static_sgu": True, "static_sgu_kernel": 8}
 MANY = EXPERTS | SGU | {"head_qk": True}
 # Beside the rows of the conformance suite: what is counted in a way of its own.
@@ -50,8 +54,8 @@ TRACED = {
     "experts in one layer": EXPERTS | FULL | {"moe_layers": [1], "moe_group_size": 8},
     "pre- and post-norm": DENSE | {"decoder_block": "muddformer_prepost"},
     "two ways of the last two outputs": DENSE
-    | {"dense_ways": ["q", "v"], "dense_static": False}
-    | {"dense_sources": "window", "dense_selection.window": 2},
+    | {"dense_streams": ["q", "v"], "dense_static": False}
+    | {"dense_sparsity": "window", "dense_selection.window": 2},
     "depth sums after every second layer, slots": DENSE
     | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2},
 }
@@ -167,7 +171,7 @@ def test_experts_by_hand():
 
 
 def test_shared_weights_are_held_once_and_macarons_twice():
-    alone, shared = parts_of(), parts_of(share_parameters=True)
+    alone, shared = parts_of(), parts_of(share_layer_params=True)
     assert 3 * shared["feed-forward"].parameters == alone["feed-forward"].parameters
     assert shared["feed-forward"].flops == alone["feed-forward"].flops
     assert parts_of(use_macaron=True)["feed-forward"].flops == 2 * alone["feed-forward"].flops
@@ -281,7 +285,7 @@ def test_cache_of_llama_2_7b():
             "sliding_window_size": 5, "dtype": "bfloat16",
         },
         {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4},
-        {"head_qk": True, "head_qk_dim": 6, "share_parameters": True},
+        {"head_qk": True, "head_qk_dim": 6, "share_layer_params": True},
     ],
 )  # fmt: skip
 def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):

@@ -41,7 +41,8 @@ def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> JobPla
         ("llama2", {}),
         ("tokenformer", {"remat_policy": "none"}),
         pytest.param(
-            "muddformer", {"scan_layers": False, "dense_mixing": "sum", "mlp_dim_multiple": 8},
+            "muddformer",
+            {"scan_layers": False, "dense_aggregation_impl": "sum", "mlp_dim_multiple": 8},
             marks=pytest.mark.slow,
         ),
         ("gpt2", {"num_vocab_tiling": 4}),

@@ -13,7 +13,7 @@ BATCH = 4 * 64
 KEYS = (
     "data_shuffle_seed=0 enable_data_shuffling=false packing=true tokenizer_vocab_size=260 "
     "dropout_rate=0.0 learning_rate=0.01 skip_step_interval=16 rollback.after_skips=4 "
-    "rollback.margin=2 checkpoint_period=8 guard_healthy_steps=3 max_to_keep=null eval_interval=-1"
+    "rollback.margin=2 checkpoint_period=8 healthy_after_steps=3 max_to_keep=null eval_interval=-1"
 )
 
 

@@ -112,7 +112,7 @@ def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     documents = documents_of(folder)
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]
-    keys = {"eval_stride": stride, "attend_across_documents": joined} if stride else {}
+    keys = {"eval_stride": stride, "cross_document_attention": joined} if stride else {}
     (found,) = score(trained, folder, **keys or {"packing": False})
     assert found.num_targets == sum(len(document) - 1 for document in documents)
     np.testing.assert_allclose(found.total_nll, by_hand(trained, documents, stride), rtol=1e-6)
@@ -140,7 +140,7 @@ def test_sources_add_up(trained, folder, tmp_path):
     for keys in (
         {"grain_eval_files": f"{folder}; {other}"},
         {"dataset_path": f"{folder},2;{other},0.5"},
-        {"dataset_path": "", "dataset_mix": [[str(folder), 0.9], [str(other), 0.1]]},
+        {"dataset_path": "", "data_mixture_weights": [[str(folder), 0.9], [str(other), 0.1]]},
     ):
         both = score(trained, folder, **keys)
         assert [source.name for source in both] == [str(folder), str(other)]
@@ -264,9 +264,9 @@ def test_labels_cannot_be_moved(trained, tmp_path):
 
 def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
     folder = data_set(tmp_path / "data", ["a", "b", "c"], add_eos=False)
-    with pytest.raises(UserError, match=r"no document has two tokens.*attend_across_documents"):
+    with pytest.raises(UserError, match=r"no document has two tokens.*cross_document_attention"):
         score(trained, folder, eval_stride=4)
-    (found,) = score(trained, folder, eval_stride=4, attend_across_documents=True)
+    (found,) = score(trained, folder, eval_stride=4, cross_document_attention=True)
     assert found.num_targets == 2
 
 

@@ -76,7 +76,7 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
     config = str(tmp_path / "kills" / "kills.yml")
     shown = done(
         "decode.py", f"load_parameters_path={killed}", IMPORT, "prompt=def f", "max_new_tokens=8",
-        "decode_ignore_end=true",
+        "decode_ignore_eos=true",
     )  # fmt: skip
     assert "8 tokens" in shown
     planned = done("plan.py", str(EXAMPLE), "hardware=1xH200")

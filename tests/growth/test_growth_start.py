@@ -23,9 +23,9 @@ from tests.growth.growing import (
     trained,
 )
 
-DENSE = {"dense_conn": True, "dense_mixing": "sum", "scan_layers": False}
+DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum", "scan_layers": False}
 BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
-DIFFERENT_LAYERS = {"dense_first_norms": "one", "block_norm_parametric": True}
+DIFFERENT_LAYERS = {"dense_first_layer_norms": "one", "block_norm_parametric": True}
 # Normalizations under which slots can be added without a change of the function, and growths.
 PRESERVING = [
     pytest.param({"normalize_type": "l2_norm_gelu"}, 2, marks=pytest.mark.slow),

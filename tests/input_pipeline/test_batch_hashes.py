@@ -39,7 +39,7 @@ MIX = [("a", 1, "chunks", 1.0), ("b", 2, "documents_random", 2.5), ("c", 1, "doc
 CASES = {
     "chunks": ("a", {}, {}),
     "chunks_in_array_record": ("chunked", {}, {}),
-    "chunks_across_documents": ("a", {"attend_across_documents": True}, {}),
+    "chunks_across_documents": ("a", {"cross_document_attention": True}, {}),
     "in_order": ("a", {"enable_data_shuffling": False, "num_epoch": 1}, {}),
     "epochs_and_seed": ("b", {"num_epoch": 3, "data_shuffle_seed": 7}, {}),
     "first_fit": ("a", {"grain_packing_type": "first_fit"}, {}),
@@ -88,7 +88,7 @@ def _keys(folder, where, keys):
     if isinstance(where, str):
         return data_keys(folder / where, **keys)
     mix = tuple((str(folder / name), *rest) for name, *rest in where)
-    return data_keys("", dataset_mix=mix, **keys)
+    return data_keys("", data_mixture_weights=mix, **keys)
 
 
 def _train(folder, name, hosts: int) -> tuple[str, dict]:

@@ -123,12 +123,12 @@ CLS = MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3, "mlm.cls_token_id": 
         ({"enable_data_shuffling": False}, {}, "enable_data_shuffling"),
         ({"train_split": "validation"}, {}, "train_split was 'train' and is 'validation'"),
         ({}, {"schedule": BatchSchedule.constant(8, 8)}, "max_target_length was 16 and is 8"),
-        ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "dataset_mix"),
+        ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "data_mixture_weights"),
     ],
 )  # fmt: skip
 def test_resume_of_other_data_is_refused(folder, keys, options, named):
     if "mix" in keys:
-        keys = {"dataset_mix": ((str(folder), 1.0), (str(folder), 0.25))}
+        keys = {"data_mixture_weights": ((str(folder), 1.0), (str(folder), 0.25))}
     plain, other = open_train(data_keys(folder)), open_train(data_keys(folder, **keys), **options)
     refused(named, other.resume, plain.position)
     refused(named.split()[0], plain.resume, other.position)
@@ -141,7 +141,7 @@ def test_resume_of_other_contents_or_weights_is_refused(folder, tmp_path):
         first, second = (open_train(data_keys(location)) for location in locations)
         refused(first.position["data_set"], second.resume, first.position)
     first, second = (
-        open_train(data_keys("", dataset_mix=((str(folder), 1.0), (str(folder), weight))))
+        open_train(data_keys("", data_mixture_weights=((str(folder), 1.0), (str(folder), weight))))
         for weight in (0.12345678, 0.12345679)
     )
     refused(r"'1\.0 0\.12345678'", second.resume, first.position)
@@ -175,7 +175,7 @@ def test_shares_of_a_mixture(tmp_path):
         token_files.write_tfrecord(paths[-1], [np.arange(first, first + 17)] * 4 * count)
     a, b = map(str, paths)
     cache = {"data_cache_dir": str(tmp_path / "cache")}
-    mix = {"dataset_mix": ((a, 1.0), (b, 1.0)), **cache}
+    mix = {"data_mixture_weights": ((a, 1.0), (b, 1.0)), **cache}
     for keys, share in (
         ({"grain_train_files": f"{a},1;{b},3", **cache}, 1 / 4),
         (mix, 1 / 2),

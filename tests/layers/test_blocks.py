@@ -90,7 +90,9 @@ def test_parallel_parts_read_the_same_stream(shared):
 @pytest.mark.parametrize("doubles", [False, True])
 def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
     _, model, params = built(
-        attention_types=[[["none", "global"], 1]], none_doubles_residual=doubles, scan_layers=False
+        attention_types=[[["none", "global"], 1]],
+        gpt_neo_none_attention_bug=doubles,
+        scan_layers=False,
     )
     assert not any(name.startswith("layers/0/self_attention") for name in model.parameters)
     assert any(name.startswith("layers/1/self_attention") for name in model.parameters)
@@ -103,7 +105,7 @@ def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
 
 
 def test_shared_layers_are_layers_with_the_same_weights():
-    config, shared, params = built(share_parameters=True)
+    config, shared, params = built(share_layer_params=True)
     model, batch = built()[1], random_batch(config, 2)
     repeated = params | {
         "layers": jax.tree.map(lambda leaf: jnp.repeat(leaf, 2, axis=0), params["layers"])

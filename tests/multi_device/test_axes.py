@@ -35,8 +35,8 @@ EXPERT_MIXED = {
 }  # fmt: skip
 # Connections with large noise nearly cancel states (rounding shows).
 DENSE = {
-    "scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in", "dense_mixing": "sum",
-    "noise": 0.02,
+    "scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in",
+    "dense_aggregation_impl": "sum", "noise": 0.02,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
@@ -72,7 +72,7 @@ CASES = {
          "logical_axis_rules": [["activation_embed", ["tensor"]]]},
     ),
     "kernel of connections": (
-        DENSE | {"dense_conn": True, "dense_mixing": "kernel"},
+        DENSE | {"dense_conn": True, "dense_aggregation_impl": "kernel"},
         MIXED,
     ),
     "experts": (PLACES, EXPERT),
@@ -98,7 +98,7 @@ CASES = {
     ),
     "parallel blocks": ({"family": "gpt_neox", "scan_layers": False}, SPLIT | RING),
     "rezero, macaron, shared parameters": (
-        {"use_rezero": True, "use_macaron": True, "share_parameters": True}, MIXED
+        {"use_rezero": True, "use_macaron": True, "share_layer_params": True}, MIXED
     ),
     "many blocks of a window": (
         GROUPED | {"attention_types": [[["local"], 2]], "sliding_window_size": 3,

@@ -16,7 +16,7 @@ from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
-KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "guard_healthy_steps": 4}
+KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "healthy_after_steps": 4}
 SECTION = GuardConfig(**KEYS)
 
 

@@ -30,7 +30,7 @@ max_target_length: 32
 per_device_batch_size: 2
 step_log_period: 1
 eval_steps: 2
-guard_healthy_steps: 2
+healthy_after_steps: 2
 log_config: false
 """
 

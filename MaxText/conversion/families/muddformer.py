@@ -62,16 +62,16 @@ _PLAIN = (
 
 _PARTS: Mapping[str, Any] = {
     "dense_conn": True,
-    "dense_ways": ("q", "k", "v", "r"),
+    "dense_streams": ("q", "k", "v", "r"),
     "dense_dynamic": True,
     "dense_static": True,
-    "dense_sources": "all",
+    "dense_sparsity": "all",
     "dense_period": 1,
-    "dense_after_layers": None,
+    "dense_target_layers": None,
     "mudd_prenorm": False,
     "mudd_postnorm": "none",
-    "dense_activation": "gelu_erf",
-    "dense_first_norms": "one",
+    "dynamic_dense_act_cls": "gelu_erf",
+    "dense_first_layer_norms": "one",
     "dynamic_mlp_dim": True,
     "mlp_dim_multiple": 128,
     "position_embedding": "rotary",
@@ -81,11 +81,11 @@ _PARTS: Mapping[str, Any] = {
 _NO_LAYOUT = "sums with norms exist in the JAX program alone, whose models have no PyTorch layout"
 _WORKS_WITH_ALL = "their program computes sums of all four ways with both kinds of weights"
 _REASONS = {
-    "dense_first_norms": "the layout has one norm in the first layer: dense_first_norms=one before "
-    "training",
+    "dense_first_layer_norms": "the layout has one norm in the first layer: "
+    "dense_first_layer_norms=one before training",
     "mudd_prenorm": _NO_LAYOUT,
     "mudd_postnorm": _NO_LAYOUT,
-    "dense_ways": _WORKS_WITH_ALL,
+    "dense_streams": _WORKS_WITH_ALL,
     "dense_dynamic": _WORKS_WITH_ALL,
     "dense_static": _WORKS_WITH_ALL,
     "rope_table_dtype": "their program rounds the table; train with this key, or accept the change "
@@ -121,7 +121,7 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[ConfigMapping,
         # An legacy_names version of the program calls the residual stream m.
         constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
         constant("sepln", True, default=True, hint=_OWN_NORMS),
-        mapped("expand_last", "dense_last_expand", expands, ((True, 4), (False, 1))),
+        mapped("expand_last", "dynamic_dense_last_layer_expand", expands, ((True, 4), (False, 1))),
         mapped("round64", "dense_hidden_rounding", expands, ((True, "reference"), (False, "none"))),
         constant("tie_word_embeddings", False, default=False),
         # Affects only how aggregations are computed.

@@ -35,7 +35,7 @@ class SequenceOptions:
     """Options for slicing."""
 
     length: int  # T, tokens of a window
-    attend_across_documents: bool = False  # treat the documents of a sequence as one
+    cross_document_attention: bool = False  # treat the documents of a sequence as one
     zero_loss: bool = True  # count targets with id 0
     truncate: bool = False  # drop the tokens of a document beyond one window
 
@@ -53,7 +53,7 @@ class Windows(abc.ABC):
         self.data = data
         self.options = options
         self.length = options.length
-        self.has_documents = not (options.attend_across_documents or self.single_documents)
+        self.has_documents = not (options.cross_document_attention or self.single_documents)
 
     @property
     @abc.abstractmethod
@@ -83,9 +83,9 @@ class Windows(abc.ABC):
     def beginnings(self, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
         """Returns (row, position) of each document start in order, int64 [Q] each.
 
-        With attend_across_documents a whole sequence is one document.
+        With cross_document_attention a whole sequence is one document.
         """
-        if self.options.attend_across_documents:
+        if self.options.cross_document_attention:
             first_P = spans.position_P == 0
             return spans.row_P[first_P], spans.position_P[first_P]
         # Documents start at ranges, and inside them.
@@ -445,7 +445,7 @@ class SlidingWindows(Windows):
         super().__init__(data, options)
         self._stride = stride
         offsets = np.asarray(data.store.document_offsets)
-        if options.attend_across_documents:
+        if options.cross_document_attention:
             offsets = offsets[[0, -1]]
         self._start_I, self._stop_I, self._context_I = _windows(offsets, options.length, stride)
         self._first_R = _rows(self._stop_I - self._start_I - 1, options.length)

@@ -280,7 +280,7 @@ def _check_unused(request: OpenRequest, tokens: TokenData) -> None:
     """Reports record and text keys unused by a prepared dataset."""
     data, preparation = request.data, request.preparation
     # Other sources of a mixture may be records.
-    is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
+    is_alone = request.key != "data_mixture_weights" and ";" not in getattr(data, request.key)
     if data.token_records.eos_id >= 0 and is_alone:
         raise UserError(
             f"token_records.eos_id={data.token_records.eos_id} has no effect: "

@@ -105,7 +105,7 @@ def test_keys_without_effect(prepared, tmp_path):
     message = f"token_records.eos_id=3 .*dataset_path={folder}"
     refused(message, open_data, folder, tmp_path, **{"token_records.eos_id": 3})
     # In a mixture other sources may be records.
-    open_data(folder, tmp_path, key="dataset_mix", **{"token_records.eos_id": 3})
+    open_data(folder, tmp_path, key="data_mixture_weights", **{"token_records.eos_id": 3})
     for keys, shown in (
         ({"tokenizer_path": "other"}, True),
         ({"tokenizer_path": "other", "prepare_source": "x"}, False),
