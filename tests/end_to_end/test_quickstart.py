@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 from tests.input_pipeline.small_data import contents
 
-STEPS = kills.LAST_STEP + 1
+STEPS = fault_injection.LAST_STEP + 1
 
 
 def test_what_a_run_prints_and_leaves(runs, whole):

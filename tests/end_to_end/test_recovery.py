@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 
 # One byte is one token nearly always, so 256 tokens of 4 x 64 are about 256 characters.
 BATCH = 4 * 64
@@ -51,7 +51,7 @@ def test_steps_are_skipped_and_then_the_run_rolls_back(rolled_back):
     assert rollback["samples"] == [4 * (skipped[0] - 2), 4 * (skipped[-1] + 1)]
     assert rollback["source"] in output
     after = [row["step"] for row in of_kind(events[events.index(rollback) :], "step")]
-    assert after == list(range(17, kills.LAST_STEP + 1))
+    assert after == list(range(17, fault_injection.LAST_STEP + 1))
 
 
 def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged, rolled_back):
@@ -60,7 +60,7 @@ def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged,
     assert not runs.events("excluded", "rollback")
     # The rest of the damaged text is too short for another rollback, in both.
     assert 1 <= len(runs.events("excluded", "skip")) < 4
-    assert kills.differences(runs.folder("rolled_back"), runs.folder("excluded")) == []
+    assert fault_injection.differences(runs.folder("rolled_back"), runs.folder("excluded")) == []
 
 
 @pytest.mark.slow
@@ -71,7 +71,9 @@ def test_rollback_to_a_copy_in_memory(runs, damaged, rolled_back):
     (other,) = of_kind(rolled_back[0], "rollback")
     assert rollback["samples"] == [4 * 25, other["samples"][1]]
     runs.complete("excluded_less", *damaged, f"excluded_samples=[{rollback['samples']}]")
-    assert kills.differences(runs.folder("from_memory"), runs.folder("excluded_less")) == []
+    assert (
+        fault_injection.differences(runs.folder("from_memory"), runs.folder("excluded_less")) == []
+    )
 
 
 @pytest.mark.slow
@@ -84,12 +86,12 @@ def test_killed_before_the_next_checkpoint_it_excludes_the_same_data(runs, damag
     run.kill()
     assert "Rolling back" not in runs.complete("killed_after_rollback", *keys)
     names = ("killed_after_rollback", "not_killed")
-    assert kills.differences(*map(runs.folder, names)) == []
+    assert fault_injection.differences(*map(runs.folder, names)) == []
     (again, rollback) = (runs.events(name, "rollback")[0] for name in names)
     for fact in ("number", "step", "restored_step", "detected_step", "samples", "reason"):
         assert again[fact] == rollback[fact]
     steps = [row["step"] for row in runs.events("killed_after_rollback", "step")]
-    assert steps == list(range(kills.LAST_STEP + 1))
+    assert steps == list(range(fault_injection.LAST_STEP + 1))
 
 
 CALM = (

@@ -1,7 +1,7 @@
 """Speed of the input pipeline by stage, against limits of the machine.
 
-    python benchmarks/data.py            31 MB of text: the source code of the interpreter
-    python benchmarks/data.py --quick    3 MB of it
+    python benchmarks/input_pipeline.py            31 MB of text: the source code of the interpreter
+    python benchmarks/input_pipeline.py --quick    3 MB of it
 
 Rates are per CPU second of all processes and threads, so that they hold for any number of cores,
 and per second of wall time. The limits: fastokens' own call on the same texts, numpy writing the

@@ -1,7 +1,7 @@
 """Kills training repeatedly; compares with an undisturbed run.
 
-    python benchmarks/kills.py --kills 200
-    python benchmarks/kills.py --kills 20 --processes 2
+    python benchmarks/fault_injection.py --kills 200
+    python benchmarks/fault_injection.py --kills 20 --processes 2
 
 A small run on text of its own is killed with SIGKILL at random moments: in the first second, while
 it starts, in a step, in an evaluation, while a checkpoint is being written. The same command starts
@@ -72,7 +72,7 @@ _COMPLETED = re.compile(r"(?:\[\d+\] )?completed step: (\d+),")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kill:
+class InjectedFault:
     """One of them.
 
     Attributes:
@@ -262,7 +262,7 @@ MOMENTS: dict[str, Callable[[Run, pathlib.Path, random.Random], bool]] = {
 }
 
 
-class Attack:
+class FaultInjection:
     """Killed runs and the undisturbed one."""
 
     def __init__(
@@ -329,7 +329,7 @@ class Attack:
         """Kills runs at moments taken in turn.
 
         Yields:
-          A Kill after each kill, and the folder of each run that is done.
+          An InjectedFault after each kill, and the folder of each run that is done.
         """
         if self._processes > 1:
             yield from self._struck(kills, moments)
@@ -345,7 +345,7 @@ class Attack:
             if MOMENTS[moment](run, folder, self._draw) and not run.has_ended:
                 run.kill()
                 done += 1
-                yield Kill(moment, run.last_step)
+                yield InjectedFault(moment, run.last_step)
             else:
                 code = run.end()
                 assert code == 0, f"exit code {code}:\n{run.output}"
@@ -375,7 +375,7 @@ class Attack:
                         break  # it was done already
                     run.begin_again()
                     done += 1
-                    yield Kill(moment, last_step, how)
+                    yield InjectedFault(moment, last_step, how)
                 code = run.end()
                 assert code == 0, f"exit code {code}:\n{run.output}"
             finally:
@@ -448,10 +448,10 @@ def main() -> int:
     counts: collections.Counter[str] = collections.Counter()
     runs, wrong = 0, 0
     with tempfile.TemporaryDirectory() as place:
-        attack = Attack(pathlib.Path(place), environment, options.seed, options.processes)
+        attack = FaultInjection(pathlib.Path(place), environment, options.seed, options.processes)
         expected = attack.undisturbed()
         for event in attack.killed(options.kills):
-            if isinstance(event, Kill):
+            if isinstance(event, InjectedFault):
                 counts[f"{event.how} {event.moment}"] += 1
                 at = "before any step" if event.last_step is None else f"at step {event.last_step}"
                 print(f"{counts.total():4d} {event.how} {event.moment}, {at}", flush=True)
