@@ -41,7 +41,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     if split not in ("train", "eval"):
         raise UserError(f'split={split!r} must be "train" or "eval"')
     prepare_sources(config)
-    layout = mesh.make_layout(config.mesh, jax.devices(), config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes, evaluation = config.batch, config.evaluation
     plan = plan_batches(
         sizes,

@@ -42,7 +42,7 @@ def main() -> int:
     with command_line.exit_on_user_error("Interrupted; nothing was written."):
         asked = parse_arguments(arguments)
         if asked.grow:
-            from MaxText.run.growing import grow as convert
+            from MaxText.run.grow import grow as convert
         else:
             from MaxText.conversion.convert import convert
         convert(asked, lambda line: print(line, flush=True))

@@ -51,7 +51,7 @@ def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> boo
     from MaxText.cost.job_plan import make_plan, peak_of
     from MaxText.cost.plan_search import find_fitting_plans
 
-    target = hardware.find(options.hardware)
+    target = hardware.find_hardware(options.hardware)
     peak = peak_of(target)
     try:
         plan = make_plan(config, target, peak)

@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
     """Writes the report once; returns whether a run is still running."""
     from MaxText.reports.discovery import find_runs
-    from MaxText.reports.writing import warnings_about, write_report
+    from MaxText.reports.report_writer import warnings_about, write_report
 
     found = find_runs(runs, options.group_by)
     is_running = any(run.state == "running" for run in found.runs)

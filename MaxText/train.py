@@ -95,7 +95,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     start_up.assert_same_config(flatten(config))
-    layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
     eval_rows = mesh.microbatch_size(config.batch, layout, evaluation.eval_per_device_batch_size)
@@ -146,7 +146,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
-    from MaxText.checkpointing.matching import checkpoint_metadata
+    from MaxText.checkpointing.compatibility import checkpoint_metadata
     from MaxText.run.records import write_run_files
     from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
 

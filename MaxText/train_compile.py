@@ -30,7 +30,7 @@ def main() -> int:
     """Exit codes: 0 done, 2 user error or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
     with command_line.exit_on_user_error("Interrupted. Nothing was written."):
-        target = targets.find(config.run.compile_topology)
+        target = targets.find_target(config.run.compile_topology)
         targets.prepare_environment(target)
         from MaxText.cost.ahead_of_time import train_compile
 

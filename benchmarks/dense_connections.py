@@ -1,10 +1,11 @@
 """Cost of dense connections against a Transformer of the same shape.
 
-    python benchmarks/dense_connections.py                              train steps on this machine, in turn
-    python benchmarks/dense_connections.py --shape wide --rounds 15 --keys attention=blocked remat_policy=minimal
-    python benchmarks/dense_connections.py --topology v5p:2x2x1 --shape 1.4b --layers 4       compiled only
-    python benchmarks/dense_connections.py --topology v5p:2x2x1 --shape 1.4b --layers 4 --rows kernel --keys \
-        decoder_block=muddformer use_qk_norm=false
+    python benchmarks/dense_connections.py                   train steps on this machine, in turn
+    python benchmarks/dense_connections.py --shape wide --rounds 15 --keys attention=blocked \
+        remat_policy=minimal
+    python benchmarks/dense_connections.py --topology v5p:2x2x1 --shape 1.4b --layers 4   # compiled
+    python benchmarks/dense_connections.py --topology v5p:2x2x1 --shape 1.4b --layers 4 \
+        --rows kernel --keys decoder_block=muddformer use_qk_norm=false
 
 Rows: the Transformer with its layers unrolled and in a scan; dense connections on all four ways
 with each form of `dense_aggregation_impl`; and every second sum over every second output (2x2),

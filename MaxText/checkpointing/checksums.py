@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.checkpointing.matching import ArraySpec, leaf_path
+from MaxText.checkpointing.compatibility import ArraySpec, leaf_path
 
 # (shift, multiplier) pairs and a final shift.
 _FIRST = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)

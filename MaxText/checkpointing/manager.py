@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import checkpoint_files, orbax_errors, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader, orbax_errors
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.healthy import HealthyCheckpoints
@@ -99,7 +99,7 @@ class CheckpointManager:
         self._finish()
         import orbax.checkpoint as ocp
 
-        items, stored_position = reading.as_dict(state), dict(position or {})
+        items, stored_position = checkpoint_reader.as_dict(state), dict(position or {})
         metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
         if self._section.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
@@ -336,7 +336,7 @@ class CheckpointManager:
             path = stored.json_path(checkpoint_files.METADATA)
             raise CheckpointCorruptedError(f"{path}: no metadata")
         position = stored.position()
-        state = reading.restore_state(
+        state = checkpoint_reader.restore_state(
             stored, abstract_state, config_flat or {}, show, is_same_run=True
         )
         return state, position, metadata

@@ -18,7 +18,7 @@ _HEADINGS = {
 
 def report(path: str) -> str:
     """Returns one line per key of the file, grouped by outcome."""
-    file = config_files.find(path)
+    file = config_files.find_config(path)
     entries, problems = config_files.read(file)
     groups: dict[str, list[str]] = {heading: [] for heading in _HEADINGS}
     for entry in entries:

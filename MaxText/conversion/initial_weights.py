@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.matching import ConfigDiff, check_compatible, describe_casts
+from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, describe_casts
 from MaxText.conversion.weight_source import unflatten, unreadable_checkpoint
 from MaxText.errors import UserError
 
@@ -19,7 +19,7 @@ class InitialWeights(NamedTuple):
     """Matching parameters, not yet read."""
 
     source: str  # one line, such as "parameters of runs/first/checkpoints/120"
-    metadata: Mapping[str, Any]  # see matching.checkpoint_metadata; may be empty
+    metadata: Mapping[str, Any]  # see compatibility.checkpoint_metadata; may be empty
     folder: str
     step: int | None  # last completed training step, if known
     read: Callable[[], Any]  # returns them on device
@@ -41,11 +41,11 @@ def open_pretrained(
         return _open_hf(path, key, abstract_params, config_flat, show)
     stored = checkpoint_files.resolve_checkpoint(path, key)
     with corruption_as_user_error(key, stored):
-        reading.check_params(stored, abstract_params, config_flat)
+        checkpoint_reader.check_params(stored, abstract_params, config_flat)
 
     def read() -> Any:
         with corruption_as_user_error(key, stored):
-            return reading.restore_params(stored, abstract_params, config_flat, show)
+            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, show)
 
     return InitialWeights(
         f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read

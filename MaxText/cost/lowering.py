@@ -44,7 +44,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     Batches have positions and segments unless the text is synthetic or cross_document_attention is
     set.
     """
-    layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
     config = resolved.config
     built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)

@@ -46,7 +46,7 @@ class CompileTarget(NamedTuple):
     options: dict[str, Any]
 
 
-def find(name: str) -> CompileTarget:
+def find_target(name: str) -> CompileTarget:
     """Returns the machine named e.g. v5e-16, v5p-8, h100-8 or cpu-4."""
     kind, _, digits = name.strip().lower().rpartition("-")
     kind = ALIASES.get(kind, kind)

@@ -254,15 +254,15 @@ class Trial:
         return self.folder / "train.log"
 
 
-Chain = Sequence[Trial]  # one configuration and seed: a single run, or its stages in order
+StageSequence = Sequence[Trial]  # one configuration and seed: a single run, or its stages in order
 
 
-def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[Chain]:
+def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[StageSequence]:
     """Returns all chains, seed by seed; interruption leaves pairs."""
     return [_chain(plan, variant, seed) for seed in plan.seeds for variant in variants]
 
 
-def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
+def _chain(plan: Plan, variant: Variant, seed: int) -> StageSequence:
     planned = plan.planned[variant.label].stages
     runs: list[Trial] = []
     for index, stage in enumerate(stage_numbers(len(planned))):

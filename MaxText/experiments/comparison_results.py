@@ -8,7 +8,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.experiments.chain_record import merge_stage_records
-from MaxText.experiments.comparison_plan import Chain, Plan, Trial, run_path
+from MaxText.experiments.comparison_plan import Plan, StageSequence, Trial, run_path
 from MaxText.experiments.seed_statistics import (
     Estimate,
     format_difference,
@@ -124,7 +124,7 @@ def _has_diverged(run: Trial) -> bool:
     return run.previous is not None and _has_diverged(run.previous)
 
 
-def load_chain_record(chain: Chain) -> RunHistory | None:
+def load_chain_record(chain: StageSequence) -> RunHistory | None:
     """Returns a chain's merge_stage_records record; None until it is over."""
     if not all(map(is_over, chain)):
         return None
@@ -135,7 +135,7 @@ def load_chain_record(chain: Chain) -> RunHistory | None:
     return merge_stage_records([first, *others], first.folder.parent)
 
 
-def summarize(chain: Chain, record: RunHistory) -> RunResult:
+def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
     """Summarizes a chain and its merge_stage_records record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}

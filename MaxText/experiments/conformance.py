@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import array_specs, leaf_path
+from MaxText.checkpointing.compatibility import array_specs, leaf_path
 from MaxText.config.catalog import flatten
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
@@ -26,7 +26,7 @@ from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
 from MaxText.layers.kv_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -417,7 +417,7 @@ def _devices(subject: Subject) -> str | None:
     wanted = jax.jit(jax.value_and_grad(loss))(subject.params)
     for sizes in MESHES:
         config = subject.configure(**sizes)
-        layout, model = make_layout(config.mesh, devices[:8]), Model(config.model)
+        layout, model = make_sharding_plan(config.mesh, devices[:8]), Model(config.model)
         shardings = layout.abstract_state(model.initialize, model.parameters)
         params = jax.tree.map(
             lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
@@ -519,7 +519,7 @@ def _step_on_devices(subject: Subject) -> str | None:
 
     def moved(**sizes: int) -> dict[str, np.ndarray]:
         config = subject.configure(learning_rate=0.01, steps=4, **sizes)
-        layout = make_layout(config.mesh, devices[: math.prod(sizes.values())])
+        layout = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = _trainer(config)
         abstract = layout.abstract_state(initialize, model.parameters)
         state = layout.init_state(initialize, abstract, 0)

@@ -15,9 +15,9 @@ from MaxText.errors import UserError
 from MaxText.experiments import results_report, train_subprocess
 from MaxText.experiments.compare_args import CompareArgs
 from MaxText.experiments.comparison_plan import (
-    Chain,
     ComparisonSpec,
     Plan,
+    StageSequence,
     Trial,
     chains_of,
     load_or_create_plan,
@@ -36,7 +36,7 @@ from MaxText.experiments.comparison_results import (
 )
 from MaxText.experiments.runs_progress import RunsProgress
 from MaxText.experiments.solved_plan import plan_lines, solve_plan, solved_variants
-from MaxText.experiments.solving import validation_errors
+from MaxText.experiments.solver import validation_errors
 from MaxText.experiments.step_timing import time_steps
 from MaxText.experiments.variants import Variant, confounding_keys
 from MaxText.metrics.run_record import read_run
@@ -151,7 +151,7 @@ def _run_all(runs: Sequence[Trial], descriptor: int, folder: Path, show: Show) -
 def _collect_results(
     plan: Plan,
     variants: Sequence[Variant],
-    chains: Sequence[Chain],
+    chains: Sequence[StageSequence],
     unasked: Sequence[str],
     say: Show,
 ) -> None:

@@ -16,11 +16,11 @@ from MaxText.experiments.comparison_results import (
     table_rows,
 )
 from MaxText.experiments.solved_plan import format_budget, format_changes, plan_rows
-from MaxText.experiments.solving import UNITS
+from MaxText.experiments.solver import UNITS
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.page import PageSection, PageTable
-from MaxText.reports.writing import write_report
+from MaxText.reports.report_writer import write_report
 
 _LABELS_OF_TITLE = 3  # more would not fit on a line
 

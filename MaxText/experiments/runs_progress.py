@@ -80,7 +80,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         assert self._run is not None
         if self._bar is None and self._now() - self._line_at >= _SECONDS_BETWEEN_LINES:
             run = self._run
-            self.line(f"{self._name(run)}: {done}/{run.config.run.steps} steps{self.left()}")
+            self.line(f"{self._name(run)}: {done}/{run.config.run.steps} steps{self.eta()}")
 
     def end(self, run: Trial, result: str) -> None:
         """Ends the current run."""
@@ -88,7 +88,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._done += run.weight
         self._update(0)
         took = format_duration(self._now() - self._run_began)
-        self.line(f"{self._name(run)}: {result}, {took}{self.left()}")
+        self.line(f"{self._name(run)}: {result}, {took}{self.eta()}")
 
     def skip(self, run: Trial, why: str) -> None:
         """Skips a run."""
@@ -97,7 +97,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._found += run.weight
         self.line(f"{self._name(run)}: {why}")
 
-    def left(self) -> str:
+    def eta(self) -> str:
         """Returns ", about ... left", or "" while unknown."""
         now_done = self._done + self._part(self._steps)
         now = self._now()
@@ -128,7 +128,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
             self._task,
             description=what,
             completed=self._done + self._part(steps),
-            left=self.left().removeprefix(", "),
+            left=self.eta().removeprefix(", "),
         )
 
     def close(self) -> None:

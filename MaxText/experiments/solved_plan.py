@@ -15,7 +15,7 @@ from MaxText.experiments.comparison_plan import (
     stage_name,
     stage_numbers,
 )
-from MaxText.experiments.solving import UNITS, Amount, budget_metric, cost, solve
+from MaxText.experiments.solver import UNITS, Amount, budget_metric, cost, solve
 from MaxText.experiments.step_timing import seconds_per_step
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.tables import format_table, short_count

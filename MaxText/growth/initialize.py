@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from MaxText.checkpointing.matching import ArraySpec, array_specs, leaf_path, mismatches
+from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path, mismatches
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth

@@ -24,7 +24,7 @@ class TrainedModel:
     params: Any
     source: str  # one-line description of the weights' origin
     folder: str  # checkpoint step folder, or Hugging Face checkpoint
-    metadata: Mapping[str, Any]  # of checkpointing.matching.checkpoint_metadata
+    metadata: Mapping[str, Any]  # of checkpointing.compatibility.checkpoint_metadata
 
 
 def load_model(config: Config, show: Show = print) -> TrainedModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.cost.hardware import find
+from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
 from MaxText.launchers.commands import CapacityRetry, Commands
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
@@ -129,7 +129,7 @@ class TpuVmLaunch:
     def _expected_devices(self) -> list[str]:
         """Returns a command prefix with the device count, if --accelerator-type is known."""
         try:
-            number = find(self._tpu.accelerator_type).num_devices
+            number = find_hardware(self._tpu.accelerator_type).num_devices
         except UserError:  # no type given, or newer than the table
             return []
         return ["env", f"{NUM_DEVICES_VARIABLE}={number}"]

@@ -251,7 +251,7 @@ def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) 
     return distinct.index(tuple(sorted(held[process]))), len(distinct)
 
 
-def make_layout(
+def make_sharding_plan(
     section: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
 ) -> ShardingPlan:
     """Returns the layout; raises UserError if the devices do not support it."""

@@ -50,7 +50,7 @@ def write_final_artifacts(
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
         with _optional("loss curve", line):
-            from MaxText.reports.writing import write_loss_curve
+            from MaxText.reports.report_writer import write_loss_curve
 
             records.events.flush()
             line(f"Loss curve: {write_loss_curve(run_folder)}")

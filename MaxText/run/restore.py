@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
@@ -32,7 +32,7 @@ class RestoreResult(NamedTuple):
       position: Data position, or None to start at the data of `first_step`.
       source: One line, such as "checkpoint of step 120".
       how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: See matching.checkpoint_metadata; empty if there is none.
+      metadata: See compatibility.checkpoint_metadata; empty if there is none.
       folder: Of the checkpoint; empty for scratch.
       stored_step: The step after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)}.
@@ -180,7 +180,7 @@ def _load_full_state(
             position = stored.position()
         else:
             show(f"  {stored} has no data position: data begins at its step")
-        state = reading.restore_state(stored, abstract_state, config_flat, show)
+        state = checkpoint_reader.restore_state(stored, abstract_state, config_flat, show)
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
         metadata, str(stored), stored.step,

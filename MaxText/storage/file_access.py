@@ -325,7 +325,7 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.
             while done < array.nbytes:
                 rest = array.reshape(-1).view(np.uint8)[done:]
                 if not (more := os.preadv(descriptor.number, (rest.data,), offset + done)):
-                    raise _cut_short(path, offset + done, len(rest))
+                    raise _is_truncated(path, offset + done, len(rest))
                 done += more
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -347,11 +347,11 @@ def _read_remote(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np
         if isinstance(content, Exception):
             raise _unreadable(path, content) from content
         if missing := array.nbytes - len(content):
-            raise _cut_short(path, end - missing, missing)
+            raise _is_truncated(path, end - missing, missing)
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
 
 
-def _cut_short(path: str, size: int, missing: int) -> FileReadError:
+def _is_truncated(path: str, size: int, missing: int) -> FileReadError:
     return FileReadError(
         f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was truncated. "
         "Copy it again.",

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import CheckpointingConfig
 from tests.checkpointing.small_state import CONFIG, fresh_state, on_host, update
 

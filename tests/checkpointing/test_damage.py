@@ -14,9 +14,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.stored_arrays import LazyCheckpointReader
 from MaxText.errors import UserError
@@ -153,7 +153,7 @@ def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path)
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), fresh_state().params
     )
     with pytest.raises(checkpoint_files.CheckpointCorruptedError, match=f"params/{name}"):
-        reading.restore_params(stored, halved, CONFIG, lambda line: None)
+        checkpoint_reader.restore_params(stored, halved, CONFIG, lambda line: None)
     arrays = LazyCheckpointReader(stored.items)
     with pytest.raises(UserError, match=f"params/{name}: "):
         arrays.read(f"params/{name}")
@@ -229,5 +229,5 @@ def test_damage_is_not_read_again(failing, saved_run, error):
     left = failing([error, None])
     stored = checkpoint_files.resolve_checkpoint(str(saved_run[0]), "test")
     with pytest.raises(checkpoint_files.CheckpointCorruptedError):
-        reading.restore_params(stored, abstract(fresh_state()).params, CONFIG, print)
+        checkpoint_reader.restore_params(stored, abstract(fresh_state()).params, CONFIG, print)
     assert left == [None]

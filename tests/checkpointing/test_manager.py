@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import CheckpointingConfig
 from tests.checkpointing.small_state import (
     CONFIG,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize

@@ -10,7 +10,7 @@ from MaxText.config.serialization import flatten
 from MaxText.cost import plan_report
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
-from MaxText.cost.hardware import CHIPS, find
+from MaxText.cost.hardware import CHIPS, find_hardware
 from MaxText.cost.job_plan import JobPlan, make_plan, peak_of
 from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.plan_args import PlanOptions
@@ -31,7 +31,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0,
 
 def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> JobPlan:
     keys = {"per_device_batch_size": 2, "remat_policy": "full"} | keys
-    place = find(hardware)
+    place = find_hardware(hardware)
     return make_plan(tiny_config(decoder_block, **keys), place, peak_of(place))
 
 
@@ -192,7 +192,7 @@ def test_each_key_is_given_once_in_what_is_proposed():
 
 def test_rules_of_training_hold_for_what_is_proposed():
     # Samples are not drawn over stages; a rule that plan.py itself does not ask.
-    place = dataclasses.replace(find("8xH100"), num_slices=2)
+    place = dataclasses.replace(find_hardware("8xH100"), num_slices=2)
     for sample_tokens in (0, 4):
         config = tiny_config(
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
@@ -206,7 +206,7 @@ def test_rules_of_training_hold_for_what_is_proposed():
 @pytest.mark.slow
 def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("minimal", "full"))
-    place = find("2xH100")
+    place = find_hardware("2xH100")
     config = tiny_config(per_device_batch_size=2, base_num_decoder_layers=1)
     plans = find_fitting_plans(config, place, peak_of(place))
     assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
@@ -221,14 +221,14 @@ def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
 )
 def test_microbatches_end_with_single_sequences(sequences, steps):
     config = tiny_config(per_device_batch_size=sequences / 2)
-    found = microbatches(config, find("2xH100"))
+    found = microbatches(config, find_hardware("2xH100"))
     assert [one["gradient_accumulation_steps"] for one in found] == steps
     assert found[-1]["per_device_batch_size"] == 0.5
 
 
 def test_what_cannot_fit_is_said(monkeypatch):
     monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("full",))
-    place = find("2xH100")
+    place = find_hardware("2xH100")
     monkeypatch.setattr(type(place), "memory", 1000.0)
     config = tiny_config(per_device_batch_size=0.5, base_num_decoder_layers=1)
     with pytest.raises(UserError, match="2 x H100") as refused:
@@ -295,14 +295,14 @@ def test_stages_of_a_pipeline():
     ],
 )
 def test_names_of_hardware(name, chip, num_chips, num_devices, slices):
-    found = find(name)
+    found = find_hardware(name)
     assert found.chip is CHIPS[chip]
     sizes = (found.num_chips, found.num_devices, found.num_slices)
     assert sizes == (num_chips, num_devices, slices)
 
 
 def test_the_cpu_is_one_device_with_the_memory_of_the_machine():
-    found = find("cpu")
+    found = find_hardware("cpu")
     assert (found.chip.platform, found.num_devices) == ("cpu", 1)
     assert found.memory > 2**28
 
@@ -310,7 +310,7 @@ def test_the_cpu_is_one_device_with_the_memory_of_the_machine():
 @pytest.mark.parametrize("name", ["v5q-8", "H100-8", "0xH100", "v5p", "v5p-7", "v4-0", ""])
 def test_other_names_are_refused_with_a_remedy(name, told):
     with pytest.raises(UserError) as caught:
-        find(name)
+        find_hardware(name)
     told(caught.value)
 
 

@@ -11,7 +11,7 @@ from tests import programs
 
 
 class Runs(fault_injection.FaultInjection):
-    """Starts train.py with the configuration of benchmarks/fault_injection.py in one folder, `place`."""
+    """Starts train.py as benchmarks/fault_injection.py configures it in one folder, `place`."""
 
     def __init__(self, place, compiled):
         users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}

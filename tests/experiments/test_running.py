@@ -105,15 +105,15 @@ def test_time_left_is_work_left_at_the_speed_so_far(progress):
         shown.begin(first, 0)
         clock.now += 6  # up to the first step
         shown.steps(1)
-        assert shown.left() == ""
+        assert shown.eta() == ""
         clock.now += 4
         shown.steps(5)  # 0.4 of work in 4 s
-        assert shown.left() == ", about 0:00:41 left"  # 3.5 of work, and a start of 6 s
+        assert shown.eta() == ", about 0:00:41 left"  # 3.5 of work, and a start of 6 s
         clock.now += 5
         shown.end(first, "validation loss 4.0")
         shown.begin(second, 0)
         clock.now += 4
-        assert shown.left() == ", about 0:00:36 left"
+        assert shown.eta() == ", about 0:00:36 left"
         shown.steps(0)
         clock.now += 26
         shown.end(second, "diverged at step 3")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.matching import ArraySpec
+from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.serialization import flatten
 from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError

@@ -12,7 +12,7 @@ from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, StepMetrics
-from MaxText.reports.writing import write_loss_curve
+from MaxText.reports.report_writer import write_loss_curve
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import ShardingPlan, make_layout
+from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.step import make_train_step
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal
@@ -25,7 +25,11 @@ def built(devices, family="llama2", **keys):
     """(configuration, model, layout) of two layers."""
     given = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2} | keys
     config = tiny_config(family, **given)
-    return config, Model(config.model), make_layout(config.mesh, devices, config.model.pipeline)
+    return (
+        config,
+        Model(config.model),
+        make_sharding_plan(config.mesh, devices, config.model.pipeline),
+    )
 
 
 def fresh_parameters(model, layout, noise=0.0):

@@ -10,7 +10,7 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import read_run
 from MaxText.reports.page import PageSection, PageTable, Verbatim
-from MaxText.reports.writing import write_report
+from MaxText.reports.report_writer import write_report
 from tests.reports.run_files import RunFiles, completed
 
 EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"

@@ -8,7 +8,6 @@ from etils import epath
 from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.inference import decoding
-from MaxText.reports import writing
 from MaxText.run.finish import write_final_artifacts
 
 
@@ -18,7 +17,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         raise error
 
     monkeypatch.setattr(decoding, "write_sample", fails)
-    monkeypatch.setattr(writing, "write_loss_curve", fails)
+    monkeypatch.setattr(report_writer, "write_loss_curve", fails)
     lines = []
     space = types.SimpleNamespace
     trend = space(diverged="")

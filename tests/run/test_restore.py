@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.training.state import TrainState

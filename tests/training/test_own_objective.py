@@ -13,7 +13,7 @@ from MaxText.experiments.conformance import LENGTH, SIZES, Subject
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.assembly import setup_train
 from MaxText.training.objective import is_in_nats
 from tests.small_models import random_batch, tiny_config, trainer
@@ -90,7 +90,7 @@ def test_they_conform_and_decode():
     rows = {part.name: part for part in count_flops(model, LENGTH).parts}
     assert (rows["head"].parameters, rows["head"].flops) == (16 * 3 + 3 * 32, 2 * (16 * 3 + 3 * 32))
 
-    layout = make_layout(subject.config.mesh, jax.devices()[:1])
+    layout = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
     engine = Engine(model, subject.params, layout, SamplingParams(temperature=0))
     sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
     _, second = engine.step(sequences)
@@ -133,7 +133,7 @@ def test_what_is_refused(module):
     ):
         module.write_text(MINE.replace(old, new))
         config = tiny_config(**KEYS)
-        layout = make_layout(config.mesh, jax.devices()[:1])
+        layout = make_sharding_plan(config.mesh, jax.devices()[:1])
         with pytest.raises(UserError, match=words):
             setup_train(config, layout)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))

@@ -35,7 +35,6 @@ import numpy as np
 import pydantic
 
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
@@ -43,6 +42,7 @@ from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation.process_pool import map_in_processes
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
+from MaxText.pluralize import pluralize
 from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import (
     WRITING_SUFFIX,
@@ -528,15 +528,15 @@ def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
     for split in dict.fromkeys(file.split for file in files):
         of_split = [file for file in files if file.split == split]
         num_tokens = sum(file.num_tokens for file in of_split)
-        num_records = counted(sum(file.num_records for file in of_split), kind)
+        num_records = pluralize(sum(file.num_records for file in of_split), kind)
         is_text = shape.kind == "text"
         size = f"{num_tokens / 1e6:,.1f} MB of text" if is_text else f"{num_tokens:,} tokens"
-        yield f"  {split}: {num_records} of {size} in {counted(len(of_split), 'file')}"
+        yield f"  {split}: {num_records} of {size} in {pluralize(len(of_split), 'file')}"
         dropped_documents = sum(file.dropped_documents for file in of_split)
         dropped_tokens = sum(file.dropped_tokens for file in of_split)
         if dropped_tokens:
             yield (
-                f"  {split}: skipped {counted(dropped_documents, 'document')}, and "
-                f"{counted(dropped_tokens, 'token')} in all, because windows of fewer than "
+                f"  {split}: skipped {pluralize(dropped_documents, 'document')}, and "
+                f"{pluralize(dropped_tokens, 'token')} in all, because windows of fewer than "
                 f"records.min_length={shape.keys.records.min_length} tokens are not written"
             )

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
@@ -121,7 +120,7 @@ class RecordImport:
         began = time.monotonic()
         total = sum(file.size for file in self.files)
         show(
-            f"Importing {counted(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token records"
+            f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token records"
             f" once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are above "
             "65,535."
         )

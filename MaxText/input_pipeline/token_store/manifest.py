@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
-from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo, file_infos, path_type
@@ -265,7 +264,7 @@ def describe(manifest: Manifest) -> str:
         per_token = split.num_text_bytes / max(split.num_tokens, 1)
         nats = split.unigram_entropy
         lines.append(
-            f"  {name}: {split.num_tokens:,} tokens, {counted(split.num_documents, 'document')}, "
+            f"  {name}: {split.num_tokens:,} tokens, {pluralize(split.num_documents, 'document')}, "
             f"{per_token:.2f} bytes/token, unigram entropy {nats:.3f} nats/token"
         )
     return "\n".join(lines)

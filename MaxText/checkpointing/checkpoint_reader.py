@@ -10,7 +10,7 @@ import numpy as np
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
-from MaxText.checkpointing.matching import (
+from MaxText.checkpointing.compatibility import (
     ConfigDiff,
     DtypeCast,
     array_specs,
