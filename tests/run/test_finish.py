@@ -8,6 +8,7 @@ from etils import epath
 from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.inference import decoding
+from MaxText.reports import report_writer
 from MaxText.run.finish import write_final_artifacts
 
 

@@ -36,6 +36,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     SourceEntry,
     Split,
 )
+from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text, sync_file
 
 Show = Callable[[str], None]

@@ -31,6 +31,7 @@ from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
 from MaxText.input_pipeline.preparation.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
+from MaxText.pluralize import pluralize
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock, sync_file
@@ -120,8 +121,8 @@ class RecordImport:
         began = time.monotonic()
         total = sum(file.size for file in self.files)
         show(
-            f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token records"
-            f" once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are above "
+            f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
+            f"records once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are above "
             "65,535."
         )
         entries = [self.path("file", number) for number in range(len(self.files))]
