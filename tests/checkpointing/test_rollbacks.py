@@ -49,14 +49,9 @@ def test_a_restart_finds_them_all(tmp_path):
     assert recorded(folder, third) == (first, second, third)
     assert [path.name for path in folder.iterdir()] == ["rollbacks.json"]
     # Also one without a checkpoint.
-    start = restore_or_initialize(
-        CheckpointManager(folder, CheckpointingConfig()),
-        CheckpointingConfig(),
-        None,
-        lambda: None,
-        {},
-        [].append,
-    )
+    section = CheckpointingConfig()
+    checkpoints = CheckpointManager(folder, section)
+    start = restore_or_initialize(checkpoints, section, None, lambda: None, {}, [].append)
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
 
 

@@ -48,18 +48,11 @@ def test_layers_that_differ(tmp_path):
     params = by_name(result.state.params)
     for name in ("layers/1/mlp/wo/kernel", "connections/after/2/wi/kernel"):
         np.testing.assert_array_equal(params[name], weights.read(name).astype(np.float32))
-    config = config_of(
-        weights,
-        scan_layers=False,
-        dense_first_layer_norms="each",
-        dynamic_dense_last_layer_expand=1,
-    )
+    keys = {"dense_first_layer_norms": "each", "dynamic_dense_last_layer_expand": 1}
+    config = config_of(weights, scan_layers=False, **keys)
     with pytest.raises(UserError) as caught:
         start(tmp_path / "other", str(folder), config)
-    for words in (
-        "dense_first_layer_norms: one -> each",
-        "dynamic_dense_last_layer_expand: 4 -> 1",
-    ):
+    for words in ("dense_first_layer_norms: one -> each", "last_layer_expand: 4 -> 1"):
         assert words in str(caught.value)
 
 

@@ -28,11 +28,8 @@ WIDE = {
 SMALL = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2, "scan_layers": False}
 SMALL |= {"attention": "dot_product"}
 FULL = {"remat_policy": "full"}
-MUDD = {
-    "decoder_block": "muddformer",
-    "base_num_decoder_layers": 3,
-    "dynamic_dense_act_cls": "gelu",
-}
+MUDD = {"decoder_block": "muddformer", "base_num_decoder_layers": 3}
+MUDD |= {"dynamic_dense_act_cls": "gelu"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
 COMPILED = {

@@ -7,19 +7,14 @@ import pytest
 
 from MaxText.config.program_options import read_options
 from MaxText.config.serialization import flatten
-from MaxText.cost import plan_report
+from MaxText.cost import plan_report, plan_search
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hardware import CHIPS, find_hardware
 from MaxText.cost.job_plan import JobPlan, make_plan, peak_of
 from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.plan_args import PlanOptions
-from MaxText.cost.plan_search import (
-    _PlanSearch,
-    command_with_plan,
-    find_fitting_plans,
-    microbatches,
-)
+from MaxText.cost.plan_search import command_with_plan, find_fitting_plans, microbatches
 from MaxText.cost.step_memory import estimate_memory
 from MaxText.errors import UserError
 from tests.house.sources import run_main
@@ -198,7 +193,7 @@ def test_rules_of_training_hold_for_what_is_proposed():
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
             sample_tokens=sample_tokens, prompt="a",
         )  # fmt: skip
-        meshes = _PlanSearch(flatten(config), place, peak_of(place)).meshes(config)
+        meshes = plan_search._PlanSearch(flatten(config), place, peak_of(place)).meshes(config)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
         assert stages == (sample_tokens == 0)
 

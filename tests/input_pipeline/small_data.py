@@ -118,9 +118,7 @@ def quiet(line: str) -> None:
     """Shows nothing."""
 
 
-def open_train(
-    data: DataConfig, batch: int = 8, host: int = 0, hosts: int = 1, **keys
-) -> BatchIterator:
+def open_train(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
     defaults = {
         "schedule": BatchSchedule.constant(batch, LENGTH),
         "vocab_size": VOCAB_SIZE,
@@ -129,9 +127,7 @@ def open_train(
     return make_train_iterator(data, process_index=host, process_count=hosts, **(defaults | keys))
 
 
-def open_eval(
-    data: DataConfig, batch: int = 8, host: int = 0, hosts: int = 1, **keys
-) -> EvalBatches:
+def open_eval(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
     defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
     return make_eval_iterator(
         data, global_batch_size=batch, process_index=host, process_count=hosts,

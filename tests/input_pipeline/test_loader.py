@@ -201,11 +201,8 @@ def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
     refused(r"vocab_size=70 .*id 70", take, open_train(data, batch=2, vocab_size=70), 1)
     masking = MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})
     refused("labels", open_train, data, masking=masking)
-    refused(
-        "labels",
-        open_train,
-        data.model_copy(update={"megatron": MegatronOptions(order="gpt_neox")}),
-    )
+    megatron = MegatronOptions(order="gpt_neox")
+    refused("labels", open_train, data.model_copy(update={"megatron": megatron}))
 
 
 @pytest.mark.parametrize(
@@ -288,9 +285,8 @@ def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
     first = list(evaluation)
     assert len(first) == len(evaluation) > 1
     assert_same(evaluation, first)
-    assert (
-        sum(batch.loss_mask_BT.sum() for batch in first) == split.num_tokens - split.num_documents
-    )
+    num_targets = split.num_tokens - split.num_documents
+    assert sum(batch.loss_mask_BT.sum() for batch in first) == num_targets
     assert_same(open_eval(data_keys(folder), eval_steps=1), first[:1])
     parts = [open_eval(data_keys(folder), host=host, hosts=2) for host in range(2)]
     assert_same([join(rows) for rows in zip(*parts, strict=True)], first)

@@ -187,11 +187,8 @@ def test_sums_that_are_made_again(kept, again):
     "keys",
     [
         pytest.param(
-            {
-                "base_num_decoder_layers": 4,
-                "dense_streams": ["k", "r"],
-                "dense_saved_aggregates": 1,
-            },
+            {"base_num_decoder_layers": 4, "dense_streams": ["k", "r"]}
+            | {"dense_saved_aggregates": 1},
             marks=pytest.mark.slow,
         ),
         {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sparsity": "dilated"},

@@ -227,12 +227,8 @@ def test_form_on_each_generation(kind, form):
     device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
     mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
     layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
-    keys = {
-        "dense_conn": True,
-        "dense_aggregation_impl": "auto",
-        "scan_layers": "auto",
-        "dtype": "bfloat16",
-    }
+    keys = {"dense_conn": True, "dense_aggregation_impl": "auto"}
+    keys |= {"scan_layers": "auto", "dtype": "bfloat16"}
     section = tiny_config("llama2", base_emb_dim=4096, base_num_decoder_layers=32, **keys).model
     resolved, lines = backend_defaults.resolve_auto(section, "tpu", layout)
     assert resolved.dense_connections.dense_aggregation_impl == form

@@ -87,11 +87,8 @@ def test_sums_over_slots_are_float32(kind):
 
 
 def test_numbers_of_slots_and_zooms_that_are_derived():
-    assert [PattentionConfig().num_slots(place, 32) for place in ("qkv", "proj", "ffn")] == [
-        32,
-        32,
-        128,
-    ]
+    slots = [PattentionConfig().num_slots(place, 32) for place in ("qkv", "proj", "ffn")]
+    assert slots == [32, 32, 128]
     some = PattentionConfig(slot_num=10, proj_slot_num=7)
     assert [some.num_slots(place, 32) for place in ("qkv", "proj", "ffn")] == [10, 7, 40]
     assert [some.zoom(place, 32) for place in ("qkv", "proj", "ffn")] == [10, 7, 40]

@@ -27,10 +27,8 @@ def emit_step(stream, step, loss=2.0):
 
 
 def opened(folder, first_step=0, run_name="tiny", config=None, show=lambda line: None, **keys):
-    monitoring, terminal = (
-        MonitoringConfig(**{"enable_tensorboard": False} | keys),
-        Terminal(10, show),
-    )
+    monitoring = MonitoringConfig(**{"enable_tensorboard": False} | keys)
+    terminal = Terminal(10, show)
     return open_stream(
         folder, monitoring, run_name, config or {}, first_step=first_step, terminal=terminal
     )

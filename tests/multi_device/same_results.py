@@ -25,11 +25,8 @@ def built(devices, family="llama2", **keys):
     """(configuration, model, layout) of two layers."""
     given = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2} | keys
     config = tiny_config(family, **given)
-    return (
-        config,
-        Model(config.model),
-        make_sharding_plan(config.mesh, devices, config.model.pipeline),
-    )
+    layout = make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    return config, Model(config.model), layout
 
 
 def fresh_parameters(model, layout, noise=0.0):

@@ -122,8 +122,8 @@ class RecordImport:
         total = sum(file.size for file in self.files)
         show(
             f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
-            f"records once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are above "
-            "65,535."
+            f"records once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are "
+            "above 65,535."
         )
         entries = [self.path("file", number) for number in range(len(self.files))]
         todo = [number for number, path in enumerate(entries) if not path.exists()]
