@@ -48,9 +48,9 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
         config.model.shape.max_target_length,
         lambda size: mesh.global_batch_size(sizes, layout, size),
     )
-    eval_rows = mesh.microbatch_size(sizes, layout, evaluation.eval_per_device_batch_size)
+    eval_batch_size = mesh.microbatch_size(sizes, layout, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, plan, eval_rows, *layout.batch_slice(), show=lambda line: None
+        config, plan, eval_batch_size, *layout.batch_slice(), show=lambda line: None
     )
     if split == "train":
         return iter(training)

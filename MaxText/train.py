@@ -1,7 +1,7 @@
 """Trains a language model: MaxText/train.py CONFIG.yml key=value ...
 
 The whole program, top to bottom: configuration, text, devices, model, data, compiled steps,
-starting point, loop, what is left in the run folder.
+starting point, loop, final outputs.
 """
 
 import dataclasses
@@ -55,10 +55,10 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
-      stop: says when the machine is about to go away.
-      callbacks: get each event of the run as a row of events.jsonl.
+      stop: Says whether the machine is about to be preempted.
+      callbacks: Get each event of the run as a row of events.jsonl.
     """
-    # --- Output folder and text: what may be refused, before anything slow ------------------------
+    # --- Run folder and text, before anything slow ------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
@@ -98,7 +98,9 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
-    eval_rows = mesh.microbatch_size(config.batch, layout, evaluation.eval_per_device_batch_size)
+    eval_batch_size = mesh.microbatch_size(
+        config.batch, layout, evaluation.eval_per_device_batch_size
+    )
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.cost.device_memory import check_memory_lower_bound
@@ -106,15 +108,15 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.metrics.tables import parameter_table
     from MaxText.training.assembly import setup_train
 
-    resolved = resolve_growth(
+    growth = resolve_growth(
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
-    config, config_flat = resolved.config, flatten(resolved.config)
-    built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
+    config, config_flat = growth.config, flatten(growth.config)
+    built = setup_train(config, layout, growth.existing_slots, growth.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *resolved.lines]))
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *growth.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.loader import open_batches
@@ -125,7 +127,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, layout, size))
     check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_rows, *layout.batch_slice(), stop.is_pending
+        config, plan, eval_batch_size, *layout.batch_slice(), stop.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
@@ -158,7 +160,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
             built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,
-        resolved=resolved,
+        resolved=growth,
     )
     last_step = restore_data_position(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
@@ -187,7 +189,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
-        config, layout, plan, eval_rows, train_batches, eval_batches, train_step, eval_step,
+        config, layout, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
         checkpoints, metadata, records, rollback, watchdog, stop, log,
         start.state, start.first_step, last_step,
     )  # fmt: skip

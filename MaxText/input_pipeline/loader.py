@@ -39,7 +39,7 @@ _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unb
 def open_batches(
     config: Config,
     schedule: BatchSchedule,
-    eval_rows: int,
+    eval_batch_size: int,
     part: int,
     parts: int,
     stopping: Callable[[], bool] = never,
@@ -47,7 +47,7 @@ def open_batches(
 ) -> tuple[BatchIterator, EvalBatches | None]:
     """Returns this process's training and (if enabled) evaluation batches.
 
-    It reads shard `part` of `parts` of each batch. `eval_rows` is the global evaluation batch size.
+    It reads shard `part` of `parts` of each batch. `eval_batch_size` is the global evaluation batch size.
     """
     reading: dict[str, Any] = {
         "masking": config.masking,
@@ -70,7 +70,7 @@ def open_batches(
         config.data,
         eval_steps=evaluation.eval_steps,
         max_target_length=config.model.shape.max_target_length,
-        global_batch_size=eval_rows,
+        global_batch_size=eval_batch_size,
         **reading,
     )
     evaluating.stop_waiting(stopping)

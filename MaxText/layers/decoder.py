@@ -207,7 +207,8 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        # Read inside the rematerialized layer, so that its inputs are recomputed, not saved.
+        # With a residual stream all inputs are `carried`, and y_BTD is carried on. Read inside the
+        # rematerialized layer, so that inputs are recomputed, not saved.
         inputs, rest = self.connections.read(index, carried, layer.stream_norms)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)

@@ -48,7 +48,14 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
 
 
 class Model:
-    """The decoder of a configuration."""
+    """The decoder of a configuration, without values.
+
+    Attributes:
+      section: The keys of the model, with `auto` values resolved.
+      blueprint: Which layers are stacked, and under which names.
+      abstract: The parameters as jax.ShapeDtypeStruct.
+      parameters: Shape, logical axes, and more by name, such as "layers/mlp/wo/kernel".
+    """
 
     def __init__(self, section: ModelConfig):
         self.section = section
@@ -58,8 +65,8 @@ class Model:
         for path, parameter in nnx.to_flat_state(state):
             parameter.set_metadata(**_declared(module, path))
         state = nnx.State(_as_stored(state))
-        self.abstract: Parameters = nnx.to_pure_dict(state)  # of jax.ShapeDtypeStruct
-        self.parameters: dict[str, ParamSpec] = {}  # by name, such as "layers/mlp/wo/kernel"
+        self.abstract: Parameters = nnx.to_pure_dict(state)
+        self.parameters: dict[str, ParamSpec] = {}
         for path, parameter in nnx.to_flat_state(state):
             name, value = "/".join(map(str, path)), parameter.get_value()
             metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}

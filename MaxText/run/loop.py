@@ -58,7 +58,7 @@ class Loop:
     config: Config
     layout: ShardingPlan
     plan: BatchSchedule
-    eval_rows: int
+    eval_batch_size: int
     batches: BatchIterator
     eval_batches: EvalBatches | None
     train_step: ShapeSpecializedStep
@@ -132,7 +132,7 @@ class Loop:
         if not self.train_step.fits(batch):
             self.watchdog.enter("compile", self.step)
             with (
-                self.log.paused(),
+                self.log.exclude_time(),
                 self.records.events.timed("compile", step=self.step) as facts,
             ):
                 facts |= dataclasses.asdict(self.train_step.prepare(batch))
@@ -155,10 +155,10 @@ class Loop:
         watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (
             contextlib.suppress(WaitCancelledError),
-            self.log.paused(),
+            self.log.exclude_time(),
             self.records.events.timed("evaluation", step=step) as facts,
         ):
-            placed = (self.layout.to_global_batch(batch, self.eval_rows) for batch in watched)
+            placed = (self.layout.to_global_batch(batch, self.eval_batch_size) for batch in watched)
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)
@@ -169,7 +169,7 @@ class Loop:
     def save(self, step: int, **facts: Any) -> None:
         self.watchdog.enter("checkpoint", step)
         records, events = self.records, self.records.events
-        with self.log.paused(complete=True):
+        with self.log.exclude_time(complete=True):
             events.flush()
             kept = {**self.metadata, **records.lineage.metadata(step), **facts}
             kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": records.trend.state}

@@ -140,7 +140,7 @@ class MetricLogger:
             self._data_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def paused(self, *, complete: bool = False) -> Iterator[None]:
+    def exclude_time(self, *, complete: bool = False) -> Iterator[None]:
         """Reports a pending step, then excludes the time inside.
 
         Waits for the newest step first, or its computation would count as part of the pause.

@@ -46,7 +46,7 @@ def make_train_step(
     dropout_seed: int,
     guard: GuardConfig = _NO_GUARD,  # that of the state
     repeat_update: bool = True,
-    offloads_opt_state: bool = False,  # from host memory; Layout.compile_step decides where they go
+    offloads_opt_state: bool = False,  # from host memory, where ShardingPlan puts them
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
 
