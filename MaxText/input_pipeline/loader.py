@@ -47,7 +47,7 @@ def open_batches(
 ) -> tuple[BatchIterator, EvalBatches | None]:
     """Returns this process's training and (if enabled) evaluation batches.
 
-    It reads shard `part` of `parts` of each batch. `eval_batch_size` is the global evaluation batch size.
+    It reads shard `part` of `parts` of each batch. `eval_batch_size` is global.
     """
     reading: dict[str, Any] = {
         "masking": config.masking,
