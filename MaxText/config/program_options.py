@@ -85,7 +85,7 @@ def read_options(
                 value = converted_value(text if option.parser else values.from_text(text), option)
                 found[option.name] = earlier + value if adds and earlier else value
             except ValueError as error:
-                words.problems.append(_wrong(name, text, option, error))
+                words.problems.append(_type_error(name, text, option, error))
         elif problem := _unknown(name, argument, options, takes_keys):
             words.problems.append(problem)
         elif match:
@@ -100,7 +100,7 @@ def read_options(
     return kind(**found), words._replace(given=given)
 
 
-def _wrong(name: str, text: str, option: Key, error: ValueError) -> Problem:
+def _type_error(name: str, text: str, option: Key, error: ValueError) -> Problem:
     facts = (("accepted", format_accepted(option)),)
     facts += close_matches_fact(text, [str(choice) for choice in option.choices if choice])
     return Problem(f"{name}: {error}", (f"command line, {name}={text}",), facts)

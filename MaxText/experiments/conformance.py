@@ -194,7 +194,7 @@ def variants() -> Batch:
 
 def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
     decoder = model.merge(params)
-    h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
+    h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
 
 
@@ -359,7 +359,11 @@ def _formats(subject: Subject) -> str | None:
     """Checks dtypes in bfloat16 and decode state shapes abstractly."""
     model = Model(subject.configure(dtype="bfloat16").model)
     for what, found, wanted in (
-        ("hidden states", lambda params: model.merge(params).hidden(variants())[0], jnp.bfloat16),
+        (
+            "hidden states",
+            lambda params: model.merge(params).hidden_states(variants())[0],
+            jnp.bfloat16,
+        ),
         ("logits", lambda params: _logits(model, params, variants()), jnp.float32),
     ):
         dtype = jax.eval_shape(found, model.abstract).dtype

@@ -89,10 +89,10 @@ class Decoder(nnx.Module):
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V]."""
-        h_BTD, _ = self.hidden(batch)
+        h_BTD, _ = self.hidden_states(batch)
         return self.logits(h_BTD, self.head_state(h_BTD, batch))
 
-    def hidden(
+    def hidden_states(
         self,
         batch: Batch,
         dropout_key: jax.Array | None = None,

@@ -142,7 +142,7 @@ def loss_sums(
     count_correct: bool = False,
 ) -> LossSums:
     """Returns the losses as sums, to add up microbatches."""
-    h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
+    h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
     head_state = decoder.head_state(h_BTD, batch)
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 

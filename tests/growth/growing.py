@@ -165,7 +165,7 @@ def logits_of(model: Model, params: Any, batch: Batch) -> np.ndarray:
     @jax.jit
     def run(params, batch):
         decoder = model.merge(params)
-        return decoder.logits(decoder.hidden(batch)[0])
+        return decoder.logits(decoder.hidden_states(batch)[0])
 
     return np.asarray(run(params, batch))
 

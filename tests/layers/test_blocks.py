@@ -151,7 +151,7 @@ def test_head_qk_points_at_earlier_tokens_of_the_document():
     @jax.jit
     def run(params, batch):
         decoder = model.merge(params)
-        h_BTD, _ = decoder.hidden(batch)
+        h_BTD, _ = decoder.hidden_states(batch)
         plain = decoder.logits(h_BTD, decoder.head_state(jnp.zeros_like(h_BTD), batch))
         return h_BTD, decoder(batch) - plain
 

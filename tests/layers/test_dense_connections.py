@@ -57,7 +57,7 @@ def built(block, keys):
         def loss(parameters):
             module = model.merge(parameters)
             total = loss_sums(module, batch, config.model.objective).total
-            return total / batch.loss_mask_BT.sum(), module.logits(module.hidden(batch)[0])
+            return total / batch.loss_mask_BT.sum(), module.logits(module.hidden_states(batch)[0])
 
         (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
         return logits, gradients
