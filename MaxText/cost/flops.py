@@ -54,7 +54,7 @@ from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
 from MaxText.layers.moe import expert_capacity
 from MaxText.layers.part import Flops
-from MaxText.layers.part import PartFlops as LayerPart
+from MaxText.layers.part import Part as LayerPart
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 _TOKEN_TABLE = "token_embedder/embedding"
