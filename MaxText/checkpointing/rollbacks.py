@@ -11,7 +11,6 @@ from typing import Any
 from etils import epath
 
 from MaxText.errors import UserError
-from MaxText.metrics.json_lines import current_rollback
 from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
 
 _FILE = "rollbacks.json"
@@ -60,7 +59,9 @@ def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rol
         rows = read_json_with_digest(path, "rollbacks")
         if rows is None:
             old = read_json_with_digest(folder / _OLD_FILE, "rewinds") or []
-            rows = [current_rollback(row) for row in old]
+            # Fields had other names, in the same order.
+            names = [field.name for field in dataclasses.fields(Rollback)]
+            rows = [dict(zip(names, row.values(), strict=True)) for row in old]
         return tuple(Rollback(**row | {"samples": tuple(row["samples"])}) for row in rows)
     except OSError as error:
         raise UserError(

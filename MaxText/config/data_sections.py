@@ -293,7 +293,7 @@ class PreparationConfig(Section):
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:
-    """Returns a data_mixture_weights entry as (location, stitch, sampling, weight)."""
+    """Returns an entry of the mixture: (location, stitch, sampling, weight)."""
     if len(part) == 2:
         return part[0], 1, SAMPLINGS[0], part[1]
     return part

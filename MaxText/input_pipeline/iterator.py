@@ -47,7 +47,7 @@ class _HostBatches:
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes reads raise WaitCancelledError, even blocked ones, once `when` is true."""
+        """Makes reads raise WaitCancelledError once `when` is true."""
         self._reader.stopping = when
 
     def _read(self, step: int) -> Batch:

@@ -127,7 +127,7 @@ class TpuVmLaunch:
         )
 
     def _expected_devices(self) -> list[str]:
-        """Returns a command prefix with the device count, if --accelerator-type is known."""
+        """Returns a command prefix with the device count, if it is known."""
         try:
             number = find_hardware(self._tpu.accelerator_type).num_devices
         except UserError:  # no type given, or newer than the table

@@ -211,7 +211,7 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
 
 
 def current_rollback(row: dict[str, Any]) -> dict[str, Any]:
-    """Renames the fields of a rollback of earlier versions, a rewind."""
+    """Renames the fields of a rollback of earlier versions, a `rewind`."""
     names = {"to": "restored_step", "noticed": "detected_step", "began": "onset_step"}
     return {names.get(name, name): value for name, value in row.items()}
 

@@ -67,7 +67,7 @@ class RollbackController:
         """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
         self.trigger: RollbackTrigger | None = None
         recorded = active_rollbacks(start, batches)
-        # Earlier versions saved it as rewinds.
+        # Earlier versions saved it as "rewinds".
         saved = start.metadata.get("rollbacks", start.metadata.get("rewinds", 0))
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._batches = batches

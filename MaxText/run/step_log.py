@@ -78,7 +78,7 @@ class MetricLogger:
         return time.perf_counter() - self._since
 
     def flush(self) -> None:
-        """Blocks on a pending step and reports it; TrainingDivergedError on a bad loss."""
+        """Reports a pending step; raises TrainingDivergedError on a bad loss."""
         if not self._waiting:
             return
         self._waiting = False

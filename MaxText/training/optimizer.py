@@ -130,7 +130,7 @@ def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
 
 
 def _clipping(section: OptimizerConfig) -> optax.GradientTransformation:
-    """Clips gradients; stacked layers are one leaf, see `ParamSpec.logical_axes`."""
+    """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
     bound = section.gradient_clipping_threshold
     if bound == 0:
         return optax.identity()

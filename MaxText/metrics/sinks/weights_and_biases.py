@@ -194,7 +194,7 @@ class WandbSink(Sink):
         if state is None or (self._first_step == 0 and state["last_step"] is not None):
             state = {"id": secrets.token_hex(4), "last_step": None}
             self._save(state)
-        # Earlier versions wrote rewinds.
+        # Earlier versions wrote "rewinds".
         return {"shifts": [[0, 0]], "rollbacks": state.get("rewinds", 0)} | state
 
     def _save(self, state: Mapping[str, Any]) -> None:
