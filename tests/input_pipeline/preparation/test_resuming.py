@@ -24,12 +24,12 @@ from .small_corpus import byte_options, made, split_small, swap_case, write_text
 KILLED = """
 import functools, json, os, signal, sys
 from pathlib import Path
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.preparation import prepare as preparing
 
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
-preparation = Preparation(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
+preparation = PreparationConfig(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
 has_records = preparation.prepare_output_format in preparing.LEDGER_NAMES
 manifest = "prepared_from.json" if has_records else "manifest.json"
 
@@ -97,7 +97,7 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 
 WORKERS = """
 import functools, sys, time
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.preparation import job
 from MaxText.input_pipeline.preparation import prepare as preparing
 encode = job.tokenize_shard
@@ -108,7 +108,7 @@ job.tokenize_shard = encode_then_wait
 job.Workers.for_corpus = lambda self, *arguments: (2, 1)
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
-    keys = Preparation(prepare_source=sys.argv[1], tokenizer_path="bytes")
+    keys = PreparationConfig(prepare_source=sys.argv[1], tokenizer_path="bytes")
     preparing.prepare(keys, sys.argv[2], lambda line: None)
 """
 
