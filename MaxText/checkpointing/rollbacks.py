@@ -56,7 +56,7 @@ def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rol
     """Returns the rollbacks in order, none if missing or damaged."""
     path = folder / _FILE
     try:
-        rows = read_json_with_digest(path, "rollbacks")
+        rows: list[dict[str, Any]] | None = read_json_with_digest(path, "rollbacks")
         if rows is None:
             old = read_json_with_digest(folder / _OLD_FILE, "rewinds") or []
             # Fields had other names, in the same order.
