@@ -56,12 +56,12 @@ def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rol
     """Returns the rollbacks in order, none if missing or damaged."""
     path = folder / _FILE
     try:
-        rows: list[dict[str, Any]] | None = read_json_with_digest(path, "rollbacks")
+        rows: Any = read_json_with_digest(path, "rollbacks")
         if rows is None:
             old = read_json_with_digest(folder / _OLD_FILE, "rewinds") or []
             # Fields had other names, in the same order.
             names = [field.name for field in dataclasses.fields(Rollback)]
-            rows = [dict(zip(names, row.values(), strict=True)) for row in old]
+            rows = (dict(zip(names, row.values(), strict=True)) for row in old)
         return tuple(Rollback(**row | {"samples": tuple(row["samples"])}) for row in rows)
     except OSError as error:
         raise UserError(
