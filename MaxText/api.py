@@ -165,12 +165,7 @@ class Run:
         Raises:
           UserError: the weights have no tokenizer.
         """
-        from MaxText.inference.model_tokenizer import open_tokenizer
-
-        trained = self.trained
-        return open_tokenizer(
-            trained.config, trained.folder, trained.metadata, typed=self.tokenizer_is_typed
-        )
+        return self.trained.open_tokenizer(typed=self.tokenizer_is_typed)
 
     def logits(self, text_or_ids: Any) -> np.ndarray:
         """Returns the float32 logits of the next token at each position.

@@ -13,7 +13,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.inference import checkpoint_config, terminal_output
+from MaxText.inference import checkpoint_config
 from MaxText.runtime import start_up
 
 USAGE = """Continues prompts with trained weights.
@@ -37,7 +37,7 @@ def main() -> int:
     with command_line.exit_on_user_error("\nInterrupted."):
         from MaxText.inference.decoding import decode
 
-        decode(loaded, terminal_output.stdout_writer())
+        decode(loaded, command_line.stdout_writer())
     return exit_codes.SUCCESS
 
 

@@ -13,7 +13,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.inference import checkpoint_config, terminal_output
+from MaxText.inference import checkpoint_config
 from MaxText.runtime import start_up
 
 USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data set, and tasks.
@@ -37,7 +37,7 @@ def main() -> int:
     with command_line.exit_on_user_error("Interrupted; nothing was written."):
         from MaxText.evaluation.evaluate import evaluate
 
-        write = terminal_output.stdout_writer()
+        write = command_line.stdout_writer()
         evaluate(loaded, lambda line: write(line + "\n"))
     return exit_codes.SUCCESS
 

@@ -78,13 +78,14 @@ def check_compatible(
 
 
 def mismatches(
-    stored: Mapping[str, ArraySpec],
+    stored: Mapping[str, Any],
     wanted: Mapping[str, ArraySpec],
     explain_shape: Callable[[str], str | None] = lambda path: "",
 ) -> list[str]:
     """Describes different names, shapes and kinds; floats are one kind.
 
-    `explain_shape` returns a note about a shape that differs, or None if it may.
+    `stored` has ArraySpec or a type with its attributes. `explain_shape` returns a note about a
+    shape that differs, or None if it may.
     """
     problems = [
         f"missing     {path}: the checkpoint has none, wanted {spec}"

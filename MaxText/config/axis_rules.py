@@ -14,6 +14,7 @@ NETWORKS = ("ici", "dcn")
 KNOWN = f"axes are {', '.join(MESH_AXES)}"
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
+_PAIRS = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
 def size_key(axis: str, network: str = "ici") -> str:
@@ -28,43 +29,21 @@ def parse(value: Any) -> Rules:
       values.InvalidValueError: Another form, an unknown logical name or mesh axis, or an axis
         twice.
     """
-    if values.is_null(value):
-        return ()
-    if not isinstance(value, list | tuple):
-        raise values.InvalidValueError(
-            f"{values.format_value(value)} is not a list of [name, axes] pairs"
-        )
-    return tuple(_rule(item) for item in value)
-
-
-def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
-    if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], str):
-        raise values.InvalidValueError(f"{values.format_value(item)} is not a pair [name, axes]")
-    name, given = str(item[0]), item[1]
     known_names = tuple(dict.fromkeys(name for name, _ in default_rules()))
-    if name not in known_names:
-        close = close_matches(name, known_names) or known_names
-        raise values.InvalidValueError(
-            f"unknown logical name {name!r}; nearest: {', '.join(close)}"
-        )
-    if values.is_null(given) or given == "":
-        given = []
-    axes = [given] if isinstance(given, str) else given
-    if not isinstance(axes, list | tuple):
-        raise values.InvalidValueError(
-            f"{name}: {values.format_value(given)} is not a mesh axis or a list of them"
-        )
-    for axis in axes:
-        if axis not in MESH_AXES:
-            known = ", ".join(MESH_AXES)
+    rules = []
+    for name, given in values.convert(value, _PAIRS):
+        axes = (given,) if isinstance(given, str) and given else tuple(given or ())
+        if name not in known_names:
+            close = ", ".join(close_matches(name, known_names) or known_names)
+            raise values.InvalidValueError(f"unknown logical name {name!r}; nearest: {close}")
+        if unknown := [axis for axis in axes if axis not in MESH_AXES]:
             raise values.InvalidValueError(
-                f"{name}: unknown mesh axis {values.format_value(axis)}; known: {known}"
+                f"{name}: unknown mesh axis {unknown[0]!r}; known: {', '.join(MESH_AXES)}"
             )
-    if len(set(axes)) != len(axes):
-        raise values.InvalidValueError(
-            f"{name}: a mesh axis is named twice in {values.format_value(axes)}"
-        )
-    return name, tuple(str(axis) for axis in axes)
+        if len(set(axes)) != len(axes):
+            raise values.InvalidValueError(f"{name}: a mesh axis is named twice in {list(axes)}")
+        rules.append((name, axes))
+    return tuple(rules)
 
 
 def default_rules() -> Rules:

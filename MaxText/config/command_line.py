@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -11,9 +12,9 @@ from typing import Any, NoReturn
 from MaxText import early_signals, exit_codes
 from MaxText.config import import_modules, maxtext_report, serialization, values
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
-from MaxText.config.loading import LoadedConfig, format_accepted, load
-from MaxText.config.maxtext_keys import ALIASES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
+from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.problems import ConfigurationError
 from MaxText.config.program_options import OptionsT, Words, describe, read_options
 from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
@@ -56,11 +57,7 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
 
 def parse_with_options(
-    program: str,
-    arguments: Sequence[str],
-    usage: str,
-    kind: type[OptionsT],
-    load: Load = load,
+    program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT], load: Load = load
 ) -> tuple[LoadedConfig, OptionsT, Words]:
     """Resolves a command line of options and configuration keys."""
     found: list[Any] = []
@@ -112,12 +109,35 @@ def exit_on_user_error(stopped: str = "") -> Iterator[None]:
         exit_with_error(error)
     except BrokenPipeError:
         # The interpreter would flush it once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         raise SystemExit(exit_codes.BROKEN_PIPE) from None
     except KeyboardInterrupt:
         if stopped:
             sys.stderr.write(f"{stopped}\n")
         raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def stdout_writer() -> Callable[[str], None]:
+    """Returns a function for unbuffered writes to standard output.
+
+    Escapes characters that the terminal's encoding lacks. Discards output after a broken pipe
+    (head, less), so that the program still writes its files.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
+
+    def write(text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+
+    return write
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
@@ -157,16 +177,12 @@ def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
 
 def _option_value(remaining: list[str], index: int) -> str:
     """Removes the option at `index`; returns and removes its value."""
-    following = remaining[index + 1 : index + 2]
+    option, *operands = remaining[index : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
-    wants_file = remaining[index] == "--from-maxtext"
-    operands = [
-        word
-        for word in following
-        if wants_file or not (word.endswith((".yml", ".yaml")) or "=" in word or word[:1] == "-")
-    ]
+    if option != "--from-maxtext" and re.search(r"^-|=|\.ya?ml$", "".join(operands)):
+        operands = []
     del remaining[index : index + 1 + len(operands)]
-    return operands[0] if operands else ""
+    return "".join(operands)
 
 
 def _known(name: str) -> Key:
@@ -174,28 +190,18 @@ def _known(name: str) -> Key:
     name, _ = split_entry(ALIASES.get(name, name))
     if name in keys:
         return keys[name]
-    close = close_matches(name, keys)
-    if reason := find_unsupported(name, tuple(close)):
-        raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
-    raise ConfigurationError(
-        [Problem(f"{name}: unknown key", facts=close_matches_fact(name, keys))]
-    )
+    raise ConfigurationError([unknown_key(name)])
 
 
 def _help(program: str, usage: str) -> str:
     lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
     for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
-        lines += [f"  {key.name}={values.to_yaml(key.default)}" for key in keys if _short(key)]
-        lines += [
-            f"  {key.name}={'{...}' if key.entries else '[...]'}" for key in keys if not _short(key)
-        ]
+        for key in keys:
+            default = values.to_yaml(key.default)
+            lines.append(f"  {key.name}={default if len(default) < 60 else f'{default[:1]}...'}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _short(key: Key) -> bool:
-    return len(values.to_yaml(key.default)) < 60
 
 
 def _help_key(name: str, remaining: list[str], load: Load) -> str:
@@ -206,10 +212,7 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         f"  read by:  {'.'.join(key.section)} ({key.title.rstrip('.')})",
     ]
     lines.append(f"  accepted: {format_accepted(key)}")
-    facts: list[tuple[str, str]] = [
-        ("unit", key.unit),
-        ("default", values.to_yaml(key.default)),
-    ]
+    facts: list[tuple[str, str]] = [("unit", key.unit), ("default", values.to_yaml(key.default))]
     facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
     for entry in key.entries.values():

@@ -1,6 +1,7 @@
 """YAML files: search, and reading with line numbers."""
 
 import dataclasses
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     Looks next to the file that names it (in `next_to`), then as given, then by its name among the
     shipped configs: configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
     """
-    try:
-        given = Path(name).expanduser()
-    except RuntimeError as error:  # ~unknown_user
-        raise ConfigFileError(Problem(f"config file {str(name)!r} not found: {error}")) from error
+    given = Path(os.path.expanduser(name))  # unlike Path.expanduser, takes unknown users
     candidates = [next_to / given] if next_to else []
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
@@ -116,11 +114,8 @@ def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
             raise ConfigFileError(Problem(what))
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigFileError(Problem(f"{short_path(path)} cannot be read: {error}")) from error
-    except RecursionError as error:
-        what = f"{short_path(path)} is nested deeper than any configuration"
-        raise ConfigFileError(Problem(what)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{short_path(path)}:{mark.line + 1}" if mark else short_path(path)

@@ -388,9 +388,7 @@ class MoEConfig(Section):
         ge=-1,
     )
     eval_capacity_factor: float = key(
-        -1.0,
-        "Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens.",
-        ge=-1,
+        -1.0, "Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens.", ge=-1
     )
     moe_group_size: CountOrAuto = key(
         -1,
@@ -410,6 +408,20 @@ _FEED_FORWARD = {"feed_forward_type": "pattention"}
 _ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
 _L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
+
+
+class ZoomDims(Options):
+    """zoom_dim of single places."""
+
+    qkv: float = key(
+        -1.0, "zoom_dim of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1
+    )
+    proj: float = key(
+        -1.0, "zoom_dim of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1
+    )
+    ffn: float = key(
+        -1.0, "zoom_dim of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD, ge=-1
+    )
 
 
 class ScaleFactors(Options):
@@ -471,24 +483,7 @@ class PattentionConfig(Section):
         only_if=_L2,
         only_if_any=_ANYWHERE,
     )
-    qkv_zoom_dim: float = key(
-        -1.0,
-        "zoom_dim of query, key and value; -1 is zoom_dim.",
-        only_if=_QKV_AND_OUTPUT | _L2,
-        ge=-1,
-    )
-    proj_zoom_dim: float = key(
-        -1.0,
-        "zoom_dim of the output projection; -1 is zoom_dim.",
-        only_if=_QKV_AND_OUTPUT | _L2,
-        ge=-1,
-    )
-    ffn_zoom_dim: float = key(
-        -1.0,
-        "zoom_dim of the feed-forward; -1 is 4 * zoom_dim.",
-        only_if=_FEED_FORWARD | _L2,
-        ge=-1,
-    )
+    zoom_dims: ZoomDims = options(ZoomDims, only_if=_L2)
     scale_factors: ScaleFactors = options(ScaleFactors)
 
     def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
@@ -501,7 +496,7 @@ class PattentionConfig(Section):
 
     def zoom(self, place: SlotPlace, emb_dim: int) -> float:
         """Replacement of n in sqrt(n) at a place; by default the slots there."""
-        own: float = getattr(self, f"{place}_zoom_dim")
+        own: float = getattr(self.zoom_dims, place)
         if own == -1:
             own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
         return own or self.num_slots(place, emb_dim)

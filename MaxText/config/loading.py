@@ -102,7 +102,7 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     problems += [
         sources.sweep_not_supported(name, one.place) for name, one in collected.sweep_blocks.items()
     ]
-    winners = _merge(collected.settings, problems)
+    winners = merge(collected.settings, problems)
     typed, origins, kept, wrong = winners
     _derive(typed, origins, collected.config_path)
     idle = _find_unused_keys(winners)
@@ -116,11 +116,14 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
         problems += idle.values()
     if problems:
         raise ConfigurationError(problems)
-    sources.print_notices([_notice(name, problem) for name, problem in idle.items()])
+    for name, problem in idle.items():
+        kind = "warning" if all_keys()[name].section[0] == "model" else "note"
+        sources.print_notices([f"{kind}: {problem.what} ({problem.where[0]})"])
     return LoadedConfig(config, origins, collected.config_path, tuple(kept))
 
 
-def _merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
+def merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
+    """Returns the typed winners of settings; appends to `problems`."""
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
     origins = {name: Origin(Source.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}
@@ -211,11 +214,17 @@ def _unknown(setting: Setting) -> Problem:
         return sources.sweep_not_supported(name, setting.place)
     if name in sources.FILE_KEYS:
         return Problem(f"{name}: only a YAML file can set it", (setting.place,))
+    return unknown_key(name, (setting.place,))
+
+
+def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
+    """Returns the problem of an unknown key."""
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
-        return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
-    facts = (*close_matches_fact(name, all_names()), ("all keys", "configs/base.yml, or --help"))
-    return Problem(f"{name}: unknown key", (setting.place,), facts)
+        return Problem(f"{name}: not a key here: {reason.sentence}", places)
+    nearest = (("nearest", ", ".join(close)),) if close else ()
+    facts = (*nearest, ("all keys", "configs/base.yml, or --help"))
+    return Problem(f"{name}: unknown key", places, facts)
 
 
 def format_accepted(key: Key) -> str:
@@ -346,11 +355,6 @@ def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
             )  # fmt: skip
             problems[name] = Problem(what, tuple(places), facts)
     return problems
-
-
-def _notice(name: str, problem: Problem) -> str:
-    kind = "warning" if all_keys()[name].section[0] == "model" else "note"
-    return f"{kind}: {problem.what} ({problem.where[0]})"
 
 
 def _find_unused_decoder_block(

@@ -1,6 +1,5 @@
 """Impossible combinations of the model's keys."""
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
@@ -97,11 +96,13 @@ def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
     return next(found, None)
 
 
-@rule("qkv_zoom_dim", "proj_zoom_dim", "ffn_zoom_dim")
-def _zooms(**zooms):
-    for name, zoom in zooms.items():
+@rule()
+def _zooms(zoom_dims):
+    for place, zoom in zoom_dims:
         if -1 < zoom < 0:
-            return f"{name}={zoom:g} has no square root; use 0 or more, or -1 for zoom_dim"
+            return (
+                f"zoom_dims.{place}={zoom:g} has no square root; use 0 or more, or -1 for zoom_dim"
+            )
 
 
 @rule("base_emb_dim", "base_num_query_heads")
@@ -343,15 +344,6 @@ def _static_sgu(static_sgu, model, dimensions):
 def _head(causal, model):
     if model.head.name == "head_qk" and not causal:
         return "head_qk=true points back at earlier tokens, but causal=false"
-
-
-@rule("quantization_rules")
-def _quantization_patterns(quantization_rules):
-    for pattern, _ in quantization_rules:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            return f"quantization_rules: {pattern!r} is not a regular expression: {error}"
 
 
 @rule(*MoEConfig.model_fields)

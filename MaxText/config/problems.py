@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from MaxText.errors import UserError
 
+_LEAST_SIMILARITY = 0.6
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -35,16 +37,28 @@ class ConfigurationError(UserError):
 
 def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Returns the known names most like `name`, best first."""
-    words = name.lower().replace("-", "_").replace(".", "_").strip("_")
+    words = _plain(name.strip("-_."))
     scores = []
     for candidate in known:
-        plain = candidate.lower().replace("-", "_").replace(".", "_")
-        spelling = difflib.SequenceMatcher(None, words, plain).ratio()
-        order = difflib.SequenceMatcher(None, _sorted_words(words), _sorted_words(plain)).ratio()
-        score = max(spelling, order)
-        if score >= 0.6:
+        plain = _plain(candidate)
+        order = _similarity(_sorted_words(words), _sorted_words(plain))
+        score = max(_similarity(words, plain), order)
+        if score >= _LEAST_SIMILARITY:
             scores.append((-score, candidate))
     return [candidate for _, candidate in sorted(scores)[:count]]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+def _similarity(a: str, b: str) -> float:
+    """Returns the ratio of difflib, or 0 below _LEAST_SIMILARITY."""
+    matcher = difflib.SequenceMatcher(None, a, b)
+    for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio):
+        if (found := ratio()) < _LEAST_SIMILARITY:  # upper bounds first: they cost less
+            return 0.0
+    return found
 
 
 def close_matches_fact(

@@ -85,7 +85,10 @@ def read_options(
                 value = converted_value(text if option.parser else values.from_text(text), option)
                 found[option.name] = earlier + value if adds and earlier else value
             except ValueError as error:
-                words.problems.append(_type_error(name, text, option, error))
+                facts = (("accepted", format_accepted(option)),)
+                facts += close_matches_fact(text, [str(one) for one in option.choices if one])
+                place = f"command line, {name}={text}"
+                words.problems.append(Problem(f"{name}: {error}", (place,), facts))
         elif problem := _unknown(name, argument, options, takes_keys):
             words.problems.append(problem)
         elif match:
@@ -98,12 +101,6 @@ def read_options(
             words.problems.append(Problem(f"{name}= is missing", facts=(fact,)))
     given = tuple(name.rstrip("_") for name in found)
     return kind(**found), words._replace(given=given)
-
-
-def _type_error(name: str, text: str, option: Key, error: ValueError) -> Problem:
-    facts = (("accepted", format_accepted(option)),)
-    facts += close_matches_fact(text, [str(choice) for choice in option.choices if choice])
-    return Problem(f"{name}: {error}", (f"command line, {name}={text}",), facts)
 
 
 def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool) -> Problem | None:

@@ -5,7 +5,6 @@ The generated layers/built_in.yml lists built-in parts, which are thus known wit
 """
 
 import dataclasses
-import functools
 import importlib
 import re
 import sys
@@ -74,10 +73,14 @@ class Name:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return (*self.others, *(name for kind, name in _all() if kind == self.kind))
+        return (*self.others, *(name for kind, name in _registered if kind == self.kind))
 
 
-_registered: dict[tuple[str, str], Registration] = {}
+_registered = {
+    (kind, name): Registration(kind, name, target, None, str(BUILT_IN))
+    for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items()
+    for name, target in targets.items()
+}
 _changed: list[Callable[[], None]] = []
 
 
@@ -112,7 +115,7 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
             )
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
-        earlier = _all().get((kind, name))
+        earlier = _registered.get((kind, name))
         if earlier and earlier.target == f"{given.__module__}:{given.__name__}":
             return given  # built in
         if earlier is not None:
@@ -140,21 +143,9 @@ def _check_keys(keys: type[Section], who: str) -> None:
             raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
 
 
-@functools.cache
-def _load_built_in() -> None:
-    for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
-        for name, target in targets.items():
-            _registered[kind, name] = Registration(kind, name, target, None, str(BUILT_IN))
-
-
-def _all() -> dict[tuple[str, str], Registration]:
-    _load_built_in()
-    return _registered
-
-
 def registration(kind: str, name: str) -> Registration:
     """Returns a part; raises KeyError if there is none."""
-    return _all()[kind, name]
+    return _registered[kind, name]
 
 
 def lookup(kind: str, name: str) -> Any:
@@ -163,7 +154,7 @@ def lookup(kind: str, name: str) -> Any:
 
 def registrations() -> list[Registration]:
     """Returns all parts, built-in ones first."""
-    return list(_all().values())
+    return list(_registered.values())
 
 
 def forget(module_file: str) -> None:
@@ -196,11 +187,8 @@ class Parts(Section):
         """Converts {part: {key: value}}."""
         if not isinstance(given, dict) or "sections" in given:
             return given
-        found = []
-        for one in cls.with_keys():
-            assert one.keys is not None
-            found.append(one.keys.model_validate(given.get(one.name, {})))
-        return {"sections": tuple(found)}
+        parts = [(one.keys, given.get(one.name, {})) for one in cls.with_keys()]
+        return {"sections": tuple(keys.model_validate(own) for keys, own in parts if keys)}
 
     @model_serializer
     def _as_by_name(self) -> dict[str, dict[str, Any]]:
@@ -218,11 +206,10 @@ class Parts(Section):
 
     def with_values(self, values: dict[str, Any]) -> Self:
         """Returns these keys with other values of some of them."""
-        sections = []
-        for own in self.sections:
-            names = type(own).model_fields
-            changed = {name: value for name, value in values.items() if name in names}
-            sections.append(own.model_copy(update=changed))
+        sections = (
+            own.model_copy(update={n: v for n, v in values.items() if n in type(own).model_fields})
+            for own in self.sections
+        )
         return self.model_copy(update={"sections": tuple(sections)})
 
     def _of(self, registered: Registration) -> Section:

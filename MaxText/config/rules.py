@@ -252,22 +252,6 @@ def _task_files(eval_tasks, task_files):
             return f"eval_tasks names {task}, and task_files.{task} names no file of it"
 
 
-@rule(finds_unused=True)
-def _idle_task_files(eval_tasks, task_files):
-    for task, path in task_files.as_dict().items():
-        if path and task not in eval_tasks:
-            return (
-                f"task_files.{task} has no effect, because eval_tasks does not name {task}\n"
-                f"eval_tasks=[{task}]"
-            )
-
-
-@rule(finds_unused=True)
-def _harness(harness):
-    if not harness.tasks and harness != type(harness)():
-        return "harness has no effect without harness.tasks\nharness.tasks=[NAME,...]"
-
-
 # ---- Checkpoints and growth (docs/how-to/train_and_grow_tokenformer.md)
 
 
@@ -350,21 +334,6 @@ def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_n
         )
 
 
-@rule()
-def _stop_strings(decode_stop_strings):
-    if "" in decode_stop_strings:
-        return "decode_stop_strings: an empty string matches everywhere; list where a text ends"
-
-
-@rule()
-def _one_text_to_compare(autoregressive_decode_assert, prompt_file, decode_num_return_sequences):
-    if autoregressive_decode_assert and (prompt_file or decode_num_return_sequences > 1):
-        return (
-            "autoregressive_decode_assert compares one text, but prompt_file or "
-            "decode_num_return_sequences asks for several"
-        )
-
-
 @rule("mlm_training", programs="decode")
 def _generates(causal):
     if not causal:
@@ -421,5 +390,5 @@ def _no_negative_factor(**keys):
 for name in ("weight_decay_overrides", "learning_rate_overrides"):
     rule(name)(_compiles)
     rule(name)(_no_negative_factor)
-for name in ("adamw_mask", "trainable_parameters_mask"):
+for name in ("adamw_mask", "trainable_parameters_mask", "quantization_rules"):
     rule(name)(_compiles)

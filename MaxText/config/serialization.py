@@ -10,7 +10,7 @@ from MaxText.config.schema import SCHEMA_VERSION, Config
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 
-__all__ = ["diff_configs", "flatten", "resolved_yaml", "with_current_names"]
+__all__ = ["diff_configs", "flatten", "renamed", "resolved_yaml", "with_current_names"]
 
 _LINE = 100
 
@@ -44,7 +44,7 @@ def section_lines(
 
 def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns a recorded configuration under current key names."""
-    values, known = _renamed(recorded), all_keys()
+    values, known = renamed(recorded), all_keys()
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(
             f"{place} was made by another version of this program: its configuration has "
@@ -53,7 +53,7 @@ def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any
     return values
 
 
-def _renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values under current key names, without keys known to be gone."""
     values: dict[str, Any] = {}
     for name, value in recorded.items():
@@ -86,7 +86,7 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
     A list equals a tuple of the same items, because storage turns one into the other.
     """
-    old, new = _renamed(old), _renamed(new)
+    old, new = renamed(old), renamed(new)
     changed = {}
     for name in dict.fromkeys([*new, *old]):
         before, after = (

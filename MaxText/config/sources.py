@@ -132,21 +132,10 @@ def collect(
     """
     result = CollectedSettings()
     if own is not None:
-        saved = []
-        for name, value in own.values.items():
-            origin = Origin(
-                Source.SAVED_CONFIG, raw=values.format_value(value), note=f"of {own.place}"
-            )
-            saved.append(Setting(name, value, origin, name))
-        result.settings += _distinct(saved, result)
+        saved = _python_settings(own.values, Source.SAVED_CONFIG, note=f"of {own.place}")
+        result.settings += distinct(saved, result)
     paths, typed = _read_arguments(arguments, result)
-    typed += _distinct(
-        [
-            Setting(name, value, Origin(Source.ARGUMENT, raw=values.format_value(value)), name)
-            for name, value in overrides.items()
-        ],
-        result,
-    )
+    typed += distinct(_python_settings(overrides, Source.ARGUMENT), result)
     environment_settings = _read_environment(environment, result)
     for path in paths:
         try:
@@ -171,6 +160,13 @@ def collect(
     return result
 
 
+def _python_settings(given: Mapping[str, Any], source: Source, note: str = "") -> list[Setting]:
+    return [
+        Setting(name, value, Origin(source, raw=values.format_value(value), note=note), name)
+        for name, value in given.items()
+    ]
+
+
 def _read_arguments(
     arguments: Sequence[str], result: CollectedSettings
 ) -> tuple[list[str], list[Setting]]:
@@ -191,7 +187,7 @@ def _read_arguments(
             if os.path.exists(os.path.expanduser(argument)):
                 facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
-    return paths, _distinct(settings, result, last_wins=True)
+    return paths, distinct(settings, result, last_wins=True)
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
@@ -232,7 +228,7 @@ def _read_environment(environment: Mapping[str, str], result: CollectedSettings)
         elif close := close_matches(variable[2:], all_keys(), count=1):
             name = f"M_{close[0].upper()}"
             result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
-    return _distinct(settings, result, last_wins=True)
+    return distinct(settings, result, last_wins=True)
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
@@ -253,7 +249,7 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             for e in entries
             if e.name not in FILE_KEYS
         ]
-        chain.append(_distinct(settings, result))
+        chain.append(distinct(settings, result))
         for name in SWEEP_KEYS:
             if name not in result.sweep_blocks and (entry := special.get(name)):
                 place = f"{short_path(path)}:{entry.line}"
@@ -307,16 +303,8 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         return []
     known = config_files.preset_names(folder)
     place = (setting.place,) if setting else ()
-    file = folder / f"{chosen}.yml"
-    if setting is not None and YAML_PATH.fullmatch(chosen):
-        next_to = setting.origin.file.parent if setting.origin.file else None
-        try:
-            file = config_files.find_config(chosen, next_to)
-        except ConfigFileError as error:
-            problem = dataclasses.replace(error.problem, where=place)
-            result.problems.append(problem)
-            return []
-    elif chosen not in known:
+    path_setting = setting if setting is not None and YAML_PATH.fullmatch(chosen) else None
+    if path_setting is None and chosen not in known:
         facts = (
             *close_matches_fact(str(chosen), known),
             ("known", ", ".join(known)),
@@ -326,6 +314,10 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         result.problems.append(Problem(what, place, facts))
         return []
     try:
+        file = folder / f"{chosen}.yml"
+        if path_setting is not None:
+            origin = path_setting.origin.file
+            file = config_files.find_config(chosen, next_to=origin.parent if origin else None)
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
         result.problems.append(dataclasses.replace(error.problem, where=place))
@@ -349,7 +341,7 @@ def sweep_not_supported(name: str, place: str) -> Problem:
     )
 
 
-def _distinct(
+def distinct(
     settings: list[Setting], result: CollectedSettings, *, last_wins: bool = False
 ) -> list[Setting]:
     """Returns the settings of one source under our names.

@@ -369,9 +369,7 @@ class GrowthOptions(Options):
         only_if=_GROWS,
     )
     allow_shrinking: bool = key(
-        False,
-        "Allow a model with fewer slots or layers, and drop the rest.",
-        only_if=_GROWS,
+        False, "Allow a model with fewer slots or layers, and drop the rest.", only_if=_GROWS
     )
 
 

@@ -13,13 +13,7 @@ from MaxText.config.sources import Source
 from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
 from MaxText.conversion.family import Family
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
-from MaxText.conversion.hf_checkpoint import (
-    GENERATION_CONFIG,
-    is_file,
-    local_path,
-    read_json,
-    resolve_hf_path,
-)
+from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_config import (
     absent_in_transformers,
     find_family,
@@ -33,6 +27,7 @@ from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.tokenization.interface import read_json
 
 Show = Callable[[str], None]
 
@@ -121,7 +116,7 @@ def _to_run(
         generation = weights.folder / GENERATION_CONFIG
         note: dict[str, Any] = {
             "config": weights.config_json,
-            "generation_config": read_json(generation) if generation.is_file() else None,
+            "generation_config": read_json(generation) or None,
             "formats": widened,
         }
         origin = f"{weights.folder.name} ({weights.family.architecture})"
@@ -225,7 +220,6 @@ def _to_program(request: ConvertArgs, weights: WeightSource, show: Show) -> None
     length = longest if request.length == -1 else request.length
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
-    stablehlo.require_absent(request.target)
     stablehlo.check_size(weights)
     show_memory(stablehlo.peak_bytes(weights), show)
     stablehlo.write(weights, length, request.target, show)

@@ -9,7 +9,7 @@ from flax import serialization, traverse_util
 from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
-from MaxText.conversion.tensor_map import TensorMap, UnmappedParametersError
+from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weight_source import (
     WeightSource,
     abstract_model,
@@ -34,11 +34,10 @@ class FattoribCheckpoint(WeightSource):
         self.config, self.model = config, abstract_model(config)
         try:
             self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
-        except UnmappedParametersError as error:
+        except UserError as error:
             raise UserError(
-                f"from=fattorib:{path}: the configuration is not a fattorib/transformer model: it "
-                f"has {error.names}. Use the one that was trained, for example "
-                "model_name=fattorib-base."
+                f"from=fattorib:{path}: the configuration is not a fattorib/transformer model; use "
+                f"the one that was trained, for example model_name=fattorib-base: {error}"
             ) from error
         self.file = _find(parse_path(path, "from"), path)
         self._arrays = _flattened(_restored(self.file))

@@ -5,7 +5,7 @@ needs torch. Downloads nothing: hub ids resolve to the local cache.
 """
 
 import functools
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import read_json
 
 PREFIX = "hf:"
 CONFIG = "config.json"
@@ -29,20 +30,20 @@ class TensorInfo(NamedTuple):
     """Shape and NumPy format of a tensor in a file."""
 
     shape: tuple[int, ...]
-    format: str
+    dtype: str
     file: Path
 
     def __str__(self) -> str:
-        return f"{self.format}[{','.join(map(str, self.shape))}]"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it can be read as parameters."""
+        return self.dtype in ("float32", "bfloat16", "float16")
 
 
 def local_path(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise UserError(
-            f"{text}: there is no user {text[1:].partition('/')[0]} on this machine."
-        ) from error
+    return Path(os.path.expanduser(text))  # unlike Path.expanduser, takes unknown users
 
 
 def is_file(path: Path) -> bool:
@@ -87,18 +88,6 @@ def resolve_hf_path(path: str, key: str) -> Path:
             f"{key}={path}: {name} is neither a folder nor in the Hugging Face hub cache. Nothing "
             f"is downloaded: run `hf download {name}` first, or copy the folder to this machine."
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}. Copy it again.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object. Copy it again.")
-    return value
 
 
 class TensorFiles:
@@ -175,7 +164,7 @@ class TensorFiles:
         if found.file.suffix == ".safetensors":
             return handle.get_tensor(name)
         tensor = handle[name].detach().contiguous()
-        if found.format == "bfloat16":
+        if found.dtype == "bfloat16":
             import torch  # pyright: ignore[reportMissingImports]
 
             return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))

@@ -1,24 +1,21 @@
 """Conversion between config.json and keys, by the tables of `families/`."""
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from MaxText.config import values as typed_values
 from MaxText.config.catalog import Key, all_keys, flatten, split_entry, with_entries
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import Problem
 from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config
-from MaxText.conversion.families.registry import FAMILIES, WITHOUT_PARTS
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family
 from MaxText.errors import UserError
 
 # The config.json object for rotary scaling, and other keys that newer versions put in it.
 _ROPE_SCALING = "rope_scaling"
 _ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
-_WORD = re.compile(r"[a-z]\w+")
 _MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
 _SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
@@ -33,8 +30,8 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
     """Returns the family named in a config.json, or None without a table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
-        return FAMILIES.get(model_type)
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
     # Classes outside transformers may have any model_type, or none.
     alone = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in alone if architectures == [family.architecture]), None)
@@ -52,11 +49,7 @@ def resolve_family(config: Mapping[str, Any], where: str) -> Family:
             f"{where}: config.json has no model_type. Known here: {known}. Only with "
             f'"architectures": {" or ".join(alone)} it needs none.'
         )
-    reason = WITHOUT_PARTS.get(model_type)
-    because = f": {reason}" if reason else ""
-    raise UserError(
-        f"{where}: model_type={model_type} cannot be converted{because}. Known here: {known}."
-    )
+    raise UserError(f"{where}: model_type={model_type} cannot be converted. Known here: {known}.")
 
 
 def config_from_hf(
@@ -201,19 +194,6 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     )
 
 
-def with_hf_names(family: Family, problems: Iterable[Problem], given: Mapping[str, Any]) -> str:
-    """Rephrases problems with config.json names; "" if other keys contribute."""
-    names = {key: setting.name for setting in family.settings for key in setting.keys}
-    lines = []
-    for problem in problems:
-        keys = set(_WORD.findall(problem.what))
-        by_variable = any(not place.startswith("argument of") for place in problem.where)
-        if not keys & names.keys() or keys & given.keys() or by_variable:
-            return ""
-        lines.append(_WORD.sub(lambda word: names.get(word[0], word[0]), problem.what))
-    return "\n".join(f"  {line}" for line in lines)
-
-
 def find_family(config: Config, asked: str) -> Family:
     """Returns the `asked` family, or the first matching the configuration."""
     if asked and asked not in FAMILIES:
@@ -226,22 +206,16 @@ def find_family(config: Config, asked: str) -> Family:
     if asked:
         lines = [f"family={asked} differs from this model:", *mismatches[asked]]
         raise UserError("\n  ".join(lines))
-    distances = {
-        family.model_type: len(mismatches[family.model_type]) + _num_one_sided(family, config)
-        for family in candidates
-    }
-    nearest, *others = sorted(distances, key=lambda name: distances[name])
-    what = "no family matches this model. The nearest is"
-    lines = "\n  ".join([f"{what} {nearest}, but for:", *mismatches[nearest]])
-    counts = ", ".join(f"{name} {distances[name]}" for name in others)
-    raise UserError(f"{lines}\nThe others differ in as many keys or more: {counts}.")
-
-
-def _num_one_sided(family: Family, config: Config) -> int:
-    """Counts keys with an effect in only one of model and family."""
     values = model_config_values(config)
-    of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
-    return len(of_model.keys() ^ of_family.keys())
+
+    def distance(family: Family) -> int:
+        of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
+        one_sided = of_model.keys() ^ of_family.keys()
+        return len(mismatches[family.model_type]) + len(one_sided)
+
+    nearest = min(candidates, key=distance).model_type
+    what = f"no family matches this model. The nearest is {nearest}, but for:"
+    raise UserError("\n  ".join([what, *mismatches[nearest]]))
 
 
 def _chosen_parts(config: Config) -> list[Registration]:
@@ -278,7 +252,7 @@ def _mismatches(family: Family, config: Config) -> list[str]:
     """Describes the keys unlike the family."""
     values, own = model_config_values(config), part_keys(family, config)
     found = [
-        f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
+        f"{name}={_shown(values[name])}, not {_shown(wanted)}"
         for name, wanted in drop_unused_keys(values, family.parts).items()
         if values[name] != wanted and name not in own
     ]
@@ -300,14 +274,9 @@ def _mismatches(family: Family, config: Config) -> list[str]:
             continue
         hf_value = setting.to_hf_value(values)
         if hf_value is REQUIRED:
-            found.append(f"{setting.keys[0]}={_shown(value)}{_reason(family, setting.keys[0])}")
+            found.append(f"{setting.keys[0]}={_shown(value)}")
         written[setting.name] = hf_value
     return found
-
-
-def _reason(family: Family, name: str) -> str:
-    reason = family.reasons.get(name)
-    return f" ({reason})" if reason else ""
 
 
 def _shown(value: Any) -> str:
@@ -356,7 +325,7 @@ def _slots(config: Config) -> dict[str, Any]:
     for place in get_args(SlotPlace):
         number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
         values[f"{place}_slot_num"] = number
-        values[f"{place}_zoom_dim"] = -1.0 if zoom == number else zoom
+        values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
     # slot_num is the query/key/value count, which other places default to.
     return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
 

@@ -193,7 +193,7 @@ def write_configs(
 
 _LAST = ("gelu_l2_norm", "l2_norm")  # normalize_type that applies sqrt(zoom) last
 _INSIDE = ("l2_norm_gelu",)  # normalize_type that applies it inside gelu
-_NO_ZOOM = {"zoom_dim": 0.0} | {f"{place}_zoom_dim": -1.0 for place in get_args(SlotPlace)}
+_NO_ZOOM = {"zoom_dim": 0.0} | {f"zoom_dims.{place}": -1.0 for place in get_args(SlotPlace)}
 
 
 class FoldedWeights(WeightSource):

@@ -10,9 +10,8 @@ from MaxText.config.catalog import flatten, with_entries
 from MaxText.config.loading import configure
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
-from MaxText.conversion.families.registry import FAMILIES
-from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, read_json, resolve_hf_path
-from MaxText.conversion.hf_config import config_from_hf, resolve_family, with_hf_names
+from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
+from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weight_source import (
     WeightSource,
@@ -21,6 +20,7 @@ from MaxText.conversion.weight_source import (
     common_format,
 )
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import read_json
 
 
 class HFWeights(WeightSource):
@@ -35,12 +35,7 @@ class HFWeights(WeightSource):
         try:
             self.config = configure(**keys)
         except ConfigurationError as error:
-            problems = with_hf_names(self.family, error.problems, given or {})
-            if not problems:
-                raise
-            raise UserError(
-                f"{folder}: {CONFIG} ({self.family.model_type}) cannot be imported:\n{problems}"
-            ) from error
+            raise UserError(f"{folder}: the model of its {CONFIG} has {error}") from error
         resolved = with_entries(flatten(self.config))
         self.keys = {name: resolved[name] for name in (ALIASES.get(one, one) for one in keys)}
         self.model = abstract_model(self.config)
@@ -48,7 +43,7 @@ class HFWeights(WeightSource):
         self.files = TensorFiles(folder)
         self._names = self._match()
         self._stored = {
-            tensor: self.files.found[name].format for tensor, name in self._names.items()
+            tensor: self.files.found[name].dtype for tensor, name in self._names.items()
         }
         self.formats = {
             name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
@@ -72,13 +67,7 @@ class HFWeights(WeightSource):
             },
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
-            self._advice(),
-            [
-                f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and float16 "
-                "can be read"
-                for name in names.values()
-                if name in found and found[name].format not in ("float32", "bfloat16", "float16")
-            ],
+            f"Check that {CONFIG} and the tensors belong together.",
         )
         table = self.map.sources("token_embedder/embedding")[0].name
         if head and not np.array_equal(self.files.read(head), self.files.read(names[table])):
@@ -88,14 +77,6 @@ class HFWeights(WeightSource):
                 f"{CONFIG}."
             )
         return names
-
-    def _advice(self) -> str:
-        for other in FAMILIES.values():
-            is_like = any(name.startswith(other.prefix or "\0") for name in self.files.found)
-            if is_like and other.prefix != self.family.prefix:
-                named = f"Its tensors are named as {other.model_type} names them"
-                return f"{named}: is {CONFIG} another's?"
-        return f"Check that {CONFIG} and the tensors belong together."
 
     def _tied_head(self) -> str | None:
         """Returns a tied model's redundant head tensor in the files, if any."""

@@ -1,15 +1,13 @@
 """Opens parameters at a path: a run's or a Hugging Face checkpoint."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from MaxText.checkpointing import checkpoint_files, checkpoint_reader
-from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, describe_casts
-from MaxText.conversion.weight_source import unflatten, unreadable_checkpoint
+from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
 
 Show = Callable[[str], None]
@@ -19,7 +17,7 @@ class InitialWeights(NamedTuple):
     """Matching parameters, not yet read."""
 
     source: str  # one line, such as "parameters of runs/first/checkpoints/120"
-    metadata: Mapping[str, Any]  # see compatibility.checkpoint_metadata; may be empty
+    metadata: Mapping[str, Any]  # see matching.checkpoint_metadata; may be empty
     folder: str
     step: int | None  # last completed training step, if known
     read: Callable[[], Any]  # returns them on device
@@ -40,11 +38,11 @@ def open_pretrained(
     if is_hf_checkpoint(path):
         return _open_hf(path, key, abstract_params, config_flat, show)
     stored = checkpoint_files.resolve_checkpoint(path, key)
-    with corruption_as_user_error(key, stored):
+    with corruption_as_user_error(stored, key):
         checkpoint_reader.check_params(stored, abstract_params, config_flat)
 
     def read() -> Any:
-        with corruption_as_user_error(key, stored):
+        with corruption_as_user_error(stored, key):
             return checkpoint_reader.restore_params(stored, abstract_params, config_flat, show)
 
     return InitialWeights(
@@ -86,12 +84,3 @@ def _open_hf(
 
     folder = str(weights.folder)
     return InitialWeights(f"parameters of {folder}", {"config": stored_flat}, folder, None, read)
-
-
-@contextlib.contextmanager
-def corruption_as_user_error(key: str, stored: checkpoint_files.StoredCheckpoint) -> Iterator[None]:
-    """Converts CheckpointCorruptedError to UserError."""
-    try:
-        yield
-    except CheckpointCorruptedError as error:
-        raise UserError(f"{key}: {unreadable_checkpoint(stored, error)}") from error

@@ -1,6 +1,5 @@
 """Command line of convert.py."""
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Annotated, Literal
 from MaxText.config.catalog import split_entry
 from MaxText.config.keys import CountOrAuto, Parser, key
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigurationError, Problem, close_matches
+from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import ProgramOptions, read_options
-from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
 from MaxText.conversion.hf_checkpoint import is_file, is_hf_checkpoint, local_path
 
@@ -96,23 +95,19 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
     Raises ConfigurationError with all its problems.
     """
     options, words = read_options(ConvertOptions, arguments)
-    problems = [*words.problems, *(_unknown(word) for word in words.others if word != GROW)]
+    for word in words.others:
+        if word != GROW:
+            fact = ("write", f"from={word} or to={word}, or {GROW}")
+            words.problems.append(Problem(f"{word}: no such option", ("command line",), (fact,)))
     for word in words.files[1:]:
-        problems.append(Problem(f"{word}: there is already {words.files[0]}"))
-    if problems:
-        raise ConfigurationError(problems)
+        words.problems.append(Problem(f"{word}: there is already {words.files[0]}"))
+    words.check()
     request = _request(options, words.files, words.keys, is_growth=GROW in words.others)
     check = _wrong_growth if request.grow else _wrong_conversion
-    if wrong := [*_wrong_paths(request), *check(request, words.given)]:
+    wrong = [*_wrong_paths(request), *check(request), *_unused(request, words.given)]
+    if wrong:
         raise ConfigurationError([Problem(what) for what in dict.fromkeys(wrong)])
     return request
-
-
-def _unknown(word: str) -> Problem:
-    facts = [("nearest", name) for name in close_matches(word, [GROW], count=1)]
-    if os.path.exists(local_path(word)):
-        facts.append(("write", f"from={word} or to={word}"))
-    return Problem(f"{word}: no such option", ("command line",), tuple(facts))
 
 
 def _request(
@@ -145,7 +140,14 @@ def _wrong_paths(request: ConvertArgs) -> Iterator[str]:
         yield f"to={request.to} is not a new path. Write for example to={request.to}exported."
 
 
-def _wrong_conversion(request: ConvertArgs, given: Sequence[str]) -> Iterator[str]:
+def _unused(request: ConvertArgs, given: Sequence[str]) -> Iterator[str]:
+    here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
+    for name in given:
+        if name in _BELONG_TO and _BELONG_TO[name] not in here:
+            yield f"{name}={getattr(request, name)} has no effect on this conversion."
+
+
+def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
     kinds = (request.source_kind, request.target_kind)
     if kinds == ("hf", "hf"):
         yield "from= and to= are both Hugging Face folders. Copy the folder instead."
@@ -170,13 +172,9 @@ def _wrong_conversion(request: ConvertArgs, given: Sequence[str]) -> Iterator[st
     if request.source_kind == "run" and request.keys and not request.config_file:
         name, text = next(iter(request.keys.items()))
         yield f"{name}={text} has no effect: the model comes from the run's own configuration."
-    here = (f"from {request.source_kind}", f"to {request.target_kind}")
-    for name in given:
-        if _BELONG_TO.get(name, here[0]) not in here:
-            yield f"{name}={getattr(request, name)} has no effect on this conversion."
 
 
-def _wrong_growth(request: ConvertArgs, given: Sequence[str]) -> Iterator[str]:
+def _wrong_growth(request: ConvertArgs) -> Iterator[str]:
     if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
         yield (
             "grow reads a run or a Hugging Face folder and writes a run: convert.py grow from=RUN "
@@ -184,9 +182,6 @@ def _wrong_growth(request: ConvertArgs, given: Sequence[str]) -> Iterator[str]:
         )
     if request.verify:
         yield "--verify compares with transformers, which cannot grow models. Remove it."
-    for name in given:
-        if name in _BELONG_TO:
-            yield f"{name}={getattr(request, name)} has no effect on grow."
     for name, text in request.keys.items():
         key, entry = split_entry(ALIASES.get(name, name))
         if key == "growth" and entry in _OF_TRAINING:

@@ -20,15 +20,6 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 # Weights are constants of the program, and the serializer uses 32-bit sizes.
 MAX_BYTES = 2**31 - 2**24
 
-_README = """Runs with jax and flatbuffers alone: pip install jax flatbuffers
-
-    forward = jax.export.deserialize(bytearray(open("{name}", "rb").read()))
-    logits = forward.call(tokens)  # int32 [N, {length}] -> float32 [N, {length}, {vocab_size}]
-
-Begin with `import jax, jax.export`. N is any number; fill a shorter text up with any ids behind
-it, which no earlier token sees.
-"""
-
 
 def export_forward(weights: WeightSource, length: int) -> export.Exported:
     """Returns the program: int32 [b, length] -> float32 [b, length, vocab].
@@ -49,19 +40,6 @@ def export_forward(weights: WeightSource, length: int) -> export.Exported:
     return export.export(jax.jit(forward), platforms=PLATFORMS)(shape)
 
 
-def readme_of(target: Path) -> Path:
-    return target.with_name(f"{target.name}.README.md")
-
-
-def require_absent(target: Path) -> None:
-    """Refuses to overwrite existing files."""
-    for path in (target, readme_of(target)):
-        if path.exists():
-            raise UserError(
-                f"to={target}: {path} already exists. Remove it, or choose another path."
-            )
-
-
 def check_size(weights: WeightSource) -> None:
     """Refuses weights too large for constants of a program."""
     size = sum(num_bytes(weights).values())
@@ -78,21 +56,17 @@ def peak_bytes(weights: WeightSource) -> int:
 
 
 def write(weights: WeightSource, length: int, target: Path, show: Callable[[str], None]) -> None:
-    """Writes the program, and usage instructions to `target`.README.md."""
-    partial, readme = temporary_name(target), readme_of(target)
+    """Writes the program; it needs jax and flatbuffers alone."""
+    partial = temporary_name(target)
     program = export_forward(weights, length).serialize()
-    vocab_size = weights.config.model.shape.vocab_size
-    text = _README.format(name=target.name, length=length, vocab_size=vocab_size)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(program)
-        readme.write_text(text, encoding="utf-8")
         atomic_rename(partial, target)
     except OSError as error:
         raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
     finally:
         partial.unlink(missing_ok=True)
-        if not target.exists():
-            readme.unlink(missing_ok=True)
     size = math.ceil(target.stat().st_size / 2**20)
-    show(f"Wrote {target} ({size:,} MiB) and {readme.name}")
+    show(f"Wrote {target} ({size:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
+    show(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')

@@ -1,7 +1,5 @@
 """Arrays of an Orbax checkpoint, read one at a time."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,7 +19,7 @@ from MaxText.conversion.weight_source import (
     WeightSource,
     abstract_model,
     check_arrays,
-    unreadable_checkpoint,
+    corruption_as_user_error,
 )
 from MaxText.errors import UserError
 
@@ -40,16 +38,15 @@ class LazyCheckpointReader:
         import orbax.checkpoint as ocp
 
         self.folder = folder
-        with _damage_explained(folder):
+        with corruption_as_user_error(folder), translate_errors():
             tree = self._tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
-            self._checksums = checkpoint_files.StoredCheckpoint(folder, None).metadata.checksums
-        # Optimizer states have entries without arrays.
-        arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
-        self.leaves: dict[str, ArraySpec] = array_specs(arrays)
-        if self._checksums is not None and (
-            difference := first_spec_mismatch(self.leaves, self._checksums)
-        ):
-            raise unreadable_checkpoint(folder, difference)
+            stored = checkpoint_files.StoredCheckpoint(folder, None)
+            checksums = self._checksums = stored.metadata.checksums
+            # Optimizer states have entries without arrays.
+            arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
+            self.leaves: dict[str, ArraySpec] = array_specs(arrays)
+            if checksums is not None and (found := first_spec_mismatch(self.leaves, checksums)):
+                raise CheckpointCorruptedError(found)
 
     def read(self, path: str) -> np.ndarray:
         import orbax.checkpoint as ocp
@@ -57,21 +54,15 @@ class LazyCheckpointReader:
         names = path.split("/")
         wanted = _only(self._tree, names)
         arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-        with (
-            _damage_explained(self.folder),
-            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-        ):
-            value = checkpointer.restore(
-                self.folder,
-                args=ocp.args.PyTreeRestore(
-                    item=wanted, restore_args=arguments, partial_restore=True
-                ),
-            )
-        for name in names:
-            value = value[int(name)] if isinstance(value, list | tuple) else value[name]
-        array = np.asarray(value)
-        if self._checksums is not None and host_checksum(array) != self._checksums[path]:
-            raise unreadable_checkpoint(self.folder, f"{path}: checksum mismatch")
+        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+        with corruption_as_user_error(self.folder), translate_errors():
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                value = checkpointer.restore(self.folder, args=restore)
+            for name in names:
+                value = value[int(name)] if isinstance(value, list | tuple) else value[name]
+            array = np.asarray(value)
+            if self._checksums is not None and host_checksum(array) != self._checksums[path]:
+                raise CheckpointCorruptedError(f"{path}: checksum mismatch")
         return array
 
 
@@ -88,15 +79,6 @@ def _only(tree: Any, names: list[str]) -> Any:
         _only(entry, rest) if str(i) == first else jax.tree.map(lambda _: ocp.PLACEHOLDER, entry)
         for i, entry in enumerate(tree)
     ]
-
-
-@contextlib.contextmanager
-def _damage_explained(folder: epath.Path) -> Iterator[None]:
-    try:
-        with translate_errors():
-            yield
-    except CheckpointCorruptedError as error:
-        raise unreadable_checkpoint(folder, error) from error
 
 
 class RunWeights(WeightSource):

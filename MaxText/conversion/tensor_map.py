@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from MaxText.config.registry import lookup
-from MaxText.conversion.family import Family, WeightMapping, numbered
-from MaxText.conversion.tensor_layout import TensorLayout
+from MaxText.conversion.family import Family, TensorLayout, WeightMapping, numbered
 from MaxText.errors import UserError
 from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
@@ -25,17 +24,6 @@ class MappedTensor:
     param_names: tuple[str, ...]  # parameters that it is part of
     index: tuple[int, ...]  # into them: layer and expert, if they hold several
     legacy_names: tuple[str, ...] = ()
-
-
-class UnmappedParametersError(UserError):
-    """Parameters missing in the format, such as those of a user's part."""
-
-    def __init__(self, family: str, names: Sequence[str]):
-        self.names = ", ".join(names)
-        super().__init__(
-            f"the format {family} has no tensors for {self.names}.\n  What to do: map them in the "
-            "part's hugging_face_names, or keep the checkpoint in this program's format."
-        )
 
 
 class TensorMap:
@@ -60,7 +48,11 @@ class TensorMap:
                     self._add(row, layer)
         named = [name for names in self.groups for name in names]
         if unknown := sorted(set(model.parameters) - set(named)):
-            raise UnmappedParametersError(family.model_type, unknown)
+            raise UserError(
+                f"the format {family.model_type} has no tensors for {', '.join(unknown)}.\n"
+                "  What to do: map them in the part's hugging_face_names, or keep the checkpoint "
+                "in this program's format."
+            )
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _declared(self) -> list[tuple[WeightMapping, int]]:

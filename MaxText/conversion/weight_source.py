@@ -1,11 +1,14 @@
 """Interface of weight sources: arrays under our names, read one at a time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from flax import traverse_util
 
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.compatibility import ArraySpec, mismatches
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
@@ -30,11 +33,16 @@ def abstract_model(config: Config) -> Model:
     return Model(resolve_auto(config.model, "cpu")[0])
 
 
-def unreadable_checkpoint(where: Any, reason: Any) -> UserError:
-    return UserError(
-        f"the checkpoint at {where} cannot be read: {reason}\n"
-        "  Use an older step, or restore the files."
-    )
+@contextlib.contextmanager
+def corruption_as_user_error(where: Any, key: str = "") -> Iterator[None]:
+    """Converts CheckpointCorruptedError to UserError, naming a key."""
+    try:
+        yield
+    except CheckpointCorruptedError as error:
+        raise UserError(
+            f"{key}{': ' if key else ''}the checkpoint at {where} cannot be read: {error}\n"
+            "  Use an older step, or restore the files."
+        ) from error
 
 
 def num_bytes(weights: WeightSource) -> dict[str, int]:
@@ -56,33 +64,14 @@ def common_format(formats: Iterable[str]) -> np.dtype:
 
 
 def check_arrays(
-    found: Mapping[str, Any],
-    wanted: Mapping[str, Sequence[int]],
-    what: str,
-    advice: str,
-    others: Iterable[str] = (),
+    found: Mapping[str, Any], wanted: Mapping[str, Sequence[int]], what: str, advice: str
 ) -> None:
-    """Checks names and shapes of stored arrays against a model.
+    """Checks stored arrays (see `mismatches`) against the shapes of a model.
 
-    `found` values have a shape and appear in messages; `what` and `advice` begin and end the
-    message; `others` are further problems, one line each.
+    `what` and `advice` begin and end the message.
     """
-    shapes = {name: [int(size) for size in shape] for name, shape in wanted.items()}
-    problems = [
-        f"missing     {name}: wanted {shapes[name]}" for name in shapes if name not in found
-    ]
-    problems += [
-        f"other shape {name}: stored {found[name]}, wanted {shape}"
-        for name, shape in shapes.items()
-        if name in found and list(found[name].shape) != shape
-    ]
-    problems += others
-    problems += [
-        f"extra       {name}: stored {leaf}, unknown to this model"
-        for name, leaf in found.items()
-        if name not in shapes
-    ]
-    if problems:
+    specs = {name: ArraySpec(tuple(shape), np.dtype("float32")) for name, shape in wanted.items()}
+    if problems := mismatches(found, specs):
         more = len(problems) - _MOST_LINES
         lines = problems[:_MOST_LINES] + ([f"... and {more} more"] if more > 0 else [])
         raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")

@@ -14,8 +14,7 @@ import numpy as np
 from MaxText.config.schema import Config
 from MaxText.evaluation.scores import SourceScore
 from MaxText.evaluation.tasks import log_progress
-from MaxText.evaluation.text_bytes import TextBytes
-from MaxText.evaluation.token_bytes import TokenByteCounts
+from MaxText.evaluation.text_bytes import TextBytes, TokenByteCounts
 from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource

@@ -4,13 +4,19 @@ User errors are detected before weights are loaded, and all but data errors befo
 """
 
 import datetime
+import itertools
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from etils import epath
+
+from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
 from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.evaluation import results
 from MaxText.evaluation.harness_run import check_harness, run_harness
 from MaxText.evaluation.masked_text import mask_ids
 from MaxText.evaluation.tasks import read_tasks, run_tasks
@@ -18,10 +24,15 @@ from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.text_files import check_not_input
 from MaxText.inference.trained_model import Show, TrainedModel, load_model, weights_path
+from MaxText.metrics.json_lines import to_json_value
+from MaxText.storage.atomic import atomic_write_text
+from MaxText.storage.file_access import is_url
+from MaxText.storage.paths import parse_path
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.data_sources import OpenDataSource
 
+_FOLDER = "eval"  # in the run folder
 _DATA_KEYS = (
     "dataset_path",
     "grain_eval_files",
@@ -60,7 +71,7 @@ def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
     asked = parse_request(loaded)
     config, scoring = asked.config, asked.config.scoring
     weights = _find_weights(config)
-    results.output_path(scoring.eval_output, weights)  # raises if not writable
+    output_path(scoring.eval_output, weights)  # raises if not writable
     for name, path in scoring.task_files.as_dict().items():
         check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
     if scoring.harness.tasks:
@@ -76,17 +87,15 @@ def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
         found["data"] = _score_data(trained, data_set, show)
     if scoring.eval_tasks or scoring.harness.tasks:
-        tokenizer = open_tokenizer(
-            config, trained.folder, trained.metadata, typed=asked.is_tokenizer_typed
-        )
+        tokenizer = trained.open_tokenizer(typed=asked.is_tokenizer_typed)
         found |= _score_tasks(tasks, trained, tokenizer, config, show)
     whole = _described(trained) | found
     import jax  # already imported
 
     # A run in progress may have saved another step since.
-    output = results.output_path(scoring.eval_output, trained.folder)
+    output = output_path(scoring.eval_output, trained.folder)
     if output is not None and jax.process_index() == 0:
-        results.write(output, whole, show)
+        write_scores(output, whole, show)
     return whole
 
 
@@ -192,3 +201,52 @@ def _described(trained: TrainedModel) -> dict[str, Any]:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def output_path(asked: str, weights: str) -> epath.Path | None:
+    """Returns the requested file, or eval/<step>.json in the weights' run.
+
+    Existing scores are kept: the next file is eval/<step>-2.json. Returns None if the weights
+    belong to no run, or to a read-only one. Raises UserError if the requested file is not writable.
+    """
+    if asked:
+        path = parse_path(asked, "eval_output")
+        if problem := _write_error(path):
+            raise UserError(f"eval_output={asked} cannot be written: {problem}.")
+        return path
+    step = parse_path(weights, "load_parameters_path")
+    if step.parent.name != CHECKPOINTS:
+        return None
+    folder = step.parent.parent / _FOLDER
+    names = (f"{step.name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
+    path = next(folder / name for name in names if not (folder / name).exists())
+    return None if _write_error(path) else path
+
+
+def _write_error(path: epath.Path) -> str:
+    """Returns why a file cannot be written, or ""; creates nothing."""
+    if is_url(str(path)):
+        return ""
+    local = Path(os.fspath(path)).absolute()
+    if local.is_dir():
+        return "it is a folder"
+    there = next(folder for folder in local.parents if folder.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"no permission to write in {there}"
+    return ""
+
+
+def write_scores(path: epath.Path, scores: Mapping[str, Any], show: Show) -> None:
+    """Writes scores as JSON at once, non-finite numbers as null."""
+    text = json.dumps(to_json_value(scores), indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, text)
+    except OSError as error:
+        raise UserError(
+            f"eval_output={path} cannot be written ({error.strerror or error}). The scores above "
+            "are complete; name another file to keep them."
+        ) from error
+    show(f"written to {path}")

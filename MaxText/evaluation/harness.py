@@ -14,7 +14,7 @@ import tokenizers
 from MaxText.errors import UserError
 from MaxText.evaluation.tasks import log_progress
 from MaxText.inference import checkpoint_config
-from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Show, TrainedModel, load_model
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
@@ -87,13 +87,7 @@ class MaxTextLM(TemplateLM):
         loaded = checkpoint_config.load(words)
         start_up.choose_platform(loaded.config.run.hardware)
         trained = load_model(loaded.config, show)
-        tokenizer = open_tokenizer(
-            loaded.config,
-            trained.folder,
-            trained.metadata,
-            typed=loaded.typed("tokenizer_path"),
-        )
-        return cls(trained, tokenizer, show)
+        return cls(trained, trained.open_tokenizer(typed=loaded.typed("tokenizer_path")), show)
 
     @classmethod
     def create_from_arg_string(
@@ -130,14 +124,6 @@ class MaxTextLM(TemplateLM):
     def max_gen_toks(self) -> int:
         """Default number of new tokens, as in the harness's own models."""
         return 256
-
-    def get_model_info(self) -> dict[str, Any]:
-        """Returns metadata for the harness's results."""
-        return {
-            "model_source": self._trained.source,
-            "model_num_parameters": self._trained.model.num_parameters,
-            "model_dtype": self._trained.model.section.numerics.dtype,
-        }
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -329,11 +315,9 @@ class _HarnessTokenizer:
 
 def _refuse_other_settings(settings: Mapping[str, Any] | None) -> None:
     """Refuses simple_evaluate arguments for the harness's own models."""
-    replacements = {"batch_size": "eval_per_device_batch_size", "device": "hardware"}
     for name, value in (settings or {}).items():
         if value is not None:
-            replacement = replacements.get(name, "eval_per_device_batch_size")
             raise UserError(
-                f"{name}={value} has no effect on the model maxtext. Set {replacement}=... in "
-                "model_args instead."
+                f"{name}={value} has no effect on the model maxtext; set "
+                "eval_per_device_batch_size or hardware in model_args instead."
             )

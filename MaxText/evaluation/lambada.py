@@ -12,7 +12,7 @@ from MaxText.errors import UserError
 from MaxText.evaluation.masked_text import mask_word_left_to_right, strip_cls_prefix
 from MaxText.evaluation.scores import TaskResult
 from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
-from MaxText.inference.text_files import is_json_lines, json_rows, nonblank_lines, read_text_file
+from MaxText.inference.text_files import read_lines
 from MaxText.metrics.step_line import perplexity
 
 if TYPE_CHECKING:
@@ -34,23 +34,15 @@ def read_passages(path: str) -> list[Passage]:
 
     Raises UserError if the file is missing, or names the line with fewer than two words.
     """
-    text = read_text_file(path, KEY)
-    location = f"{KEY}={path}"
-    if is_json_lines(path):
-        lines = [(number, passage) for number, passage, _ in json_rows(text, "text", location)]
-    else:
-        lines = nonblank_lines(text)
     passages = []
-    for number, passage in lines:
+    for number, passage, _ in read_lines(path, KEY, "text"):
         context, space, word = passage.rstrip().rpartition(" ")
         if not context.strip():
             raise UserError(
-                f"{location}:{number} has fewer than two words ({passage.strip()[:40]!r}). A "
+                f"{KEY}={path}:{number} has fewer than two words ({passage.strip()[:40]!r}). A "
                 "passage is some text and the last word, which is predicted."
             )
         passages.append(Passage(context, space + word))
-    if not passages:
-        raise UserError(f"{location} has no passages.")
     return passages
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.evaluation.masked_text import MaskIds
+from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain
@@ -19,7 +20,7 @@ from MaxText.parallelism.mesh import microbatch_size
 from MaxText.training.objective import cross_entropy
 
 _SHORTEST = 16  # padded length of shorter sequences: compiling another program would cost more
-_POSITIONS_BASE = 4  # positions are padded to powers of this, so that few shapes are compiled
+_FEWEST_POSITIONS = 4  # positions are padded to powers of 4, so that few shapes are compiled
 _CHUNK_LOGITS = 2**26  # per chunk and device: 256 MB in float32
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -95,7 +96,8 @@ class PositionScorer:
         for number, one in enumerate(requests):
             assert 0 < len(one.ids) <= self.window, len(one.ids)
             length = padded_length(len(self._before) + len(one.ids), self._max_length)
-            num_positions = _power_of(_POSITIONS_BASE, max(len(one.positions), _POSITIONS_BASE))
+            num_positions = next_power_of_two(len(one.positions), _FEWEST_POSITIONS)
+            num_positions <<= num_positions.bit_length() % 2 == 0  # powers of 4
             shape = length, num_positions
             by_shape.setdefault(shape, []).append(number)
         for (length, num_positions), alike in sorted(by_shape.items(), reverse=True):
@@ -104,7 +106,7 @@ class PositionScorer:
             for start in range(0, len(alike), most):
                 some = alike[start : start + most]
                 # The remainder is padded to a power of two, so that few shapes are compiled.
-                num_rows = min(most, _power_of(2, -(-len(some) // parts)) * parts)
+                num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
                 arrays = self._arrays([requests[n] for n in some], num_rows, length, num_positions)
                 yield some, arrays, num_rows
 
@@ -130,16 +132,9 @@ class PositionScorer:
 
 def padded_length(length: int, window: int) -> int:
     """Rounds up to 2^n or 1.5 * 2^n, at least 16 and at most the window."""
-    power = max(_SHORTEST, _power_of(2, length))
+    power = next_power_of_two(length, _SHORTEST)
     between = max(_SHORTEST, power * 3 // 4)
     return min(between if length <= between else power, window)
-
-
-def _power_of(base: int, least: int) -> int:
-    power = 1
-    while power < least:
-        power *= base
-    return power
 
 
 def _results(

@@ -147,7 +147,7 @@ class TaskScore(NamedTuple):
 
     task: str
     path: str
-    metrics: dict[str, float]  # as in TaskResult
+    metrics: dict[str, float]
     counts: dict[str, int]
     seconds: float  # wall time
 
@@ -158,12 +158,9 @@ def task_table(scores: Sequence[TaskScore]) -> str:
     for score in scores:
         over = ", ".join(f"{count:,} {unit}" for unit, count in score.counts.items())
         for metric, value in score.metrics.items():
-            rows.append([score.task, metric.replace("_", " "), _format_metric(value), over])
+            shown = f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"
+            rows.append([score.task, metric.replace("_", " "), shown, over])
             over = ""
     seconds = sum(score.seconds for score in scores)
     total = ["in all", "", "", f"{seconds:.1f} s"]
     return format_table(["task", "metric", "value", "over"], rows, total, right=(2,))
-
-
-def _format_metric(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"

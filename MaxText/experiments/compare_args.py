@@ -4,11 +4,10 @@ Apart from the program's own options it consists of configuration files, and of
 key=value arguments that apply to each of them.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
-
-import yaml
 
 from MaxText.config import values
 from MaxText.config.catalog import all_keys
@@ -19,6 +18,8 @@ from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 
 Match = Literal["params", "flops", "tokens", "time"]
 Launch = Literal["run", "print"]
+
+UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 
 # Keys that are set per run. A value for all runs would be silently overwritten.
 SET_PER_RUN = {
@@ -73,15 +74,40 @@ def _free(text: str) -> tuple[str, ...]:
     return names
 
 
-def _sweep(text: str) -> Any:
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"{text!r} cannot be read: {reason}") from error
-    if node is None:
-        raise ValueError(f"{text!r} is empty")
-    return values.from_node(node)
+def _sweep(text: str) -> list[dict[str, Any]]:
+    return expand_sweep(values.from_text(text))
+
+
+def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
+    """Expands a sweep into a list of key-value mappings.
+
+    A mapping of keys to lists is their product, with the last key varying fastest. A list of
+    mappings concatenates their products. A scalar counts as a list of one. Raises
+    InvalidValueError for anything else, or an empty sweep.
+    """
+    if isinstance(sweep, list):
+        if not sweep:
+            raise values.InvalidValueError("the list of variants is empty")
+        return [variant for part in sweep for variant in _product(part)]
+    return _product(sweep)
+
+
+def _product(part: Any) -> list[dict[str, Any]]:
+    if not isinstance(part, dict):
+        raise values.InvalidValueError(
+            f"{values.format_value(part)} is not a mapping; write {{key: [value, value]}}, or "
+            "a list of "
+            "these"
+        )
+    if not part:
+        raise values.InvalidValueError("a mapping without keys has no variants")
+    choices = []
+    for name, value in part.items():
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise values.InvalidValueError(f"{name} has an empty list of values")
+        choices.append([(name, item) for item in items])
+    return [dict(combination) for combination in itertools.product(*choices)]
 
 
 class CompareOptions(ProgramOptions):
@@ -102,7 +128,8 @@ class CompareOptions(ProgramOptions):
         "Runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names them.",
     )
     sweep: Annotated[
-        Any, Parser(_sweep, "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'")
+        Any,
+        Parser(_sweep, "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'"),
     ] = key(
         None,
         "{key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a YAML "
@@ -153,7 +180,11 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
     if options.match == "time" and options.num_devices is not None:
         what = "num_devices: match=time measures steps on this machine, not on another one"
         problems.append(Problem(what, ("command line",), (("instead", "run it there"),)))
-    problems += _remote(arguments)
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name in ("output", "base_output_directory", "run_name") and "://" in word:
+            what = f"{name}: comparisons need a local folder"
+            problems.append(Problem(what, (f"command line, {word}",)))
     found["output"] = _output(options.output, keys)
     return CompareArgs(**found), problems
 
@@ -162,22 +193,6 @@ def _output(given: Path | None, keys: Sequence[str]) -> Path | None:
     """Returns the comparison's folder from output= or run_name."""
     typed = dict(word.split("=", 1) for word in keys if "=" in word)
     base, name = typed.get("base_output_directory", ""), typed.get("run_name", "")
-    if given is not None:
-        folder = str(given)
-    elif name:
-        folder = name if "/" in name and not base else f"{base or 'maxtext_output'}/{name}"
-    else:
-        return None
-    return Path(folder).expanduser()
-
-
-def _remote(words: Sequence[str]) -> list[Problem]:
-    names = ("output", "base_output_directory", "run_name")
-    return [
-        Problem(
-            f"{word.partition('=')[0]}: comparisons need a local folder",
-            (f"command line, {word}",),
-        )
-        for word in words
-        if word.partition("=")[0] in names and "://" in word
-    ]
+    if given is None and name:
+        given = Path(name if "/" in name and not base else f"{base or 'maxtext_output'}/{name}")
+    return given and given.expanduser()

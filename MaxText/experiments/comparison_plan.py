@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.stages import KEPT_AT_THE_END, SOURCE
-from MaxText.experiments.variants import Variant
+from MaxText.experiments.compare_args import UNITS
+from MaxText.experiments.variants import KEPT_AT_THE_END, SOURCE, Variant
+from MaxText.metrics.tables import format_table, short_count
 from MaxText.storage.atomic import atomic_write_text
 
 FILE = "comparison.json"
@@ -161,19 +164,13 @@ def load_or_create_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        planned = {
-            name: SolvedConfig(
-                tuple(SolvedStage(**stage) for stage in fields["stages"]), fields["deviation"]
-            )
-            for name, fields in stored["planned"].items()
-        }
         old = Plan(
             folder,
             ComparisonSpec(**stored["question"]),
             stored["configurations"],
             stored["measurements"],
             stored["budget"],
-            planned,
+            TypeAdapter(dict[str, SolvedConfig]).validate_python(stored["planned"]),
             tuple(seeds),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -191,15 +188,10 @@ def load_or_create_plan(
             "  What to do: repeat the earlier command to resume it, set output= to another folder, "
             "or remove this one."
         )
-    if old.identities == _stored(fresh.identities) and (
-        old.question.num_devices == question.num_devices
-    ):
+    identities = json.loads(json.dumps(fresh.identities))  # as they are stored
+    if (old.identities, old.question.num_devices) == (identities, question.num_devices):
         fresh.measurements = old.measurements
     return fresh
-
-
-def _stored(content: Any) -> Any:
-    return json.loads(json.dumps(content))
 
 
 def _differences(old: Plan, new: Plan) -> list[str]:
@@ -224,6 +216,69 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {item}" for name, item in value.items())
     return "what the first has" if value is None else to_yaml(value)
+
+
+def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
+    """Returns one line per stage: the keys changed to meet the budget."""
+    lines = []
+    if not any(one.changed for one in plan.planned.values()):
+        return ["no configuration was changed"]
+    for variant in variants:
+        planned = plan.planned[variant.label].stages
+        if not plan.planned[variant.label].changed:
+            lines.append(f"{variant.label}: nothing changed")
+            continue
+        for config, stage, number in zip(
+            variant.stages, planned, stage_numbers(len(planned)), strict=True
+        ):
+            before = flatten(config)
+            changes = (
+                f"{name} {to_yaml(before[name])} -> {to_yaml(value)}"
+                for name, value in stage.changes.items()
+            )
+            who = stage_name(variant.label, number)
+            lines.append(f"{who}: {', '.join(changes) or 'nothing changed'}")
+    return lines
+
+
+def format_budget(plan: Plan, variants: Sequence[Variant]) -> str:
+    """Describes the budget and its source."""
+    assert plan.budget is not None
+    pattern = {"flops": ".4g", "time": ",.1f"}.get(plan.question.match, ",.0f")
+    amount = format(plan.budget, pattern)
+    source = f"as {variants[0].label} has" if plan.question.budget is None else "as asked"
+    return f"{amount} {UNITS[plan.question.match]} each, {source}"
+
+
+def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Returns the table header and one row per configuration."""
+    timed = any(one.seconds is not None for one in plan.planned.values())
+    header = ["configuration", "parameters", "FLOPs/token", "FLOPs", "tokens", "steps"]
+    header += ["seconds", "off the budget"] if timed else ["off the budget"]
+    rows = []
+    for label, one in plan.planned.items():
+        seconds = [f"{one.seconds:,.1f}"] if one.seconds is not None else []
+        rows.append(
+            [
+                label, f"{one.parameters:,}", short_count(one.flops_per_token), f"{one.flops:.4g}",
+                f"{one.tokens:,}", "+".join(f"{stage.steps:,}" for stage in one.stages), *seconds,
+                f"{one.deviation:+.2%}",
+            ]
+        )  # fmt: skip
+    return header, rows
+
+
+def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
+    """Returns the plan for the terminal."""
+    devices = plan.question.num_devices
+    return [
+        f"match={plan.question.match}: {format_budget(plan, variants)}; "
+        f"{devices} device{'s' if devices > 1 else ''}",
+        *(f"  {line}" for line in format_changes(plan, variants)),
+        "",
+        *format_table(*plan_rows(plan), max_width=None).splitlines(),
+        "",
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

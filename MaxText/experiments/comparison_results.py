@@ -1,13 +1,21 @@
-"""Results of a comparison: table, ranking, findings and CSV files."""
+"""Results of a comparison: table, ranking, findings and CSV files.
+
+An arm is a configuration file with one value of each swept key that is not a number. Its variants
+differ in swept numbers, such as the learning rate.
+"""
 
 import csv
 import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from etils import epath
+
+from MaxText.config.serialization import flatten
+from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.chain_record import merge_stage_records
 from MaxText.experiments.comparison_plan import Plan, StageSequence, Trial, run_path
 from MaxText.experiments.seed_statistics import (
     Estimate,
@@ -15,9 +23,8 @@ from MaxText.experiments.seed_statistics import (
     holm_corrected,
     paired_difference,
 )
-from MaxText.experiments.sweep_bests import best_of_arms, best_value_lines
 from MaxText.experiments.variants import Variant
-from MaxText.metrics.events import EVENTS_FILE
+from MaxText.metrics.goodput import PARTS, Goodput
 from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
 from MaxText.metrics.tables import format_table, short_count
@@ -27,6 +34,7 @@ COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is resumed.
 FINISHED = (COMPLETED, DIVERGED)
 _SPEED_CHANGED = 0.1  # relative deviation from planned seconds that is reported
+_COUNTED = ("progress/tokens", "progress/flops")  # accumulate over stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +107,11 @@ class ConfigResults:
 
 def load_record(run: Trial) -> RunHistory | None:
     """Returns the run's record; None if it has not started recording."""
-    if not (run.folder / EVENTS_FILE).exists():
-        return None
     try:
         return read_run(run.folder)
     except UserError:
-        # Probably killed before its first row, and will restart. Other problems of the file
-        # are reported once the run has ended.
+        # No file, or killed before its first row. Other problems of the file are reported once
+        # the run has ended.
         return None
 
 
@@ -133,6 +139,57 @@ def load_chain_record(chain: StageSequence) -> RunHistory | None:
     if len(chain) == 1:
         return first
     return merge_stage_records([first, *others], first.folder.parent)
+
+
+def merge_stage_records(records: Sequence[RunHistory], folder: epath.Path) -> RunHistory:
+    """Joins the records of the completed stages of a chain, in order.
+
+    Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
+    configuration and state come from the last record, the lineage from the first.
+    """
+    first, *others = records
+    whole = first
+    for record in others:
+        whole = _append_stage(whole, record)
+    planned = [record.facts.get("num_steps") or 0 for record in records]
+    facts = {**whole.facts, "lineage": first.facts.get("lineage") or [], "num_steps": sum(planned)}
+    return dataclasses.replace(whole, folder=folder, name=folder.name, facts=facts)
+
+
+def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
+    attempt = before.goodput.attempts[-1].number + 1
+    offsets = dict(zip(_COUNTED, (before.tokens, before.flops), strict=True))
+    offsets |= {"step": before.last_step + 1 if before.last_step is not None else 0}
+    offsets |= {"attempt": attempt}
+
+    def shifted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {**row, **{k: row[k] + by for k, by in offsets.items() if row.get(k) is not None}}
+            for row in rows
+        ]
+
+    # The start of a stage is not a restart of the chain.
+    events = [row for row in after.events if row["event"] != "start"]
+    return dataclasses.replace(
+        after,
+        steps=[*before.steps, *shifted(after.steps)],
+        evaluations=[*before.evaluations, *shifted(after.evaluations)],
+        events=[*before.events, *shifted(events)],
+        goodput=_goodput(before.goodput, after.goodput, attempt),
+    )
+
+
+def _goodput(before: Goodput, after: Goodput, first_attempt: int) -> Goodput:
+    seconds = {part: before.seconds[part] + after.seconds[part] for part in PARTS}
+    attempts = [
+        dataclasses.replace(
+            each,
+            number=each.number + first_attempt,
+            running_before=each.running_before + before.running_seconds,
+        )
+        for each in after.attempts
+    ]
+    return Goodput(seconds, (*before.attempts, *attempts))
 
 
 def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
@@ -275,6 +332,58 @@ def summary_lines(
 
 def _mean_losses(groups: Sequence[ConfigResults]) -> dict[str, float]:
     return {group.label: group.loss.mean for group in groups if group.loss.mean is not None}
+
+
+def best_of_arms(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
+    """Returns the label of each arm's best variant.
+
+    `losses` are means by label.
+    """
+    arms = _arms(variants)
+    bests = (_best(arm, losses) for arm in arms) if len(arms) < len(variants) else ()
+    return [best.label for best in bests if best is not None]
+
+
+def best_value_lines(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
+    """Names the best numbers of each arm.
+
+    A best number at the edge of the tried ones gets a warning. Diverged variants count as tried.
+    """
+    lines = []
+    for arm in _arms(variants):
+        best = _best(arm, losses)
+        if best is None:
+            continue
+        for name, value in _numbers(best).items():
+            tried = sorted({_numbers(variant)[name] for variant in arm})
+            if len(tried) == 1:
+                continue
+            line = f"{best.label} has the best {name} of {', '.join(map(to_yaml, tried))}"
+            if value == tried[0]:
+                line += ", the smallest: try smaller values before you conclude"
+            elif value == tried[-1]:
+                line += ", the largest: try larger values before you conclude"
+            lines.append(f"{line}.")
+    return lines
+
+
+def _arms(variants: Sequence[Variant]) -> list[list[Variant]]:
+    arms: dict[Any, list[Variant]] = {}
+    for variant in variants:
+        keys, numbers = flatten(variant.config), _numbers(variant)
+        others = tuple(to_yaml(keys[name]) for name in variant.swept if name not in numbers)
+        arms.setdefault((variant.source, variant.swept, others), []).append(variant)
+    return list(arms.values())
+
+
+def _best(arm: Sequence[Variant], losses: Mapping[str, float]) -> Variant | None:
+    finished = [variant for variant in arm if variant.label in losses]
+    return min(finished, key=lambda variant: losses[variant.label], default=None)
+
+
+def _numbers(variant: Variant) -> dict[str, float]:
+    keys = flatten(variant.config)
+    return {name: keys[name] for name in variant.swept if type(keys[name]) in (int, float)}
 
 
 def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:

@@ -12,37 +12,54 @@ from pathlib import Path
 import jax
 
 from MaxText.errors import UserError
-from MaxText.experiments import results_report, train_subprocess
-from MaxText.experiments.compare_args import CompareArgs
+from MaxText.experiments import train_subprocess
+from MaxText.experiments.compare_args import UNITS, CompareArgs
 from MaxText.experiments.comparison_plan import (
     ComparisonSpec,
     Plan,
     StageSequence,
     Trial,
     chains_of,
+    format_budget,
+    format_changes,
     load_or_create_plan,
+    plan_lines,
+    plan_rows,
+    run_path,
 )
 from MaxText.experiments.comparison_results import (
     DIVERGED,
     FINISHED,
+    HEADER,
+    RANKING_HEADER,
+    RANKING_NOTE,
+    TABLE_NOTE,
+    ConfigResults,
+    budget_deviations,
     group_results,
     is_over,
     load_chain_record,
     load_record,
+    ranking_rows,
     summarize,
+    summary_lines,
+    table_rows,
     text_lines,
     write_runs_csv,
     write_summary_csv,
 )
 from MaxText.experiments.runs_progress import RunsProgress
-from MaxText.experiments.solved_plan import plan_lines, solve_plan, solved_variants
-from MaxText.experiments.solver import validation_errors
+from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.step_timing import time_steps
 from MaxText.experiments.variants import Variant, confounding_keys
-from MaxText.metrics.run_record import read_run
+from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.reports.formatting import loss
+from MaxText.reports.page import PageSection, PageTable
+from MaxText.reports.report_writer import write_report
 
 Show = Callable[[str], None]
+
+_LABELS_OF_TITLE = 3  # more would not fit on a line
 
 
 def run_comparison(
@@ -62,14 +79,11 @@ def run_comparison(
     def say(line: str) -> None:
         show(f"# {line}".rstrip() if is_script else line)
 
-    with (
-        train_subprocess.signals_as_exceptions(),
-        train_subprocess.lock_folder(folder) as descriptor,
-    ):
+    with train_subprocess.signals_as_exceptions(), train_subprocess.lock_folder(folder):
         plan = load_or_create_plan(folder, variants, question, request.seeds)
         if not plan.planned:
             if request.match == "time":
-                time_steps(plan, variants, descriptor, say)
+                time_steps(plan, variants, say)
             solve_plan(plan, variants, request)
         chains = chains_of(plan, variants)
         runs = [run for chain in chains for run in chain]
@@ -95,7 +109,7 @@ def run_comparison(
             for line in format_launch_script([configs for configs in left if configs], command):
                 show(line)
         elif waiting:
-            _run_all(runs, descriptor, folder, show)
+            _run_all(runs, folder, show)
         else:
             show(f"All {len(runs)} runs in {folder} are already complete.")
         _collect_results(plan, variants, chains, unasked, say)
@@ -122,7 +136,7 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _run_all(runs: Sequence[Trial], descriptor: int, folder: Path, show: Show) -> None:
+def _run_all(runs: Sequence[Trial], folder: Path, show: Show) -> None:
     finished = [run for run in runs if is_over(run)]
     show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
     with RunsProgress(runs, finished, show) as progress:
@@ -133,7 +147,7 @@ def _run_all(runs: Sequence[Trial], descriptor: int, folder: Path, show: Show) -
                 progress.skip(run, "skipped, because an earlier stage diverged")
                 continue
             progress.begin(run, train_subprocess.num_completed_steps(run.folder))
-            code = train_subprocess.train(run, descriptor, progress.steps)
+            code = train_subprocess.train(run, progress.steps)
             # After exit code 0 the record must be readable: read_run raises otherwise.
             record = load_record(run) if code else read_run(run.folder)
             if record is None or record.state not in FINISHED:
@@ -164,7 +178,77 @@ def _collect_results(
         say(line)
     write_runs_csv(plan.folder / "runs.csv", results)
     write_summary_csv(plan.folder / "summary.csv", groups)
-    report = results_report.write(
-        plan, variants, [record for _, record in records], groups, unasked
-    )
+    report = write_results(plan, variants, [record for _, record in records], groups, unasked)
     say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")
+
+
+def sections(
+    plan: Plan, variants: Sequence[Variant], groups: Sequence[ConfigResults], unasked: Sequence[str]
+) -> list[PageSection]:
+    """Returns the report's sections on the comparison."""
+    found = PageSection(
+        "Result",
+        [TABLE_NOTE, *summary_lines(groups, plan, variants)],
+        PageTable(HEADER, table_rows(groups)),
+    )
+    ranked = ranking_rows(groups)
+    ranking = (
+        [PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked))]
+        if ranked
+        else []
+    )
+    header, rows = plan_rows(plan)
+    warnings = [f"The configurations differ in {line}." for line in unasked]
+    made_equal = PageSection(
+        "How the budgets were matched",
+        [
+            f"match={plan.question.match}: {format_budget(plan, variants)}.",
+            *format_changes(plan, variants),
+            "A seed gives every configuration the same order of the data and the same seed of the "
+            f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
+            *warnings,
+        ],
+        PageTable(header, rows),
+    )
+    return [found, *ranking, made_equal]
+
+
+def write_results(
+    plan: Plan,
+    variants: Sequence[Variant],
+    records: Sequence[RunHistory],
+    groups: Sequence[ConfigResults],
+    unasked: Sequence[str],
+) -> Path:
+    """Writes the report into the comparison's folder and returns its path.
+
+    `records` has one record of `load_chain_record` per finished chain.
+    """
+    present = {str(record.folder) for record in records}
+    by_label = {
+        label: [
+            path
+            for seed in plan.seeds
+            if (path := str(plan.folder / label / run_path(seed))) in present
+        ]
+        for label in plan.identities
+    }
+    return write_report(
+        records,
+        plan.folder,
+        title=title_of(plan, groups),
+        groups={label: folders for label, folders in by_label.items() if folders},
+        sections=sections(plan, variants, groups, unasked),
+    )
+
+
+def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
+    """Returns the report's title.
+
+    It calls a budget equal only if it was.
+    """
+    labels = list(plan.identities)
+    few = len(labels) <= _LABELS_OF_TITLE
+    what = " and ".join(labels) if few else f"{len(labels)} configurations"
+    how = "unequal" if budget_deviations(groups, plan) else "equal"
+    return f"{what}, {how} {UNITS[plan.question.match]}"

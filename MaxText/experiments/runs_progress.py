@@ -1,7 +1,6 @@
 """Progress of a set of runs: a bar on a terminal, else periodic lines."""
 
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,8 +16,7 @@ _SECONDS_BETWEEN_LINES = 60.0
 class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
     """Tracks sequential runs.
 
-    The time left is the remaining work at the speed so far, plus the mean startup time for each
-    remaining run. Steps that a resumed run had already done do not count toward the speed.
+    The time left is the remaining work at the speed of the steps so far, without startup.
     """
 
     def __init__(
@@ -30,18 +28,13 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
     ):
         """`finished` runs are from earlier commands."""
         self._total = sum(run.weight for run in runs)
-        self._done = sum(run.weight for run in finished)
-        self._numbers = {id(run): number for number, run in enumerate(runs, 1)}
+        self._done = sum(run.weight for run in finished)  # by all runs but the current one
+        self._names = {
+            id(run): f"[{number}/{len(runs)}] {run.name}" for number, run in enumerate(runs, 1)
+        }
         self._show, self._now = show, now
-        self._began = self._line_at = now()
-        self._run: Trial | None = None
-        self._run_began = self._began
-        self._steps = 0
-        self._waiting = len(runs) - len(finished)
-        # Seconds until the first step of each run, and whether the current run is past it.
-        self._starts: list[float] = []
-        self._has_started = False
-        self._found = self._done  # work that existed before this program started
+        self._began = self._line_at = now()  # of the current run; of the last line
+        self._work = self._seconds = 0.0  # of the steps that determine the speed
         self._bar = self._new_bar() if sys.stderr.isatty() else None
 
     def _new_bar(self) -> Any:
@@ -63,79 +56,57 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
 
     def begin(self, run: Trial, steps: int) -> None:
         """Starts or resumes a run, with `steps` completed earlier."""
-        self._run, self._steps, self._run_began = run, steps, self._now()
-        self._waiting, self._has_started = self._waiting - 1, False
-        self._found += self._part(steps)
-        self.line(f"{self._name(run)}: {'resumed' if steps else 'started'}")
-        self._update(steps)
+        self._run, self._began = run, self._now()
+        self._first, self._reported = steps, (self._began, steps)
+        self.line(f"{self._names[id(run)]}: {'resumed' if steps else 'started'}")
+        self._update(self._names[id(run)])
 
     def steps(self, done: int) -> None:
         """Reports the number of completed steps."""
-        if done > self._steps and not self._has_started:
-            # Steps done by the first report count as startup.
-            self._has_started = True
-            self._starts.append(self._now() - self._run_began)
-            self._found += self._part(done) - self._part(self._steps)
-        self._update(done)
-        assert self._run is not None
-        if self._bar is None and self._now() - self._line_at >= _SECONDS_BETWEEN_LINES:
-            run = self._run
-            self.line(f"{self._name(run)}: {done}/{run.config.run.steps} steps{self.eta()}")
+        now, (before, steps) = self._now(), self._reported
+        if done > steps:
+            if steps > self._first:  # the first report includes startup
+                self._work += self._run.weight * (done - steps) / self._run.config.run.steps
+                self._seconds += now - before
+            self._reported = now, done
+        name = self._names[id(self._run)]
+        self._update(name)
+        if self._bar is None and now - self._line_at >= _SECONDS_BETWEEN_LINES:
+            self.line(f"{name}: {done}/{self._run.config.run.steps} steps{self.eta()}")
 
     def end(self, run: Trial, result: str) -> None:
         """Ends the current run."""
-        self._run, self._steps = None, 0
-        self._done += run.weight
-        self._update(0)
-        took = format_duration(self._now() - self._run_began)
-        self.line(f"{self._name(run)}: {result}, {took}{self.eta()}")
+        took = format_duration(self._now() - self._began)
+        self._finish(run)
+        self.line(f"{self._names[id(run)]}: {result}, {took}{self.eta()}")
 
     def skip(self, run: Trial, why: str) -> None:
         """Skips a run."""
-        self._waiting -= 1
+        self._finish(run)
+        self.line(f"{self._names[id(run)]}: {why}")
+
+    def _finish(self, run: Trial) -> None:
         self._done += run.weight
-        self._found += run.weight
-        self.line(f"{self._name(run)}: {why}")
+        self._reported = self._now(), 0
+        self._update("")
 
     def eta(self) -> str:
         """Returns ", about ... left", or "" while unknown."""
-        now_done = self._done + self._part(self._steps)
-        now = self._now()
-        is_starting = self._run is not None and not self._has_started
-        starts = sum(self._starts) + (now - self._run_began if is_starting else 0.0)
-        worked, elapsed = now_done - self._found, now - self._began - starts
-        rest = self._total - now_done
-        if worked <= 0 or elapsed <= 0 or rest <= 0:
+        rest = self._total - self._completed()
+        if self._work <= 0 or rest <= 0:
             return ""
-        start = statistics.fmean(self._starts) if self._starts else 0.0
-        seconds = rest * elapsed / worked + start * (self._waiting + is_starting)
-        return f", about {format_duration(seconds)} left"
+        return f", about {format_duration(rest * self._seconds / self._work)} left"
 
-    def _part(self, steps: int) -> float:
-        if self._run is None:
-            return 0.0
-        return self._run.weight * min(steps / self._run.config.run.steps, 1.0)
+    def _completed(self) -> float:
+        _, steps = self._reported
+        part = self._run.weight * steps / self._run.config.run.steps if steps else 0.0
+        return self._done + part
 
-    def _name(self, run: Trial) -> str:
-        return f"[{self._numbers[id(run)]}/{len(self._numbers)}] {run.name}"
-
-    def _update(self, steps: int) -> None:
-        self._steps = steps
-        if self._bar is None:
-            return
-        what = "" if self._run is None else self._name(self._run)
-        self._bar.update(
-            self._task,
-            description=what,
-            completed=self._done + self._part(steps),
-            left=self.eta().removeprefix(", "),
-        )
-
-    def close(self) -> None:
-        """Removes the bar. Safe to call twice."""
+    def _update(self, what: str) -> None:
         if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+            left = self.eta().removeprefix(", ")
+            self._bar.update(self._task, description=what, completed=self._completed(), left=left)
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        if self._bar is not None:
+            self._bar.stop()

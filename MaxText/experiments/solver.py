@@ -23,12 +23,29 @@ from MaxText.config.serialization import flatten
 from MaxText.cost.abstract_step import abstract_model
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
-from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, WIDTH, Match
+from MaxText.experiments.compare_args import (
+    DEPTH,
+    KEY_OF,
+    SLOTS,
+    STEPS,
+    UNITS,
+    WIDTH,
+    CompareArgs,
+    Match,
+)
+from MaxText.experiments.comparison_plan import (
+    Plan,
+    SolvedConfig,
+    SolvedStage,
+    stage_name,
+    stage_numbers,
+)
+from MaxText.experiments.step_timing import seconds_per_step
+from MaxText.experiments.variants import Variant
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.backend_defaults import resolve_auto
 
-UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
 # Largest values to search.
@@ -129,7 +146,9 @@ def solve(
     if amount(stages) == budget:
         return Solution(stages, ({},) * len(stages), budget)
     search = _Search(stages, free, amount)
-    if free == WIDTH and _has_fixed_width(stages[-1]):
+    model = stages[-1].model
+    has_slots = model.attention.attention_projections != "dense"
+    if free == WIDTH and has_slots and model.shape.head_dim != -1:
         other_keys = [name for name in _helpful_keys(match, stages[-1]) if name != WIDTH]
         raise UserError(
             f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
@@ -173,13 +192,6 @@ def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
     if match == "params":
         return (WIDTH, DEPTH, SLOTS if _is_of_slots(config) else _MLP)
     return (STEPS,)
-
-
-def _has_fixed_width(config: Config) -> bool:
-    """Returns whether slot attention with a fixed head_dim sets the width."""
-    return config.model.attention.attention_projections != "dense" and (
-        config.model.shape.head_dim != -1
-    )
 
 
 def _is_of_slots(config: Config) -> bool:
@@ -369,3 +381,59 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     before, after = flatten(old), flatten(new)
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+
+def solve_plan(plan: Plan, variants: Sequence[Variant], request: CompareArgs) -> None:
+    """Sets budget and solved configurations; UserError if out of reach."""
+    question = plan.question
+    measured = {name: seconds_per_step(rounds) for name, rounds in plan.measurements.items()}
+
+    def step_seconds(variant: Variant) -> list[float]:
+        numbers = stage_numbers(len(variant.stages))
+        names = [stage_name(variant.label, number) for number in numbers]
+        return [measured[name] for name in names] if question.match == "time" else []
+
+    def amount(variant: Variant) -> Amount:
+        return budget_metric(request.match, question.num_devices, step_seconds(variant))
+
+    budget = question.budget
+    if budget is None:
+        budget = float(amount(variants[0])(variants[0].stages))
+    planned = {}
+    for variant in variants:
+        solution = solve(
+            variant.label,
+            variant.stages,
+            question.free[variant.label],
+            amount(variant),
+            budget,
+            match=request.match,
+            tolerance=request.tolerance,
+        )
+        stages = []
+        for config, changes, seconds in itertools.zip_longest(
+            solution.stages, solution.changes, step_seconds(variant)
+        ):
+            of = cost(config, question.num_devices)
+            new = {name: value for name, (_, value) in changes.items()}
+            stages.append(
+                SolvedStage(new, *of, seconds=None if seconds is None else seconds * of.steps)
+            )
+        planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
+    plan.budget, plan.planned = budget, planned
+
+
+def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
+    """Returns the variants with solved keys applied."""
+    return [
+        dataclasses.replace(
+            variant,
+            stages=tuple(
+                unflatten(flatten(config) | planned.changes)
+                for config, planned in zip(
+                    variant.stages, plan.planned[variant.label].stages, strict=True
+                )
+            ),
+        )
+        for variant in variants
+    ]

@@ -21,13 +21,10 @@ _FOLDER = "measuring"  # of the short runs, deleted afterwards
 _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 
-def time_steps(
-    plan: Plan, variants: Sequence[Variant], descriptor: int, show: Callable[[str], None]
-) -> None:
+def time_steps(plan: Plan, variants: Sequence[Variant], show: Callable[[str], None]) -> None:
     """Adds missing measurements to the plan and saves it after each.
 
-    `descriptor` comes from `lock_folder`. Raises UserError if batches change during a run, or a
-    short run failed.
+    Raises UserError if batches change during a run, or a short run failed.
     """
     stages = {
         stage_name(variant.label, number): config
@@ -49,7 +46,7 @@ def time_steps(
                 continue
             folder = plan.folder / _FOLDER / f"{name}_{index}"
             show(f"measuring {name}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
-            rounds.append(_step_seconds(name, config, folder, descriptor))
+            rounds.append(_step_seconds(name, config, folder))
             plan.save()
     shutil.rmtree(plan.folder / _FOLDER, ignore_errors=True)
     for name, rounds in plan.measurements.items():
@@ -92,10 +89,10 @@ def short_config(config: Config, folder: Path) -> Config:
     )
 
 
-def _step_seconds(name: str, config: Config, folder: Path, descriptor: int) -> list[float]:
+def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
     run = Trial(name, 0, short_config(config, folder), folder, 0.0)
-    code = train(run, descriptor, lambda steps: None)
+    code = train(run, lambda steps: None)
     if code:
         raise UserError(
             f"{name}: the timing run exited with code {code}. Last lines of {run.log}:\n"

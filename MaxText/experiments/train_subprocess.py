@@ -4,8 +4,6 @@ The comparing program opens no accelerator itself, so that all are free for the 
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -13,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from MaxText.config.catalog import all_keys
 from MaxText.config.config_files import REPOSITORY
@@ -81,33 +81,29 @@ def tail(log: Path, count: int = 12) -> str:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[int]:
-    """Locks a folder against other commands; yields the file descriptor.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Locks a comparison's folder; UserError if taken or not writable.
 
-    Runs inherit it, so one that outlives a killed command still holds the folder. Raises UserError
-    if the folder is locked or cannot be written.
+    A run that outlives a killed command holds the lock of its own run folder.
     """
+    lock = FileLock(folder / _LOCK, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
+            "output= to another folder."
+        ) from None
     except OSError as error:
         raise UserError(
             f"cannot write to the comparison's folder {folder}: {error}. "
             "Set output= to another folder."
         ) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UserError(
-                    f"{folder} is locked by another compare.py process or one of its runs. Wait "
-                    "for it, stop it, or set output= to another folder."
-                ) from error
-            # The file system has no locks: continue without one.
-        yield descriptor
+        yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -121,7 +117,7 @@ def signals_as_exceptions() -> Iterator[None]:
         yield
 
 
-def train(run: Trial, descriptor: int, on_steps: Callable[[int], None]) -> int:
+def train(run: Trial, on_steps: Callable[[int], None]) -> int:
     """Runs train.py to its end; returns the exit code, negative for a signal.
 
     `on_steps` periodically receives the number of completed steps. On KeyboardInterrupt and other
@@ -136,7 +132,6 @@ def train(run: Trial, descriptor: int, on_steps: Callable[[int], None]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=(descriptor,),
             # In its own process group, Ctrl-C reaches it exactly once, through us.
             process_group=0,
         )

@@ -1,4 +1,14 @@
-"""Configurations of a comparison and their differences; without jax."""
+"""Configurations of a comparison and their differences; without jax.
+
+A configuration may be a chain of stages, each starting from the previous one:
+
+    stages:
+      - {steps: 150, slot_num: 64}
+      - {steps: 100, slot_num: 128, growth.data: continue}
+
+Each stage overrides keys of the file. From the second on, it starts from the previous parameters
+(load_parameters_path), which grow if the model is larger.
+"""
 
 import contextlib
 import dataclasses
@@ -18,15 +28,7 @@ from MaxText.config.loading import load
 from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
-from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs
-from MaxText.experiments.stages import (
-    PREVIOUS,
-    SET_PER_STAGE,
-    SOURCE,
-    keys_that_differ,
-    prefix_with_stage,
-    read_stages,
-)
+from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs, expand_sweep
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
@@ -47,6 +49,47 @@ _UNLIKE_LOSSES = {
     "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training", "loss_type",
     "entmax_alpha",
 }  # fmt: skip
+
+
+SOURCE = "load_parameters_path"  # key of the previous stage's folder, which differs for each run
+PREVIOUS = "the_stage_before"  # placeholder of that folder
+# Keys that no stage may set -> reason.
+SET_PER_STAGE = {
+    SOURCE: "each stage starts from the previous one",
+    "load_full_state_path": "each stage starts from the previous one",
+}
+
+
+def read_stages(value: Any) -> list[dict[str, Any]]:
+    """Returns each stage's keys; InvalidValueError below two mappings."""
+    if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
+        raise values.InvalidValueError(
+            f"{values.format_value(value)} is not a list of mappings; write one mapping of "
+            "keys per stage"
+        )
+    if len(value) < 2:
+        raise values.InvalidValueError("a chain needs two or more stages")
+    return [dict(stage) for stage in value]
+
+
+# Keys of a run that another stage starts from, whatever its configuration says.
+KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
+
+
+def keys_that_differ(stages: Sequence[Config]) -> set[str]:
+    """Returns the keys with different values in the stages."""
+    first, *others = map(flatten, stages)
+    return {name for name in first for other in others if other[name] != first[name]}
+
+
+def prefix_with_stage(stages: Sequence[Config], excluded: Sequence[str]) -> Mapping[str, Any]:
+    """Returns keys named "<key> of stage <n>"; empty for a single run."""
+    flats = [flatten(stage) for stage in stages]
+    return {
+        f"{name} of stage {number}": keys[name]
+        for name in sorted(keys_that_differ(stages) - set(excluded))
+        for number, keys in enumerate(flats, 1)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +133,23 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
         )
         raise ConfigurationError(found)
     entries: list[tuple[int, str, dict[str, Any], str]] = []
-    stages_of: dict[int, tuple[list[dict[str, Any]], str]] = {}
+    chains: dict[int, list[tuple[dict[str, Any], str]]] = {}  # keys of stages and their place
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
-        sweep, place = request.sweep, "command line, sweep=..."
+        assignments, place = request.sweep or [{}], "command line, sweep=..."
         in_file = sources.collect([path], {}, os.environ).sweep_blocks if path else {}
-        if sweep is None and "sweep" in in_file:
-            sweep, place = in_file["sweep"].value, in_file["sweep"].place
+        if request.sweep is None and "sweep" in in_file:
+            place = in_file["sweep"].place
+            try:
+                assignments = expand_sweep(in_file["sweep"].value)
+            except values.InvalidValueError as error:
+                found.append(Problem(f"sweep: {error}", (place,)))
         if chain := in_file.get("stages"):
             try:
-                stages_of[source] = read_stages(chain.value), chain.place
+                stages = read_stages(chain.value)
+                chains[source] = [(s, f"{chain.place}, stage {n}") for n, s in enumerate(stages, 1)]
             except values.InvalidValueError as error:
                 found.append(Problem(f"stages: {error}", (chain.place,)))
-        try:
-            assignments = [{}] if sweep is None else expand_sweep(sweep)
-        except values.InvalidValueError as error:
-            found.append(Problem(f"sweep: {error}", (place,)))
-            assignments = [{}]
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
     several_sources = len(stems) > 1
@@ -117,11 +160,12 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
     with _deduplicate_notices():
         for (source, _, assignment, place), label in zip(entries, labels, strict=True):
             try:
-                stages = _load_stages(request, source, assignment, place, stages_of.get(source))
+                chain = chains.get(source, [({}, "")])
+                configs = _load_stages(request, source, assignment, place, chain)
             except ConfigurationError as error:
                 found += error.problems
             else:
-                variants.append(Variant(label, source, tuple(map(_own_name, assignment)), stages))
+                variants.append(Variant(label, source, tuple(map(_own_name, assignment)), configs))
     if len(entries) == 1 and not found:
         found.append(
             Problem(
@@ -148,23 +192,19 @@ def _load_stages(
     source: int,
     assignment: Mapping[str, Any],
     place: str,
-    chain: tuple[list[dict[str, Any]], str] | None,
+    chain: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Config, ...]:
     """Returns one configuration per stage.
 
-    `chain` holds the keys of each stage and where they were written; None for a single run. Raises
-    ConfigurationError for all stages at once.
+    `chain` holds the keys of each stage and where they were written. Raises ConfigurationError for
+    all stages at once.
     """
     given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
     swept = _words(assignment, place)
     _check_names(assignment, "sweep", "swept", place, given, {})
-    if chain is None:
-        return (_load(request, source, swept),)
+    taken = given | dict.fromkeys(map(_own_name, assignment), place)
     stages, problems = [], []
-    stage_keys, stage_place = chain
-    for number, keys in enumerate(stage_keys):
-        taken = given | dict.fromkeys(map(_own_name, assignment), place)
-        where = f"{stage_place}, stage {number + 1}"
+    for number, (keys, where) in enumerate(chain):
         try:
             _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
             words = _words(keys, where) | ({f"{SOURCE}={PREVIOUS}": where} if number else {})
@@ -221,38 +261,6 @@ def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config
                 for one in error.problems
             ]
         ) from error
-
-
-def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
-    """Expands a sweep into a list of key-value mappings.
-
-    A mapping of keys to lists is their product, with the last key varying fastest. A list of
-    mappings concatenates their products. A scalar counts as a list of one. Raises
-    InvalidValueError for anything else, or an empty sweep.
-    """
-    if isinstance(sweep, list):
-        if not sweep:
-            raise values.InvalidValueError("the list of variants is empty")
-        return [variant for part in sweep for variant in _product(part)]
-    return _product(sweep)
-
-
-def _product(part: Any) -> list[dict[str, Any]]:
-    if not isinstance(part, dict):
-        raise values.InvalidValueError(
-            f"{values.format_value(part)} is not a mapping; write {{key: [value, value]}}, or "
-            "a list of "
-            "these"
-        )
-    if not part:
-        raise values.InvalidValueError("a mapping without keys has no variants")
-    choices = []
-    for name, value in part.items():
-        items = value if isinstance(value, list) else [value]
-        if not items:
-            raise values.InvalidValueError(f"{name} has an empty list of values")
-        choices.append([(name, item) for item in items])
-    return [dict(combination) for combination in itertools.product(*choices)]
 
 
 def to_override(value: Any) -> str:

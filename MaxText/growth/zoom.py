@@ -10,6 +10,7 @@ from typing import Any
 from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
+from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan
 
@@ -32,7 +33,7 @@ def places(config: Config) -> list[SlotPlace]:
 def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
     """Returns a place's configured zoom; 0 if it follows the slots."""
     section = config.model.pattention
-    own: float = getattr(section, f"{place}_zoom_dim")
+    own: float = getattr(section.zoom_dims, place)
     if own == -1:
         return 4 * section.zoom_dim if place == "ffn" else section.zoom_dim
     return own
@@ -67,7 +68,8 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     if not values:
         return None
     # A checkpoint of an earlier version may hold keys that were removed since.
-    return unflatten({name: value for name, value in values.items() if name in all_keys()})
+    current = renamed(values)
+    return unflatten({name: value for name, value in current.items() if name in all_keys()})
 
 
 def source_zoom_dims(
@@ -88,7 +90,7 @@ def source_zoom_dims(
         else:
             raise UserError(
                 "the checkpoint does not say which configuration it was made with, and several "
-                f"of its parameters become {slots} slots: {sorted(counts)}. Set {place}_zoom_dim "
+                f"of its parameters become {slots} slots: {sorted(counts)}. Set zoom_dims.{place} "
                 "to the number of slots that it had there."
             )
     return zooms
@@ -99,10 +101,14 @@ def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict
     if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention
-    own = {f"{place}_zoom_dim": zoom for place, zoom in zooms.items()}
+    own = {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
     bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
     whole = set(zooms) == set(places(config))
-    if whole and len(bases) == 1 and all(getattr(section, name) == -1 for name in own):
+    if (
+        whole
+        and len(bases) == 1
+        and all(getattr(section.zoom_dims, place) == -1 for place in zooms)
+    ):
         return {"zoom_dim": bases.pop()}
     return own
 
@@ -119,14 +125,14 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
     return [
         f"{name} {was[name]} -> {now[name]}"
         for name in now
-        if name != "scale_factors" and not name.endswith(("slot_num", "zoom_dim"))
+        if not name.endswith(("slot_num", "zoom_dim", "zoom_dims", "scale_factors"))
         if was[name] != now[name]
     ]
 
 
 def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
     return [
-        f"{place}_zoom_dim {zoom:g}, not {explicit_zoom_dim(config, place):g}"
+        f"zoom_dims.{place} {zoom:g}, not {explicit_zoom_dim(config, place):g}"
         for place, zoom in zooms.items()
         if explicit_zoom_dim(config, place) not in (0, zoom)
     ]

@@ -52,10 +52,11 @@ def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded
 def _own_configuration(path: str, given: dict[str, Any]) -> CheckpointConfig | None:
     from MaxText.conversion import hf_checkpoint
     from MaxText.conversion.hf_config import config_from_hf, resolve_family
+    from MaxText.input_pipeline.tokenization.interface import read_json
 
     if hf_checkpoint.is_hf_checkpoint(path):
         folder = hf_checkpoint.resolve_hf_path(path, _KEY)
-        config_json = hf_checkpoint.read_json(folder / hf_checkpoint.CONFIG)
+        config_json = read_json(folder / hf_checkpoint.CONFIG)
         keys = config_from_hf(resolve_family(config_json, path), config_json, path, given)
         return CheckpointConfig(keys, path)
     from MaxText.checkpointing import checkpoint_files

@@ -14,13 +14,9 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import Completion, StoppingCriteria, Timing, generate
-from MaxText.inference.model_tokenizer import (
-    ModelTokenizer,
-    load_model_tokenizer,
-    open_tokenizer,
-)
-from MaxText.inference.prompt_files import JsonlWriter, Prompt, read_prompts
+from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokenizer
 from MaxText.inference.sampling import SamplingParams
+from MaxText.inference.text_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.trained_model import load_model
 from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
@@ -46,9 +42,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     prompts = read_prompts(section)
     output = JsonlWriter(section.decode_output_path, section.prompt_file)
     trained = load_model(config, lambda line: write(line + "\n"))
-    tokenizer = open_tokenizer(
-        config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
-    )
+    tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))
     batch_size = microbatch_size(config.batch, trained.layout)
     if jax.process_index() > 0:  # all hosts generate the same texts
         write, output = lambda text: None, JsonlWriter("", "")
@@ -61,8 +55,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     )
     # Frees the arrays that the engine does not use.
     del trained
-    with output:
-        texts = _generate(engine, tokenizer, prompts, section, batch_size, write, output)
+    texts = _generate(engine, tokenizer, prompts, section, batch_size, write, output)
     expected = section.autoregressive_decode_assert
     if expected and texts != [expected]:
         raise UnexpectedOutputError(
@@ -104,23 +97,18 @@ def write_sample(
 
 def sampling_params(section: DecodingConfig) -> SamplingParams:
     """Returns the settings of decode_sampling_strategy."""
-    settings: dict[str, Any] = {"repetition_penalty": section.repetition_penalty}
     strategy = section.decode_sampling_strategy
-    if strategy == "greedy":
-        return SamplingParams(temperature=0.0, **settings)
-    settings["temperature"] = section.decode_sampling_temperature
-    if strategy in ("composite", "nucleus"):
-        settings["nucleus_p"] = section.decode_sampling_nucleus_p
-    if strategy == "composite":
-        settings |= {
-            "min_p": section.decode_filters.min_p,
-            "typical_p": section.decode_filters.typical_p,
-            "eta": section.decode_filters.eta,
-            "entmax_alpha": section.decode_filters.entmax_alpha,
-        }
-    if strategy in ("composite", "topk"):
-        settings["top_k"] = section.decode_sampling_top_k
-    return SamplingParams(**settings)
+    nucleus = {"nucleus_p": section.decode_sampling_nucleus_p}
+    top_k = {"top_k": section.decode_sampling_top_k}
+    filters = {
+        "composite": nucleus | top_k | section.decode_filters.as_dict(),
+        "nucleus": nucleus,
+        "topk": top_k,
+    }
+    temperature = 0.0 if strategy == "greedy" else section.decode_sampling_temperature
+    return SamplingParams(
+        temperature, **filters.get(strategy, {}), repetition_penalty=section.repetition_penalty
+    )
 
 
 def _generate(

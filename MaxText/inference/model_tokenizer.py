@@ -90,11 +90,7 @@ def encode_pair(
 
 
 def open_tokenizer(
-    config: Config,
-    weights: str,
-    metadata: Mapping[str, Any] | None = None,
-    *,
-    typed: bool = False,
+    config: Config, weights: str, metadata: Mapping[str, Any] | None = None, *, typed: bool = False
 ) -> ModelTokenizer:
     """Finds and loads the tokenizer of trained weights.
 

@@ -1,10 +1,11 @@
-"""Text and JSON Lines files named by a configuration key."""
+"""Text and JSON Lines files named by configuration keys, such as prompts."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
@@ -31,8 +32,23 @@ def is_json_lines(path: str) -> bool:
     return path.lower().endswith((".jsonl", ".json"))
 
 
-def nonblank_lines(text: str) -> list[tuple[int, str]]:
-    r"""Returns (line number from 1, line); only \\n separates lines."""
+def read_lines(path: str, key: str, field: str) -> list[tuple[int, str, dict[str, Any]]]:
+    """Returns (line number, text, object) of JSON Lines or plain lines.
+
+    Raises UserError if the file is unreadable or empty.
+    """
+    text = read_text_file(path, key)
+    if is_json_lines(path):
+        rows = json_rows(text, field, f"{key}={path}")
+    else:
+        rows = [(number, line.removesuffix("\r"), {}) for number, line in _nonblank_lines(text)]
+    if not rows:
+        raise UserError(f"{key}={path} is empty. Write one text per line.")
+    return rows
+
+
+def _nonblank_lines(text: str) -> list[tuple[int, str]]:
+    # Only \n separates lines, unlike in splitlines().
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
@@ -42,7 +58,7 @@ def json_rows(text: str, field: str, location: str) -> list[tuple[int, str, dict
     Raises UserError, citing `location`, if a line is not an object with text in that field.
     """
     found = []
-    for number, line in nonblank_lines(text):
+    for number, line in _nonblank_lines(text):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -72,3 +88,47 @@ def check_not_input(output_key: str, output: str, input_key: str, input_file: st
             f"{output_key}={output} is the file of {input_key}, which would be overwritten. Choose "
             "another path."
         )
+
+
+class Prompt(NamedTuple):
+    """A text to continue, and its .jsonl fields for the output."""
+
+    text: str
+    extra_fields: dict[str, Any]
+
+
+def read_prompts(section: DecodingConfig) -> list[Prompt]:
+    """Returns the prompts of prompt_file, or else the one in `prompt`."""
+    path = section.prompt_file
+    if not path:
+        return [Prompt(without_surrogates(section.prompt), {})]
+    return [Prompt(text, row) for _, text, row in read_lines(path, "prompt_file", "prompt")]
+
+
+class JsonlWriter:
+    """JSON lines of finished texts; overwrites the file."""
+
+    def __init__(self, name: str, prompt_file: str):
+        """Checks that `name`, if any, is writable and not the prompt file."""
+        self._path = Path(name).expanduser() if name else None
+        self._mode = "w"  # of the first text, which replaces the contents
+        check_not_input("decode_output_path", name, "prompt_file", prompt_file)
+        self._write("a", "")
+
+    def _write(self, mode: str, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(
+                f"decode_output_path={self._path} cannot be written: {error.strerror}."
+            ) from error
+
+    def add(self, row: dict[str, Any]) -> None:
+        # Writes a lone surrogate of a prompt's fields as the escape it was read from.
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+        self._write(self._mode, line + "\n")
+        self._mode = "a"

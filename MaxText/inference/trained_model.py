@@ -9,6 +9,7 @@ from MaxText.config import import_modules
 from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
+from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import compilation_cache, start_up
 
 Show = Callable[[str], None]
@@ -25,6 +26,10 @@ class TrainedModel:
     source: str  # one-line description of the weights' origin
     folder: str  # checkpoint step folder, or Hugging Face checkpoint
     metadata: Mapping[str, Any]  # of checkpointing.compatibility.checkpoint_metadata
+
+    def open_tokenizer(self, *, typed: bool) -> ModelTokenizer:
+        """Opens the tokenizer of the weights, see model_tokenizer."""
+        return open_tokenizer(self.config, self.folder, self.metadata, typed=typed)
 
 
 def load_model(config: Config, show: Show = print) -> TrainedModel:

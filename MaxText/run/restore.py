@@ -11,10 +11,8 @@ from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
-from MaxText.conversion.initial_weights import (
-    corruption_as_user_error,
-    open_pretrained,
-)
+from MaxText.conversion.initial_weights import open_pretrained
+from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.record import Record
@@ -32,7 +30,7 @@ class RestoreResult(NamedTuple):
       position: Data position, or None to start at the data of `first_step`.
       source: One line, such as "checkpoint of step 120".
       how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: See compatibility.checkpoint_metadata; empty if there is none.
+      metadata: See matching.checkpoint_metadata; empty if there is none.
       folder: Of the checkpoint; empty for scratch.
       stored_step: The step after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)}.
@@ -174,7 +172,7 @@ def _load_full_state(
     path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> RestoreResult:
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
-    with corruption_as_user_error("load_full_state_path", stored):
+    with corruption_as_user_error(stored, "load_full_state_path"):
         position, metadata = None, stored.metadata.values
         if (stored.folder / checkpoint_files.POSITION).exists():
             position = stored.position()

@@ -22,7 +22,6 @@ quantize_kvcache=false
 profiler=xplane steps=1
 target_eval_loss=3 eval_interval=-1
 growth.mode=zero
-task_files.wikitext=wiki.raw
 steps=10 steps=20
 max_num_checkpoints_to_keep=3
 dense_conn=true mudd_postnorm=true

@@ -105,9 +105,9 @@ def test_files_that_cannot_be_read(here):
         (ALIBI.arguments, "text", ["msgpack"]),
         (["decoder_block=llama2"], "text", ["layers/mlp/wi_0/kernel"]),
         ([], "params_1", ["have no model configuration"]),
-        (ALIBI.arguments, "params_1", ["missing     LayerNorm_0/bias: wanted [64]",
+        (ALIBI.arguments, "params_1", ["missing     LayerNorm_0/bias: ",
                                        "other shape wte/embedding: stored float32[5,64], "
-                                       "wanted [97, 64]",
+                                       "wanted float32[97,64]",
                                        "extra       more/kernel: stored float32[3]"]),
     ):  # fmt: skip
         with pytest.raises(UserError) as caught:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from MaxText.conversion.families.registry import FAMILIES, WITHOUT_PARTS
-from MaxText.conversion.hf_config import config_from_hf, resolve_family
+from MaxText.conversion.families import FAMILIES
+from MaxText.conversion.hf_config import config_from_hf
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face
@@ -62,14 +62,6 @@ def test_a_config_json_that_cannot_be_imported(model_type, change, tmp_path, tol
     with pytest.raises(UserError) as caught:
         HFWeights(write(tmp_path, config | change, tensors))
     told(caught.value)
-
-
-def test_families_without_a_table():
-    for model_type, reason in WITHOUT_PARTS.items():
-        with pytest.raises(UserError) as caught:
-            resolve_family({"model_type": model_type}, "hf:folder")
-        assert f"model_type={model_type} " in str(caught.value)
-        assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_key_value_heads", "head_dim"])

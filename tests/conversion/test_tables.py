@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.layer_sections import MIXERS
 from MaxText.config.loading import configure
-from MaxText.conversion.families.registry import FAMILIES
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import (
     config_from_hf,
     find_family,
@@ -299,14 +299,9 @@ def test_words_for_the_same_experts():
 def test_a_model_that_no_family_has():
     with pytest.raises(UserError) as caught:
         find_family(configure(position_embedding="none", vocab_size=64), "")
-    first, difference, others = str(caught.value).splitlines()
+    first, difference = str(caught.value).splitlines()
     assert "nearest is llama," in first
     assert difference == "  position_embedding=none, not rotary"
-    listed = dict(part.split() for part in others.rstrip(".").split(": ")[1].split(", "))
-    assert listed.keys() | {"llama"} == FAMILIES.keys()
-    numbers = [int(number) for number in listed.values()]
-    assert numbers == sorted(numbers)
-    assert numbers[0] >= 1
 
 
 TOKENFORMER = {"decoder_block": "tokenformer_pytorch", "base_emb_dim": 64,
@@ -321,7 +316,7 @@ MUDDFORMER = {"base_emb_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads"
     [
         ("qwen3", {"vocab_size": 64}, ["use_qk_norm=False"]),
         ("tokenformer", TOKENFORMER | {"decoder_block": "tokenformer"}, ["gelu_approximate=True"]),
-        ("tokenformer", TOKENFORMER | {"slot_num": 24, "zoom_dim": 20.0}, ["ffn_zoom_dim=80.0"]),
+        ("tokenformer", TOKENFORMER | {"slot_num": 24, "zoom_dim": 20.0}, ["zoom_dims.ffn=80.0"]),
         ("tokenformer", TOKENFORMER | {"normalize_type": "gelu", "logits_via_embedding": False},
          ["normalize_type=gelu", "logits_via_embedding=False"]),
         ("muddformer",

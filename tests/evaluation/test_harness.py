@@ -283,12 +283,6 @@ def test_tasks_that_are_not_there(run, tmp_path):
     task(folder, "passages", [{"text": "a b"}], **LAMBADA)
     with pytest.raises(UserError, match=r"=pasages: no such task.*Nearest: passages"):
         run(folder, "pasages")
-    (folder / "mine.yaml").write_text("task: [mine\n")
-    with pytest.raises(UserError, match=r"=mine: no such task.*mine\.yaml is not YAML"):
-        run(folder, "mine")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"has no \.yaml files"):
-        run(tmp_path / "empty", "mine")
 
 
 def test_arguments_of_the_harness(monkeypatch):

@@ -153,7 +153,7 @@ def test_the_rules_of_the_harness(harness_rules, page):
         ("lambada", "a.jsonl", b'{"text": "a b"}\n{"txt": "a"}', ':2 has no .* "text"; .*txt'),
         ("lambada", "a.jsonl", b"a b\n", ":1 is not JSON .*one object"),
         ("lambada", "a.jsonl", b"[1]\n", ':1 has no text in field "text"; its fields: none'),
-        ("lambada", "a.txt", b"\n \n", "has no passages"),
+        ("lambada", "a.txt", b"\n \n", "is empty"),
         ("lambada", "a.txt", b"two words\nword\n", ":2 has fewer than two"),
         ("lambada", "a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("lambada", "a.txt", None, "cannot be read: No such file"),

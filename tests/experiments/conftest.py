@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from MaxText.config.serialization import flatten
-from MaxText.experiments import results_report, step_timing, train_subprocess
+from MaxText.experiments import execution, step_timing, train_subprocess
 from tests.config.conftest import _clean_environment  # noqa: F401
 from tests.experiments import small_comparison, stand_in
 
@@ -29,7 +29,7 @@ def one_device(configs, monkeypatch):
 
     platforms = jax.config.jax_platforms
     monkeypatch.setattr(train_subprocess, "count_devices", lambda hardware: 1)
-    monkeypatch.setattr(results_report, "write_report", write_report)
+    monkeypatch.setattr(execution, "write_report", write_report)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     yield
     jax.config.update("jax_platforms", platforms)  # compare() keeps its process to the CPU
@@ -46,7 +46,7 @@ def trained(one_device, monkeypatch):
     """Trains by the stand-in, in process."""
     names = Trained()
 
-    def train(run, descriptor, on_steps):
+    def train(run, on_steps):
         train_subprocess.write_config(run)
         run.folder.mkdir(exist_ok=True)
         names.append("/".join(run.folder.parts[-2:]))

@@ -61,7 +61,7 @@ def test_rounds_of_different_seconds_are_reported(configs):
     plan, found, _ = plan_of("a.yml", "b.yml", "match=time", "budget=6s")
     plan.measurements = {"a": [[0.1] * 3, [0.2] * 3], "b": [[0.1] * 3, [0.1] * 3]}
     lines = []
-    step_timing.time_steps(plan, found, 0, lines.append)
+    step_timing.time_steps(plan, found, lines.append)
     assert ["0.1 and 0.2" in line for line in lines] == [True, False]
 
 

@@ -67,7 +67,7 @@ MISTAKES = [
     "match=parms", "match=none", "launch=go", "seeds=0", "seeds=1,1", "seeds=-1", "budget=much",
     "budget=0", "match=time budget=10B", "stages=[{}]", "free=widht",
     "free=learning_rate", "tolerance=2%", "num_devices=0", "match=time num_devices=2",
-    "init_weights_seed=3", "sweep={a", "sweep=", "output=gs://bucket/x",
+    "init_weights_seed=3", "sweep={a", "sweep=", "'sweep=[{steps: 1}, steps]'", "output=gs://bucket/x",
     "seed=3", "macth=params",
 ]  # fmt: skip
 

@@ -168,7 +168,7 @@ OWN = {"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 9}
         ({"zoom_dim": 5}, RANDOM, [5, 5, 20]),
         ({"zoom_dim": 5}, RANDOM | {"zoom_dim": 8}, [8, 8, 32]),
         # A part whose scale went by its slots goes by those it has now.
-        ({"proj_zoom_dim": 5}, RANDOM, [8, 5, 32]),
+        ({"zoom_dims.proj": 5}, RANDOM, [8, 5, 32]),
     ],
 )
 def test_zoom(keys, larger, expected):
@@ -185,9 +185,9 @@ def test_a_source_that_does_not_know_its_configuration():
     assert zooms(resolved(source_of(config_of(), is_known=False), slot_num=8)) == [6, 6, 24]
     # The same number of slots everywhere does not say which part is which.
     source = source_of(config_of(qkv_slot_num=5, proj_slot_num=7), is_known=False)
-    with pytest.raises(UserError, match="qkv_zoom_dim"):
+    with pytest.raises(UserError, match=r"zoom_dims\.qkv"):
         resolved(source, slot_num=8)
-    result = resolved(source, slot_num=8, qkv_zoom_dim=5, proj_zoom_dim=7)
+    result = resolved(source, slot_num=8, **{"zoom_dims.qkv": 5, "zoom_dims.proj": 7})
     assert zooms(result) == [5, 7, 24]
     # Nor which of them slot_num was.
     with pytest.raises(UserError, match="slot_num=5 or 7 or 24"):

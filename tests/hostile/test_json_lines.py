@@ -11,7 +11,7 @@ from etils import epath
 from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada, wikitext
-from MaxText.inference.prompt_files import read_prompts
+from MaxText.inference.text_files import read_prompts
 from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
 from tests.hostile.files import damaged
 from tests.input_pipeline.document_sources.written_corpora import read_texts

@@ -90,7 +90,7 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
     assert "optimization_barrier" not in str(jax.make_jaxpr(jax.grad(loss))(weights, x))
 
 
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("stacked", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_layers_are_numbered_through_a_pattern(stacked):
     # A prefix of one layer, twice a cycle of three of two kinds, a suffix of one.
     kinds = [0, 1, 1, 2, 1, 1, 2, 3]
@@ -148,7 +148,10 @@ def lines_of_program(num_layers, **keys):
     "keys",
     [
         {"layer_pattern": "LLL*", "layer_kinds": {"L": {"mixer": "linear_attention"}, "*": {}}},
-        {"layer_pattern": "DE", "layer_kinds": {"D": {}, "E": {"num_experts": 4}}},
+        pytest.param(
+            {"layer_pattern": "DE", "layer_kinds": {"D": {}, "E": {"num_experts": 4}}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["hybrid", "experts in every second layer"],
 )

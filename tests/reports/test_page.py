@@ -111,7 +111,9 @@ def opened(program, page, folder, width):
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-@pytest.mark.parametrize("name", ["one", "two", "many"])
+@pytest.mark.parametrize(
+    "name", ["two", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "many"))]
+)
 def test_a_browser_draws_every_chart(chromium, name, tmp_path, request):
     document, console = opened(chromium, request.getfixturevalue(name), tmp_path, 1280)
     assert console == []

@@ -94,7 +94,9 @@ def text(tmp_path):
     return PreparationConfig(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
 
 
-@pytest.mark.parametrize("form", ["bin", "parquet", "text_tfrecord"])
+@pytest.mark.parametrize(
+    "form", ["bin", pytest.param("parquet", marks=pytest.mark.slow), "text_tfrecord"]
+)
 def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     asked = text.model_copy(update={"prepare_output_format": form})
     prepare(asked, str(tmp_path / "here"), quiet)

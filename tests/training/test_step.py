@@ -138,7 +138,7 @@ def loss_of(policy, scan):
     ("policy", "scan"),
     [
         pytest.param("full", True, marks=pytest.mark.slow),
-        ("qkv_proj_offloaded", False),
+        pytest.param("qkv_proj_offloaded", False, marks=pytest.mark.slow),
         pytest.param("minimal", True, marks=pytest.mark.slow),
         pytest.param("minimal_offloaded", False, marks=pytest.mark.slow),
     ],

@@ -297,10 +297,7 @@ GEMMA = _descendant(
     mapped("head_dim", "head_dim", default=256),
     mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
     mapped(
-        "hidden_act",
-        "mlp_activations",
-        default="gelu_pytorch_tanh",
-        values=_ACTIVATIONS_OF_GEMMA,
+        "hidden_act", "mlp_activations", default="gelu_pytorch_tanh", values=_ACTIVATIONS_OF_GEMMA
     ),
     supported("hidden_activation", "gelu_pytorch_tanh"),
     supported("use_bidirectional_attention", False),

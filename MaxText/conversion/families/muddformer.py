@@ -78,19 +78,6 @@ _PARTS: Mapping[str, Any] = {
     "rope_type": "default",
     "logits_via_embedding": False,
 }
-_NO_LAYOUT = "sums with norms exist in the JAX program alone, whose models have no PyTorch layout"
-_WORKS_WITH_ALL = "their program computes sums of all four ways with both kinds of weights"
-_REASONS = {
-    "dense_first_layer_norms": "the layout has one norm in the first layer: "
-    "dense_first_layer_norms=one before training",
-    "mudd_prenorm": _NO_LAYOUT,
-    "mudd_postnorm": _NO_LAYOUT,
-    "dense_streams": _WORKS_WITH_ALL,
-    "dense_dynamic": _WORKS_WITH_ALL,
-    "dense_static": _WORKS_WITH_ALL,
-    "rope_table_dtype": "their program rounds the table; train with this key, or accept the change "
-    "by naming the run's config.yml and this key in front",
-}
 _ALL_GLOBAL = "Every layer attends to all earlier tokens here."
 _ALL_SUMS = "Their program computes sums of all four ways with both kinds of weights."
 _NO_SUMS = "Without sums their program fuses queries, keys and values, which has no table."
@@ -152,7 +139,6 @@ def _family(
             "AutoModelForCausalLM": f"modeling_{name}.{architecture}",
         },
         code=f"Caiyun-AI/{architecture}-2.8B",
-        reasons=_REASONS,
     )
 
 

@@ -57,9 +57,9 @@ TOKENFORMER = Family(
         "score_norm_epsilon": 0.0,
         # Scores are always multiplied by the square root of the number of slots.
         "zoom_dim": 0.0,
-        "qkv_zoom_dim": -1.0,
-        "proj_zoom_dim": -1.0,
-        "ffn_zoom_dim": -1.0,
+        "zoom_dims.qkv": -1.0,
+        "zoom_dims.proj": -1.0,
+        "zoom_dims.ffn": -1.0,
         "scale_factors.qkv": 1.0,
         "scale_factors.proj": 1.0,
         "scale_factors.ffn": 1.0,

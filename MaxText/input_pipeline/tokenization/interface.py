@@ -172,7 +172,7 @@ def read_bytes(path: Path) -> bytes:
             f"{path} cannot be read: {error.strerror}. Check its name and its permissions."
         ) from error
     if not contents:
-        raise UserError(f"{path} is empty. Copy the tokenizer again.")
+        raise UserError(f"{path} is empty. Copy it again.")
     return contents
 
 

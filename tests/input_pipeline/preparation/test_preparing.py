@@ -136,7 +136,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
 @pytest.mark.parametrize(
     "keys",
     [{"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"},
-     {"prepare_output_format": "text_array_record"}],
+     pytest.param({"prepare_output_format": "text_array_record"}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)

@@ -71,7 +71,10 @@ def start(folder, program, *arguments, **keywords):
             {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 44, 9,
             marks=pytest.mark.slow,
         ),
-        ({"prepare_output_format": "text_tfrecord", "validation_fraction": 0.3}, 1, 4),
+        pytest.param(
+            {"prepare_output_format": "text_tfrecord", "validation_fraction": 0.3}, 1, 4,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["tokens", "token records", "text_tfrecord"],
 )  # fmt: skip

@@ -44,7 +44,10 @@ def records(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if name not in ABOUT}
 
 
-@pytest.mark.parametrize(("ending", "num_shards"), [("tfrecord", 8), ("array_record", 0)])
+@pytest.mark.parametrize(
+    ("ending", "num_shards"),
+    [pytest.param("tfrecord", 8, marks=pytest.mark.slow), ("array_record", 0)],
+)
 def test_all_documents_in_order(tmp_path, ending, num_shards):
     (source := tmp_path / "source").mkdir()
     for at in range(0, len(TEXTS), 25):

@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from MaxText.evaluation.token_bytes import InexactByteCountError, token_byte_counts
+from MaxText.evaluation.text_bytes import InexactByteCountError, token_byte_counts
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from tests.input_pipeline.tokenization import small_tokenizers
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, byte_pairs, loaded

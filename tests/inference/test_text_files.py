@@ -4,7 +4,7 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
-from MaxText.inference.prompt_files import read_prompts
+from MaxText.inference.text_files import read_prompts
 
 
 def read(**keys):
@@ -32,7 +32,6 @@ def test_prompts_of_files(tmp_path, name, content, texts):
     ("name", "content", "message"),
     [
         ("a.txt", b"\n \n", "is empty"), ("a.txt", b"\xff\xfe", "not UTF-8"),
-        ("a.jsonl", b'{"prompt": "a", "tokens": []}', "has the field 'tokens'"),
         ("a.jsonl", b'{"prompt": 1}', 'a.jsonl:1 has no text in field "prompt"'),
         ("a.jsonl", b'{"prompt": "a"}\n[', "a.jsonl:2 is not JSON"),
         ("missing/a.txt", None, "cannot be read: No such file"),
