@@ -41,16 +41,16 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     if split not in ("train", "eval"):
         raise UserError(f'split={split!r} must be "train" or "eval"')
     prepare_sources(config)
-    layout = mesh.make_layout(config.mesh, jax.devices(), config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes, evaluation = config.batch, config.evaluation
     plan = plan_batches(
         sizes,
         config.model.shape.max_target_length,
         lambda size: mesh.global_batch_size(sizes, layout, size),
     )
-    eval_rows = mesh.microbatch_size(sizes, layout, evaluation.eval_per_device_batch_size)
+    eval_batch_size = mesh.microbatch_size(sizes, layout, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, plan, eval_rows, *layout.batch_slice(), show=lambda line: None
+        config, plan, eval_batch_size, *layout.batch_slice(), show=lambda line: None
     )
     if split == "train":
         return iter(training)

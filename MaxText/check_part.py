@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE.strip())
-        return 0 if arguments else exit_codes.USER_MISTAKE
+        return 0 if arguments else exit_codes.USER_ERROR
     with command_line.exit_on_user_error():
         _, words = read_options(ProgramOptions, arguments)
         if len(words.others) != 1:

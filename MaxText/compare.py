@@ -50,7 +50,7 @@ def main() -> int:
         except SystemExit:  # SIGTERM
             print(_INTERRUPTED, file=sys.stderr)
             raise
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

@@ -38,15 +38,15 @@ def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(f"{USAGE.strip()}\n\n{describe(ConvertOptions)}")
-        return exit_codes.DONE
+        return exit_codes.SUCCESS
     with command_line.exit_on_user_error("Interrupted; nothing was written."):
         asked = parse_arguments(arguments)
         if asked.grow:
-            from MaxText.run.growing import grow as convert
+            from MaxText.run.grow import grow as convert
         else:
             from MaxText.conversion.convert import convert
         convert(asked, lambda line: print(line, flush=True))
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

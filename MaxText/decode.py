@@ -27,7 +27,8 @@ USAGE = """Continues prompts with trained weights.
   python MaxText/decode.py load_parameters_path=hf:models/gpt2 prompt='I love to' \\
       decode_sampling_temperature=0.8 decode_sampling_top_k=40 decode_seed=1
   python MaxText/decode.py configs/gpt2.yml load_parameters_path=RUN prompt_file=prompts.jsonl \\
-      max_new_tokens=64 'decode_stop=["\\n"]' decode_output=texts.jsonl per_device_batch_size=8
+      max_new_tokens=64 'decode_stop_strings=["\\n"]' \\
+      decode_output_path=texts.jsonl per_device_batch_size=8
 
 Without a config file the weights bring their own configuration and tokenizer. Settings:
 docs/how-to/generate_text.md."""
@@ -41,7 +42,7 @@ def main() -> int:
         from MaxText.inference.decoding import decode
 
         decode(loaded, command_line.stdout_writer())
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

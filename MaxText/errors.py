@@ -15,9 +15,9 @@ def first_line(error: BaseException, default: str = "") -> str:
     return (str(error).strip() or default or type(error).__name__).splitlines()[0]
 
 
-class Diverged(Exception):
+class TrainingDivergedError(Exception):
     """Training diverged, and the configuration has no remedy. Exit code 1."""
 
 
-class StopWaiting(Exception):
+class WaitCancelledError(Exception):
     """Raised in a blocking wait when shutdown was requested."""

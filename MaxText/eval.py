@@ -43,7 +43,7 @@ def main() -> int:
 
         write = command_line.stdout_writer()
         evaluate(loaded, lambda line: write(line + "\n"))
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

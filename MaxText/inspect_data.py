@@ -53,7 +53,7 @@ def with_dataset(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def inspect(loaded: LoadedConfig, options: InspectOptions) -> None:
+def run(loaded: LoadedConfig, options: InspectOptions) -> None:
     """Prints the requested information."""
     from MaxText.input_pipeline.inspect_dataset import Inspection
 
@@ -73,8 +73,8 @@ def main() -> int:
         loaded, options, _ = command_line.parse_with_options(
             "inspect_data.py", with_dataset(sys.argv[1:]), USAGE, InspectOptions
         )
-        inspect(loaded, options)
-    return exit_codes.DONE
+        run(loaded, options)
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

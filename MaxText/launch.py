@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 # The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
@@ -20,7 +20,7 @@ from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import ProgramOptions, describe, read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
-from MaxText.launchers.commands import Commands, RetryPolicy, resolve_run_args, train_command
+from MaxText.launchers.commands import CapacityRetry, Commands, resolve_run_args, train_command
 from MaxText.launchers.local_processes import free_port, process_env
 from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
 
@@ -28,7 +28,7 @@ USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by S
 
   python MaxText/launch.py local 2 --supervise -- configs/quickstart.yml steps=1000
   python MaxText/launch.py gcloud create copy setup run --name=pod --zone=us-east5-a \\
-      --type=v5p-32 --version=v2-alpha-tpuv5 -- configs/gpt2.yml base_output_directory=gs://b/out
+      --accelerator-type=v5p-32 --version=v2-alpha-tpuv5 -- configs/gpt2.yml base_output_directory=gs://b/out
   python MaxText/launch.py slurm submit --nodes=4 --gpus-per-node=8 -- configs/gpt2.yml
 
 What follows -- are the arguments of train.py. --dry-run prints the commands and runs nothing.
@@ -54,6 +54,11 @@ Repeated = Annotated[tuple[str, ...], Parser(_repeated, "text; may be given seve
 class LaunchOptions(ProgramOptions):
     """Options of all places."""
 
+    RENAMED: ClassVar = {
+        "devices": "devices_per_process", "grace": "grace_period", "job": "job_id",
+        "lines": "tail", "logs": "log_dir", "tries": "max_attempts", "type": "accelerator_type",
+    }  # fmt: skip
+
     dry_run: bool = key(False, "Print the commands.")
     max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")
 
@@ -61,11 +66,11 @@ class LaunchOptions(ProgramOptions):
 class LocalOptions(LaunchOptions):
     """local N: processes of this machine."""
 
-    devices: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
+    devices_per_process: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
     supervise: bool = key(False, "Restart after a failure.")
     backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
-    grace: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
-    logs: str = key("", "Log folder.")
+    grace_period: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
+    log_dir: str = key("", "Log folder.")
 
 
 class GcloudOptions(LaunchOptions):
@@ -76,15 +81,15 @@ class GcloudOptions(LaunchOptions):
     name: str = key("", "TPU VM name.")
     zone: str = key("", "Zone of the TPU VM.")
     project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
-    type: str = key("", "Accelerator type, e.g. v5p-32.")
+    accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
     version: str = key("", "Runtime version.")
     spot: bool = key(False, "Preemptible, cheaper.")
     gcloud: Repeated = key(
         (), "Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."
     )
-    tries: Count = key(100, "Attempts while no capacity is available.")
+    max_attempts: Count = key(100, "Attempts while no capacity is available.")
     retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
-    lines: Count = key(50, "Number of log lines.")
+    tail: Count = key(50, "Number of log lines.")
     follow: bool = key(False, "Stream new log lines.")
     worker: str = key("all", "Worker to read logs from.")
 
@@ -97,8 +102,8 @@ class SlurmOptions(LaunchOptions):
     processes_per_node: Count = key(1, "Processes per node.")
     gpus_per_node: Natural = key(0, "GPUs per node.")
     sbatch: Repeated = key((), "Extra #SBATCH line, e.g. --sbatch=--partition=long.")
-    job: str = key("", "Job id, for status and stop.")
-    logs: str = key("", "Log folder.")
+    job_id: str = key("", "Job id, for status and stop.")
+    log_dir: str = key("", "Log folder.")
 
 
 PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
@@ -146,19 +151,20 @@ def main() -> int:
         of_places = (f"{kind.__doc__}\n{describe(kind)}" for kind in PLACES.values())
         print("\n\n".join([USAGE, *of_places]))
         return 0
-    start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}
+    start = {"local": _launch_local, "gcloud": _launch_gcloud, "slurm": _launch_slurm}
     with command_line.exit_on_user_error():
         place, options, operands = read_launch(arguments)
         code = start[place](options, operands, train_args)
     return code
 
 
-def _local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
+def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     run = resolve_run_args(train_args)
-    logs = Path(options.logs or f"maxtext_output/logs/{run.run_name}")
+    logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}")
     job = supervision.SupervisedJob(
-        [*train_command(), *run.arguments], int(operands[0]), options.devices, logs, run.folder
-    )
+        [*train_command(), *run.arguments], int(operands[0]), options.devices_per_process, logs,
+        run.folder,
+    )  # fmt: skip
     if options.dry_run:
         commands = Commands(show, dry_run=True)
         port = free_port()
@@ -168,7 +174,7 @@ def _local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[
             commands.run([*(["env", *settings] if settings else []), *job.command])
         return 0
     policy = supervision.RestartPolicy(
-        options.max_restarts if options.supervise else 0, options.backoff, options.grace
+        options.max_restarts if options.supervise else 0, options.backoff, options.grace_period
     )
     what = "1 process" if job.number == 1 else f"{job.number} processes"
     show(f"launch: {what}; logs are in {logs}")
@@ -178,11 +184,14 @@ def _local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[
         raise UserError(f"cannot start the processes: {error}") from error
 
 
-def _gcloud(options: GcloudOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
+def _launch_gcloud(
+    options: GcloudOptions, operands: Sequence[str], train_args: Sequence[str]
+) -> int:
     commands = Commands(show, dry_run=options.dry_run)
     tpu = TpuVm(
-        options.name, options.zone, options.project, options.type, options.version, options.spot,
-        RetryPolicy(options.tries, options.retry_seconds), tuple(options.gcloud),
+        options.name, options.zone, options.project, options.accelerator_type, options.version,
+        options.spot, CapacityRetry(options.max_attempts, options.retry_seconds),
+        tuple(options.gcloud),
     )  # fmt: skip
     launch = TpuVmLaunch(tpu, commands)
     if "run" in operands and not train_args:
@@ -194,30 +203,30 @@ def _gcloud(options: GcloudOptions, operands: Sequence[str], train_args: Sequenc
         if action == "run":
             launch.run(arguments, options.max_restarts)
         elif action == "logs":
-            launch.logs(options.lines, options.follow, options.worker)
+            launch.logs(options.tail, options.follow, options.worker)
         else:
             getattr(launch, action.replace("-", "_"))()
     return 0
 
 
-def _slurm(options: SlurmOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
+def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     commands = Commands(show, dry_run=options.dry_run)
     if operands[0] == "submit":
         run = resolve_run_args(train_args)
         job = slurm.SlurmJob(
             options.name or run.run_name, options.nodes, options.processes_per_node,
             options.gpus_per_node, options.sbatch, options.max_restarts,
-            Path(options.logs or f"maxtext_output/logs/{run.run_name}").absolute(),
+            Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute(),
         )  # fmt: skip
         slurm.submit(job, run.arguments, commands, show)
         return 0
-    if not options.job:
-        raise UserError(f"{operands[0]} requires --job=NUMBER (printed by submit).")
+    if not options.job_id:
+        raise UserError(f"{operands[0]} requires --job-id=NUMBER (printed by submit).")
     if operands[0] == "status":
-        commands.run(["squeue", f"--jobs={options.job}"])
+        commands.run(["squeue", f"--jobs={options.job_id}"])
     else:
         # To the processes, which save and stop; the script then ends without asking for more.
-        commands.run(["scancel", options.job])
+        commands.run(["scancel", options.job_id])
     return 0
 
 

@@ -42,7 +42,7 @@ def main() -> int:
             "plan.py", sys.argv[1:], USAGE, PlanOptions
         )
         fits = _plan(options, loaded.config, words.configuration)
-    return exit_codes.DONE if fits else 1
+    return exit_codes.SUCCESS if fits else 1
 
 
 def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> bool:
@@ -51,7 +51,7 @@ def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> boo
     from MaxText.cost.job_plan import make_plan, peak_of
     from MaxText.cost.plan_search import find_fitting_plans
 
-    target = hardware.find(options.hardware)
+    target = hardware.find_hardware(options.hardware)
     peak = peak_of(target)
     try:
         plan = make_plan(config, target, peak)

@@ -71,7 +71,7 @@ def main() -> int:
                 place = shlex.quote(f"dataset_path={path}")
                 size = f"vocab_size={manifest.tokenizer.vocab_size}"
                 print(f"Train on it:\n  {train} model_name=gpt2-124m {size} {place}")
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
     """Writes the report once; returns whether a run is still running."""
     from MaxText.reports.discovery import find_runs
-    from MaxText.reports.writing import warnings_about, write_report
+    from MaxText.reports.report_writer import warnings_about, write_report
 
     found = find_runs(runs, options.group_by)
     is_running = any(run.state == "running" for run in found.runs)
@@ -119,12 +119,12 @@ def main() -> int:
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         print(f"{USAGE.strip()}\n\n{describe(ReportOptions)}")
-        return exit_codes.DONE
+        return exit_codes.SUCCESS
     with command_line.exit_on_user_error():
         runs, options = parse(arguments)
         while report(runs, options) and options.watch:
             time.sleep(options.watch)
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

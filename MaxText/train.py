@@ -1,7 +1,7 @@
 """Trains a language model: MaxText/train.py CONFIG.yml key=value ...
 
 The whole program, top to bottom: configuration, text, devices, model, data, compiled steps,
-starting point, loop, what is left in the run folder.
+starting point, loop, final outputs.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def main() -> int:
         if isinstance(error, KeyboardInterrupt):
             processes.exit_now(exit_codes.INTERRUPTED)  # a compilation is not waited for
         if isinstance(error, BrokenPipeError):
-            processes.exit_now(exit_codes.NOBODY_READS)
+            processes.exit_now(exit_codes.BROKEN_PIPE)
         raise
 
 
@@ -59,10 +59,10 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
-      stop: says when the machine is about to go away.
-      callbacks: get each event of the run as a row of events.jsonl.
+      stop: Says whether the machine is about to be preempted.
+      callbacks: Get each event of the run as a row of events.jsonl.
     """
-    # --- Output folder and text: what may be refused, before anything slow ------------------------
+    # --- Run folder and text, before anything slow ------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
@@ -76,7 +76,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         )
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(
-        run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
+        run_folder / "checkpoints", config.checkpoint, guard.healthy_after_steps
     )
     prepare_sources(config)
 
@@ -99,10 +99,12 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     start_up.assert_same_config(flatten(config))
-    layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
-    eval_rows = mesh.microbatch_size(config.batch, layout, evaluation.eval_per_device_batch_size)
+    eval_batch_size = mesh.microbatch_size(
+        config.batch, layout, evaluation.eval_per_device_batch_size
+    )
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.cost.device_memory import check_memory_lower_bound
@@ -110,15 +112,15 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.metrics.tables import parameter_table
     from MaxText.training.assembly import setup_train
 
-    resolved = resolve_growth(
+    growth = resolve_growth(
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
-    config, config_flat = resolved.config, flatten(resolved.config)
-    built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
+    config, config_flat = growth.config, flatten(growth.config)
+    built = setup_train(config, layout, growth.existing_slots, growth.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *resolved.lines]))
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *growth.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.loader import open_batches
@@ -129,19 +131,19 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, layout, size))
     check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_rows, *layout.batch_slice(), stop.is_pending
+        config, plan, eval_batch_size, *layout.batch_slice(), stop.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
-    from MaxText.cost.saved_step import open_saved
+    from MaxText.cost.saved_step import load_compiled
     from MaxText.evaluation.validation import make_eval_step
-    from MaxText.runtime.compiled_steps import CompiledSteps
+    from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
-    train_step = CompiledSteps(
+    train_step = ShapeSpecializedStep(
         lambda shapes: layout.compile_step(
             built.step, abstract_state, shapes, built.compiler_options
         ),
-        open_saved(config, model.section, layout, abstract_state),
+        load_compiled(config, model.section, layout, abstract_state),
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
@@ -150,7 +152,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
-    from MaxText.checkpointing.matching import checkpoint_metadata
+    from MaxText.checkpointing.compatibility import checkpoint_metadata
     from MaxText.run.records import write_run_files
     from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
 
@@ -162,7 +164,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
             built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,
-        resolved=resolved,
+        resolved=growth,
     )
     last_step = restore_data_position(start, train_batches, run.steps)
     if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
@@ -191,7 +193,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
-        config, layout, plan, eval_rows, train_batches, eval_batches, train_step, eval_step,
+        config, layout, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
         checkpoints, metadata, records, rollback, watchdog, stop, log,
         start.state, start.first_step, last_step,
     )  # fmt: skip

@@ -31,12 +31,12 @@ def main() -> int:
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
     with command_line.exit_on_user_error("Interrupted. Nothing was written."):
         run = config.run
-        target = targets.find(run.compile_topology, run.compile_topology_num_slices)
+        target = targets.find_target(run.compile_topology, run.compile_topology_num_slices)
         targets.prepare_environment(target)
         from MaxText.cost.ahead_of_time import train_compile
 
         train_compile(config, target, lambda line: print(line, flush=True))
-    return exit_codes.DONE
+    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

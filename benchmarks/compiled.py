@@ -73,7 +73,7 @@ def compile_ours(keys: list[str], machine: str, slices: int):
     from MaxText.cost.lowering import compile_lowered, lower_train_step
 
     config = command_line.parse("train_compile.py", keys, "").config
-    devices = targets.devices(targets.find(machine), slices)
+    devices = targets.devices(targets.find_target(machine, slices))
     return compile_lowered(lower_train_step(config, devices))[0]
 
 
@@ -95,7 +95,7 @@ def measure(side: str, row: tuple) -> dict:
     from MaxText.cost.hlo import HloModule
 
     model, machine, slices, rows, policy, more = row
-    targets.prepare_environment(targets.find(machine))
+    targets.prepare_environment(targets.find_target(machine))
     keys = f"{KEYS}{MODELS[model]}per_device_batch_size={rows} remat_policy={policy} {more} "
     keys += f"compile_topology={machine} compile_topology_num_slices={slices}"
     given = list({key.partition("=")[0]: key for key in keys.split()}.values())  # the last wins

@@ -61,7 +61,7 @@ def serve_theirs(folder: str) -> None:
         print(json.dumps([texts, time.perf_counter() - began]), flush=True)
 
 
-class Theirs:
+class TransformersBaseline:
     """(prompts, new tokens) -> texts and seconds, by transformers."""
 
     def __init__(self, folder: str):
@@ -95,7 +95,7 @@ class Theirs:
         self._process.wait()
 
 
-def ours(folder: str):
+def maxtext_engine(folder: str):
     """The same by our engine; the engine, and its weight bytes per step."""
     import jax
 
@@ -195,8 +195,8 @@ def main() -> None:
         serve_theirs(options.serve)
         return
     with tempfile.TemporaryDirectory() as folder:
-        their_texts = Theirs(folder)
-        our_texts, engine, num_bytes = ours(folder)
+        their_texts = TransformersBaseline(folder)
+        our_texts, engine, num_bytes = maxtext_engine(folder)
     bandwidth(engine, num_bytes, options.rounds)
     sides = {"ours": our_texts, "transformers": their_texts}
     for batch in options.batches:

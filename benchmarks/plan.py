@@ -73,7 +73,7 @@ SHAPES = (
           "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
           "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers=5 vocab_size=2048 "
           "max_target_length=2048 per_device_batch_size=8 remat_policy=full attention=dot_product "
-          "scan_layers=false dense_conn=true dense_mixing=kernel"),
+          "scan_layers=false dense_conn=true dense_aggregation_impl=kernel"),
 )  # fmt: skip
 
 
@@ -148,13 +148,13 @@ def configured(keys: str) -> Any:
 
 def speed() -> None:
     """Prints predicted and published MFU."""
-    from MaxText.cost.hardware import find
+    from MaxText.cost.hardware import find_hardware
     from MaxText.cost.job_plan import make_plan, peak_of
 
     print("| run | hardware | published MFU | predicted | middle | error of the time |")
     print("|---|---|---|---|---|---|")
     for row in ROWS:
-        place = find(row.hardware)
+        place = find_hardware(row.hardware)
         plan = make_plan(configured(row.keys), place, peak_of(place))
         time, tokens = plan.time, plan.tokens_per_device
         slow, fast, middle = (time.mfu(t, tokens) for t in (time.upper, time.lower, time.estimate))
@@ -172,7 +172,7 @@ def memory(begin: str) -> None:
     from MaxText.cost.abstract_step import make_program
     from MaxText.cost.step_memory import estimate_memory
     from MaxText.layers.batch import batch_shapes
-    from MaxText.parallelism.mesh import make_layout
+    from MaxText.parallelism.mesh import make_sharding_plan
     from MaxText.runtime import compiled_steps
     from MaxText.training.schedule import learning_rate_schedule
     from MaxText.training.step import make_initialize, make_train_step
@@ -188,7 +188,7 @@ def memory(begin: str) -> None:
         config = configured(shape.keys)
         program = make_program(config, shape.chips, "tpu", devices[0].device_kind)
         planned = estimate_memory(program)
-        layout, batch = make_layout(config.mesh, devices), program.config.batch
+        layout, batch = make_sharding_plan(config.mesh, devices), program.config.batch
         state = layout.abstract_state(
             make_initialize(program.model, program.optimizer, config.guard),
             program.model.parameters,

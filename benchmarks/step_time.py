@@ -52,14 +52,14 @@ def our_step(size, batch):
     from MaxText.config.loading import configure
     from MaxText.layers.batch import batch_shapes
     from MaxText.layers.model import Model
-    from MaxText.parallelism.mesh import Layout, make_mesh
+    from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
     from MaxText.training.schedule import learning_rate_schedule
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(size))
-    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    layout = ShardingPlan(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
     section, choices = backend_defaults.resolve_auto(config.model, jax.default_backend(), layout)
     for choice in choices:
         print(f"  ours, {choice}")
@@ -85,12 +85,12 @@ def our_step(size, batch):
 
 def step_by_hand(size, batch, scan: bool):
     """The same for the hand-written step."""
-    import hand_written
     import jax
+    import reference_step
 
-    carried = hand_written.fresh(size, scan=scan)
+    carried = reference_step.init_state(size, scan=scan)
     began = time.perf_counter()
-    step = hand_written.make_step(size, scan=scan)
+    step = reference_step.make_step(size, scan=scan)
     step = step.lower(*carried, batch.tokens_BT, batch.targets_BT).compile()
     seconds = time.perf_counter() - began
 
@@ -104,13 +104,13 @@ def step_by_hand(size, batch, scan: bool):
 
 def compare(name: str, rounds: int) -> None:
     """Prints the row of one job."""
-    import hand_written
     import jax.numpy as jnp
     import numpy as np
+    import reference_step
 
     from MaxText.layers.batch import Batch
 
-    size = hand_written.Size(*JOBS[name])
+    size = reference_step.Size(*JOBS[name])
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, size.vocabulary, (size.batch, size.length + 1))
     tokens = jnp.asarray(tokens, jnp.int32)
@@ -134,7 +134,7 @@ def compare(name: str, rounds: int) -> None:
         speed = size.batch * size.length / median
         print(
             f"  {side:8} {median:.3f} s/step (least {least:.3f}), {speed:,.0f} tokens/s, "
-            f"{hand_written.flops(size) / median / 1e9:,.0f} GFLOP/s, "
+            f"{reference_step.flops(size) / median / 1e9:,.0f} GFLOP/s, "
             f"compiled in {compilation:.1f} s"
         )
     least = min(seconds["ours"]) / min(seconds["by hand"])
@@ -146,9 +146,9 @@ def compare(name: str, rounds: int) -> None:
 
 def first_step() -> None:
     """Prints the seconds to the first step line, cold and warm."""
-    import hand_written
+    import reference_step
 
-    keys = keys_of(hand_written.Size(*JOBS["small"])) | {"steps": 1, "loss_curve": False}
+    keys = keys_of(reference_step.Size(*JOBS["small"])) | {"steps": 1, "loss_curve": False}
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("cold", "warm"):
             arguments = [f"{key}={value}" for key, value in keys.items()]

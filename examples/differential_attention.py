@@ -14,11 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
-from MaxText.layers.key_value_cache import KeyValueCache
+from MaxText.layers.kv_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.params import param
 from MaxText.layers.part import Flops, Mixer, register
 from MaxText.layers.rotary import apply_rotary
-from MaxText.layers.weights import weight
 
 
 class Keys(Section):
@@ -44,7 +44,7 @@ class DifferentialAttention(Mixer):
         axes = ("q_heads", "kv", "embed")
         self.out = Dense((N, H), (D,), axes, draw.attention_output, init, rngs)
         axes = (None, None, None)  # q or k, half, E
-        self.lambdas = weight(rngs, (2, 2, H // 2), axes, small_normal, dtype=init.weight_dtype)
+        self.lambdas = param(rngs, (2, 2, H // 2), axes, small_normal, dtype=init.weight_dtype)
         self.norm = RMSNorm(H, 1e-5, init, rngs)
 
     def __call__(self, x_BTD, context):

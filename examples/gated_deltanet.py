@@ -15,8 +15,8 @@ from jax.scipy.linalg import solve_triangular
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.params import constant, param
 from MaxText.layers.part import Flops, Mixer, register
-from MaxText.layers.weights import constant, weight
 
 
 class Keys(Section):
@@ -38,8 +38,8 @@ class GatedDeltaNet(Mixer):
             setattr(self, name, Dense((D,), (N, H), axes, draw.kernel, init, rngs))
         self.rates = Dense((D,), (N, 2), ("embed", "q_heads", None), draw.kernel, init, rngs)
         shape, mean = (self.taps, 3, N, H), constant(1 / self.taps)
-        self.conv = weight(rngs, shape, (None, None, *axes[1:]), mean, dtype=dtype)
-        self.log_decay = weight(rngs, (N,), axes[1:2], constant(-2.0), dtype=dtype)
+        self.conv = param(rngs, shape, (None, None, *axes[1:]), mean, dtype=dtype)
+        self.log_decay = param(rngs, (N,), axes[1:2], constant(-2.0), dtype=dtype)
         self.norm = RMSNorm(H, 1e-5, init, rngs)
         self.out = Dense((N, H), (D,), (*axes[1:], "embed"), draw.attention_output, init, rngs)
 

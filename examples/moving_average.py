@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
+from MaxText.layers.params import constant, param
 from MaxText.layers.part import Mixer, register
-from MaxText.layers.weights import constant, weight
 
 
 class Keys(Section):
@@ -31,7 +31,7 @@ class MovingAverage(Mixer):
         self.into = Dense((D,), (2, D), ("embed", None, "mlp"), draw.kernel, init, rngs)
         self.out = Dense((D,), (D,), ("mlp", "embed"), draw.output, init, rngs)
         logit = jnp.log(keys.average_tokens - 1)  # a = 1 - 1 / average_tokens
-        self.decay = weight(rngs, (D,), ("mlp",), constant(logit), dtype=dtype)
+        self.decay = param(rngs, (D,), ("mlp",), constant(logit), dtype=dtype)
 
     hugging_face_names: ClassVar = {
         "into/kernel": "mixer.in_proj.weight",

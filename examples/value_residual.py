@@ -9,8 +9,8 @@ Legend: B sequences, T tokens, D emb_dim, K key/value heads, H head_dim, L layer
 import jax.numpy as jnp
 
 from MaxText.layers.attention import Attention
-from MaxText.layers.part import Connection, Inputs, register
-from MaxText.layers.weights import constant, weight
+from MaxText.layers.params import constant, param
+from MaxText.layers.part import Connection, LayerInputs, register
 
 
 @register("connection", "value_residual")
@@ -21,8 +21,8 @@ class ValueResidual(Connection):
         _, _, K, H = init.dimensions[:4]
         self.values_shape, self.dtype = (K, H), init.dtype
         L, dtype = init.dimensions.num_layers, init.weight_dtype
-        self.of_stream = weight(rngs, (L,), (None,), constant(1.0), dtype=dtype)
-        self.of_embedding = weight(rngs, (L,), (None,), constant(0.0), dtype=dtype)
+        self.of_stream = param(rngs, (L,), (None,), constant(1.0), dtype=dtype)
+        self.of_embedding = param(rngs, (L,), (None,), constant(0.0), dtype=dtype)
 
     def begin(self, x_BTD):
         return x_BTD, x_BTD, jnp.zeros((*x_BTD.shape[:2], *self.values_shape), self.dtype)
@@ -30,7 +30,7 @@ class ValueResidual(Connection):
     def read(self, index, carried, norms):
         x_BTD, x0_BTD, _ = carried
         c, d = (w[...][index].astype(x_BTD.dtype) for w in (self.of_stream, self.of_embedding))
-        return Inputs.all(c * x_BTD + d * x0_BTD), carried
+        return LayerInputs.all(c * x_BTD + d * x0_BTD), carried
 
     def shared(self, carried):
         return {"first_values": carried[2]}
@@ -48,7 +48,7 @@ class ValueResidualAttention(Attention):
 
     def __init__(self, keys, init, rngs):
         super().__init__(keys, init, rngs)
-        self.value_scales = weight(rngs, (2,), (None,), constant(0.5), dtype=init.weight_dtype)
+        self.value_scales = param(rngs, (2,), (None,), constant(0.5), dtype=init.weight_dtype)
 
     def values(self, v_BTD, context):
         v_BTKH = super().values(v_BTD, context)

@@ -10,7 +10,7 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.config.schema import Config
-from MaxText.config.training_sections import Guard
+from MaxText.config.training_sections import GuardConfig
 from MaxText.experiments import conformance
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
@@ -86,7 +86,7 @@ def noisy_params(model: Model, noise: float):
     return jax.tree.map(lambda x: x + noise * draw(size=x.shape).astype(x.dtype), params)
 
 
-def made_for_training(config: Config, model: Model, *guard: Guard):
+def made_for_training(config: Config, model: Model, *guard: GuardConfig):
     """(learning rate schedule, optimizer, initializer of a state) of a configuration."""
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)

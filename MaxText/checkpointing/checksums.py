@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.checkpointing.matching import ArraySpec, path_name
+from MaxText.checkpointing.compatibility import ArraySpec, leaf_path
 
 # (shift, multiplier) pairs and a final shift.
 _FIRST = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
@@ -38,7 +38,7 @@ def array_checksums(tree: Any) -> dict[str, str]:
         for _, array in paths
     ]
     return {
-        path_name(path): host_checksum(np.asarray(array))
+        leaf_path(path): host_checksum(np.asarray(array))
         if pair is None
         else _format(array, np.asarray(pair))
         for (path, array), pair in zip(paths, sums, strict=True)

@@ -1,4 +1,4 @@
-"""Healthy checkpoints of a run, recorded in `good.json`."""
+"""Healthy checkpoints of a run, recorded in `healthy.json`."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
 
-_FILE = "good.json"
+_FILE = "healthy.json"
+_OLD_FILE = "good.json"  # its name in earlier versions
 
 
 class HealthyCheckpoints:
@@ -20,7 +21,7 @@ class HealthyCheckpoints:
     """
 
     def __init__(self, folder: epath.Path, healthy_steps: int, show: Callable[[str], None]):
-        self._path = folder / _FILE
+        self._path, self._old_path = folder / _FILE, folder / _OLD_FILE
         self._healthy_steps = healthy_steps
         self._show = show
         self._waiting: dict[int, int] = {}  # step -> consecutive healthy steps since
@@ -34,7 +35,10 @@ class HealthyCheckpoints:
 
     def _read(self) -> list[int]:
         try:
-            return read_json_with_digest(self._path, "good") or []
+            found = read_json_with_digest(self._path, "healthy")
+            if found is None:
+                found = read_json_with_digest(self._old_path, "good")
+            return found or []
         except OSError as error:
             raise UserError(
                 f"cannot read {self._path}: {error}. Fix the folder, or delete the file: no "
@@ -82,5 +86,5 @@ class HealthyCheckpoints:
         kept = sorted(step for step in self.steps if step in self._written or is_finalized(step))
         if kept == self._written:
             return
-        write_json_with_digest(self._path, "good", kept)
+        write_json_with_digest(self._path, "healthy", kept)
         self._written = kept

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import checkpoint_files, orbax_errors, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader, orbax_errors
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from MaxText.checkpointing.run_folder import check_writable
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import is_object_store_path
@@ -39,17 +39,17 @@ class CheckpointManager:
     def __init__(
         self,
         directory: epath.PathLike,
-        section: Checkpoint,
-        guard_healthy_steps: int = 0,
+        section: CheckpointingConfig,
+        healthy_after_steps: int = 0,
         show: Callable[[str], None] = print,
     ):
-        """Creates nothing on disk. `guard_healthy_steps` 0 promotes at once."""
+        """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
-        self.guard_healthy_steps = guard_healthy_steps
+        self.healthy_after_steps = healthy_after_steps
         self.show = show
         self._section = section
         self._healthy = HealthyCheckpoints(
-            self.directory, guard_healthy_steps, lambda line: self.show(line)
+            self.directory, healthy_after_steps, lambda line: self.show(line)
         )
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step being written
@@ -100,7 +100,7 @@ class CheckpointManager:
         import orbax.checkpoint as ocp
 
         storage = self._section.checkpoint_storage
-        items, stored_position = reading.as_dict(state), dict(position or {})
+        items, stored_position = checkpoint_reader.as_dict(state), dict(position or {})
         metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
         if self._section.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
@@ -340,7 +340,7 @@ class CheckpointManager:
             path = stored.json_path(checkpoint_files.METADATA)
             raise CheckpointCorruptedError(f"{path}: no metadata")
         position = stored.position()
-        state = reading.restore_state(
+        state = checkpoint_reader.restore_state(
             stored,
             abstract_state,
             config_flat or {},

@@ -1,4 +1,4 @@
-"""Rollbacks of a run and their excluded samples: `rewinds.json`.
+"""Rollbacks of a run and their excluded samples: `rollbacks.json`.
 
 The next checkpoint also stores the exclusions. Until then a restart resumes from an earlier state
 and would hit the same data again without this file.
@@ -13,7 +13,8 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
 
-_FILE = "rewinds.json"
+_FILE = "rollbacks.json"
+_OLD_FILE = "rewinds.json"  # its name in earlier versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +23,17 @@ class Rollback:
 
     Attributes:
       number: Counts rollbacks of the run, from 1.
-      to: Next step after the rollback.
-      noticed: Step at which it was triggered.
-      began: First suspicious step.
+      restored_step: Next step after the rollback.
+      detected_step: Step at which it was triggered.
+      onset_step: First suspicious step.
       samples: Range of excluded samples, end exclusive.
       data: Data settings that fix the meaning of a sample number (BatchIterator.position).
     """
 
     number: int
-    to: int
-    noticed: int
-    began: int
+    restored_step: int
+    detected_step: int
+    onset_step: int
     samples: tuple[int, int]
     source: str
     reason: str
@@ -48,14 +49,19 @@ def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
     """Writes the rollbacks atomically; call it on one process only."""
     rows = [dataclasses.asdict(rollback) for rollback in rollbacks]
     folder.mkdir(parents=True, exist_ok=True)
-    write_json_with_digest(folder / _FILE, "rewinds", rows)
+    write_json_with_digest(folder / _FILE, "rollbacks", rows)
 
 
 def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rollback, ...]:
     """Returns the rollbacks in order, none if missing or damaged."""
     path = folder / _FILE
     try:
-        rows = read_json_with_digest(path, "rewinds") or []
+        rows: Any = read_json_with_digest(path, "rollbacks")
+        if rows is None:
+            old = read_json_with_digest(folder / _OLD_FILE, "rewinds") or []
+            # Fields had other names, in the same order.
+            names = [field.name for field in dataclasses.fields(Rollback)]
+            rows = (dict(zip(names, row.values(), strict=True)) for row in old)
         return tuple(Rollback(**row | {"samples": tuple(row["samples"])}) for row in rows)
     except OSError as error:
         raise UserError(

@@ -177,7 +177,7 @@ _OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "patte
 _PARTS_OF_LAYERS = ("mixer", "feed_forward", "norm", "projection")
 _ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
 _OF_ALL_LAYERS = (
-    "share_parameters", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
+    "share_layer_params", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
     "causal", "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention",
 )  # fmt: skip
 

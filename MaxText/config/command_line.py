@@ -110,7 +110,7 @@ def exit_on_user_error(stopped: str = "") -> Iterator[None]:
     except BrokenPipeError:
         # The interpreter would flush it once more at its end.
         _discard_stdout()
-        raise SystemExit(exit_codes.NOBODY_READS) from None
+        raise SystemExit(exit_codes.BROKEN_PIPE) from None
     except KeyboardInterrupt:
         if stopped:
             sys.stderr.write(f"{stopped}\n")

@@ -62,7 +62,7 @@ def preset_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 
-def find(name: str | Path, next_to: Path | None = None) -> Path:
+def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     """Finds the file a user means.
 
     Looks next to the file that names it (in `next_to`), then as given, then by its name among the

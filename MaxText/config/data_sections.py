@@ -30,7 +30,7 @@ class TokenRecords(Options):
     )
 
 
-class Megatron(Options):
+class MegatronOptions(Options):
     """Order and split of Megatron data."""
 
     order: Literal["stored", "gpt_neox"] = key(
@@ -45,7 +45,7 @@ class Megatron(Options):
     )
 
 
-class BadRecords(Options):
+class BadRecordOptions(Options):
     """Handling of unreadable records."""
 
     action: Literal["fail", "skip"] = key(
@@ -60,7 +60,7 @@ class BadRecords(Options):
     )
 
 
-class DataRetry(Options):
+class DataRetryOptions(Options):
     """Retries of failed data reads."""
 
     attempts: Natural = key(
@@ -78,7 +78,7 @@ class DataRetry(Options):
     )  # fmt: skip
 
 
-class Data(Section):
+class DataConfig(Section):
     """Datasets, and how tokens become training sequences."""
 
     ONLY_IF = _STORED
@@ -106,7 +106,7 @@ class Data(Section):
     ] = key(
         "auto", "Format of the files; auto detects it by name and content.", only_if=_STORED
     )  # fmt: skip
-    dataset_mix: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
+    data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
         (),
         "Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,"
         " weight], where sampling is chunks, documents_random or documents_fixed.",
@@ -136,7 +136,7 @@ class Data(Section):
     iter_file_nums: Natural = key(
         0, "Shuffle within groups of this many files, visited in order; 0 shuffles globally."
     )
-    megatron: Megatron = options(Megatron)
+    megatron: MegatronOptions = options(MegatronOptions)
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
     packing: bool = key(
         True,
@@ -153,14 +153,14 @@ class Data(Section):
         False, "Truncate documents that are longer than a sequence instead of splitting them.",
         only_if={"packing": False},
     )  # fmt: skip
-    attend_across_documents: bool = key(
+    cross_document_attention: bool = key(
         False, "Let attention, positions and loss cross document boundaries within a sequence."
     )
     zero_loss: bool = key(
         True, "Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."
     )
-    bad_records: BadRecords = options(BadRecords, only_if={})
-    data_retry: DataRetry = options(DataRetry)
+    bad_records: BadRecordOptions = options(BadRecordOptions, only_if={})
+    data_retry: DataRetryOptions = options(DataRetryOptions)
     excluded_samples: tuple[tuple[int, int], ...] = key(
         (),
         "Pairs [first, end] of sample numbers to exclude from the training data, as a rollback "
@@ -190,7 +190,7 @@ class MaskedTokens(Options):
     )
 
 
-class Masking(Section):
+class MaskingConfig(Section):
     """Masked language modeling (BERT)."""
 
     ONLY_IF = _MASKED
@@ -230,7 +230,7 @@ class ExportedRecords(Options):
     ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
 
 
-class Preparation(Section):
+class PreparationConfig(Section):
     """Tokenization of text: prepare_data.py, or train.py with prepare_source."""
 
     prepare_source: str = key(
@@ -293,7 +293,7 @@ class Preparation(Section):
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:
-    """Returns a dataset_mix entry as (location, stitch, sampling, weight)."""
+    """Returns an entry of the mixture: (location, stitch, sampling, weight)."""
     if len(part) == 2:
         return part[0], 1, SAMPLINGS[0], part[1]
     return part

@@ -11,24 +11,24 @@ Way = Literal["q", "k", "v", "r"]
 
 
 class DenseSelection(Options):
-    """Numbers of dense_sources."""
+    """Numbers of dense_sparsity."""
 
     dilation: Count = key(
-        2, "Distance between summed outputs.", unit="layers", only_if={"dense_sources": "dilated"}
+        2, "Distance between summed outputs.", unit="layers", only_if={"dense_sparsity": "dilated"}
     )
     window: Count = key(
         8, "Number of summed outputs besides the embedding.", unit="layers",
-        only_if={"dense_sources": "window"},
+        only_if={"dense_sparsity": "window"},
     )  # fmt: skip
     outputs: tuple[int, ...] = key(
         (),
         "Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later "
         "layers are skipped.",
-        only_if={"dense_sources": "list"},
+        only_if={"dense_sparsity": "list"},
     )
 
 
-class DenseConnections(Section):
+class DenseConfig(Section):
     """Weighted sums of all previous hidden states as layer inputs.
 
     MUDDFormer (Xiao et al. 2025, arXiv 2502.12170) and, with fixed weights and one stream,
@@ -42,14 +42,14 @@ class DenseConnections(Section):
         "Dense connections (MUDDFormer): layers read weighted sums of the embedding and all "
         "previous layer outputs instead of the last output alone.",
     )
-    dense_ways: tuple[Way, ...] = key(
+    dense_streams: tuple[Way, ...] = key(
         ("q", "k", "v", "r"),
         "Streams with their own depth-wise sum: any of q, k, v, r. A missing stream uses the sum "
         "of r, or the last output if r is missing.",
     )
     dense_dynamic: bool = key(True, "Weights that depend on the last output, token by token.")
     dense_static: bool = key(True, "Learned weights that are the same for all tokens.")
-    dense_sources: Literal["all", "dilated", "window", "list"] = key(
+    dense_sparsity: Literal["all", "dilated", "window", "list"] = key(
         "all",
         "Outputs that are summed besides the last one. dilated: every dilation-th, counted "
         "back from it. window: the last outputs and the embedding. list: those of "
@@ -59,7 +59,7 @@ class DenseConnections(Section):
     dense_period: Count = key(
         1, "Layers from one sum to the next; other layers read the last output.", unit="layers"
     )
-    dense_after_layers: tuple[int, ...] | None = key(
+    dense_target_layers: tuple[int, ...] | None = key(
         None,
         "Layers, counted from 1, that are followed by a sum; null follows dense_period.",
         only_if={"dense_period": 1},
@@ -72,7 +72,7 @@ class DenseConnections(Section):
         "Add a normalized sum, with a learned scale that starts at 0.001, to the last output: on "
         "stream r only (MUDDFormer's JAX code) or on all streams (its paper).",
     )
-    dense_activation: Activation = key(
+    dynamic_dense_act_cls: Activation = key(
         "gelu",
         "Activation between the two matmuls that compute dynamic weights. gelu as in MUDDFormer's"
         " JAX code; gelu_erf as in the released models.",
@@ -84,18 +84,18 @@ class DenseConnections(Section):
         "multiple of 64. reference always adds 64 to a multiple of 64, as MUDDFormer's code does.",
         only_if=_DYNAMIC,
     )
-    dense_last_expand: Count = key(
+    dynamic_dense_last_layer_expand: Count = key(
         4, "Factor of that width after the last layer, which has one stream.", only_if=_DYNAMIC
     )
-    dense_first_norms: Literal["one", "each"] = key(
+    dense_first_layer_norms: Literal["one", "each"] = key(
         "each",
         "Norms of the first layer's queries, keys and values, which all read the embedding: one "
         "(the released models), or one each as in later layers (MUDDFormer's JAX code).",
     )
-    dense_mixing: Literal["auto", "sum", "kernel"] = key(
+    dense_aggregation_impl: Literal["auto", "sum", "kernel"] = key(
         "auto", "Implementation of the sums. Does not change the result."
     )
-    dense_kept_sums: Natural = key(
+    dense_saved_aggregates: Natural = key(
         0,
         "Sums, counted back from the last layer's, whose results are saved for the backward pass "
         "instead of recomputed. Each takes a hidden state's memory for each way, and spares a read "
@@ -105,7 +105,7 @@ class DenseConnections(Section):
     @property
     def mixes_attention_inputs(self) -> bool:
         """Whether queries, keys or values have separate inputs."""
-        return self.dense_conn and any(way in self.dense_ways for way in "qkv")
+        return self.dense_conn and any(way in self.dense_streams for way in "qkv")
 
     @property
     def adds(self) -> bool:
@@ -116,17 +116,17 @@ class DenseConnections(Section):
         """Returns whether there is an aggregation after `depth` layers."""
         if not self.dense_conn:
             return False
-        if self.dense_after_layers is not None:
-            return depth in self.dense_after_layers
+        if self.dense_target_layers is not None:
+            return depth in self.dense_target_layers
         return depth % self.dense_period == 0
 
     def sources(self, depth: int) -> tuple[int, ...]:
         """Returns the sources after `depth` layers: 0 is the embedding."""
-        if self.dense_sources == "dilated":
+        if self.dense_sparsity == "dilated":
             chosen = set(range(depth, -1, -self.dense_selection.dilation))
-        elif self.dense_sources == "window":
+        elif self.dense_sparsity == "window":
             chosen = {0, *range(max(depth + 1 - self.dense_selection.window, 0), depth + 1)}
-        elif self.dense_sources == "list":
+        elif self.dense_sparsity == "list":
             chosen = {source for source in self.dense_selection.outputs if source <= depth}
         else:
             chosen = set(range(depth + 1))

@@ -17,7 +17,6 @@ import yaml
 from MaxText.config import config_files, registry, serialization, sources, values
 from MaxText.config.catalog import Key, keys_by_section
 from MaxText.config.loading import format_accepted
-from MaxText.config.maxtext_keys import ALIASES
 
 CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"
 PACKAGE = Path(__file__).parents[1]
@@ -32,7 +31,7 @@ _BASE_HEADER = f"""\
 # this file under another name is an ordinary config file, whose every line counts.
 """
 
-# The page before its tables: {layers} and {aliases} are filled in.
+# The page before its tables: {layers} is filled in.
 _MD_HEADER = Path(__file__).with_name("configuration_header.md").read_text(encoding="utf-8")
 
 
@@ -76,8 +75,7 @@ def _condition(key: Key) -> str:
 def configuration_md() -> str:
     shown = [layer for layer in sources.Source if layer not in _NOT_FOR_READERS]
     layers = "\n".join(f"{number}. {layer.value}" for number, layer in enumerate(shown, start=1))
-    aliases = ", ".join(f"`{old}` (`{new}`)" for old, new in ALIASES.items())
-    lines = [_MD_HEADER.format(layers=layers, aliases=aliases).rstrip()]
+    lines = [_MD_HEADER.format(layers=layers).rstrip()]
     for section, keys in keys_by_section().items():
         lines += ["", f"## {'.'.join(section)}", "", keys[0].title, ""]
         lines += ["| key | default | type | meaning |", "|---|---|---|---|"]

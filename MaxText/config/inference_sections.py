@@ -20,7 +20,7 @@ _FILTERED = {"decode_sampling_temperature": OtherThan((0,))}
 _DRAWN = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
 
 
-class Filters(Options):
+class FilterOptions(Options):
     """Further filters of the next token."""
 
     min_p: Share = key(
@@ -36,7 +36,7 @@ class Filters(Options):
     )
 
 
-class Decoding(Section):
+class DecodingConfig(Section):
     """Text generation by decode.py, and by train.py at its end."""
 
     prompt: str = key("I love to", "Text to continue.")
@@ -49,7 +49,7 @@ class Decoding(Section):
         unit="tokens",
     )  # fmt: skip
     sample_tokens: Natural = key(0, "Tokens that train.py generates at the end; 0 disables.")
-    decode_num_samples: Count = key(1, "Completions per prompt.")
+    decode_num_return_sequences: Count = key(1, "Completions per prompt.")
     decode_seed: int = key(0, "Sampling seed.", ge=0, le=2**32 - 1)
     decode_sampling_strategy: Literal["composite", "greedy", "weighted", "nucleus", "topk"] = key(
         "composite",
@@ -68,16 +68,18 @@ class Decoding(Section):
         1.0, "Keep the most likely tokens whose probabilities sum to p (top-p); 1 disables.",
         gt=0, le=1, only_if=_FILTERED | {_STRATEGY: ["composite", "nucleus"]},
     )  # fmt: skip
-    decode_filters: Filters = options(Filters, only_if=_FILTERED | {_STRATEGY: ["composite"]})
+    decode_filters: FilterOptions = options(
+        FilterOptions, only_if=_FILTERED | {_STRATEGY: ["composite"]}
+    )
     repetition_penalty: float = key(
         1.0, "Divide positive logits of tokens already in the text by this, and multiply negative "
         "ones.",
         gt=0, le=1e6,
     )  # fmt: skip
-    decode_stop: tuple[str, ...] = key((), "Stop strings; they are not part of the output.")
-    decode_ignore_end: bool = key(False, "Continue after the tokenizer's end-of-text token.")
+    decode_stop_strings: tuple[str, ...] = key((), "Stop strings; they are not part of the output.")
+    decode_ignore_eos: bool = key(False, "Continue after the tokenizer's end-of-text token.")
     decode_stream: bool = key(True, "Stream the text of a single prompt.")
-    decode_output: str = key(
+    decode_output_path: str = key(
         "",
         "Output file for completions (JSON lines): text, tokens, log-probabilities. Empty: none.",
     )
@@ -95,7 +97,7 @@ class TaskFiles(Options):
     wikitext: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
 
 
-class Harness(Options):
+class HarnessOptions(Options):
     """The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."""
 
     tasks: tuple[str, ...] = key((), "Tasks to run.")
@@ -103,7 +105,7 @@ class Harness(Options):
     num_fewshot: int = key(-1, "Few-shot examples per question; -1 is the task's default.", ge=-1)
 
 
-class Scoring(Section):
+class ScoringConfig(Section):
     """Evaluation by eval.py, in addition to the keys of evaluation."""
 
     eval_stride: CountOrAuto = key(
@@ -120,6 +122,6 @@ class Scoring(Section):
         (), "Tasks to score, read from task_files."
     )
     task_files: TaskFiles = options(TaskFiles)
-    harness: Harness = key(
-        Harness(), "The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."
+    harness: HarnessOptions = key(
+        HarnessOptions(), "The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."
     )

@@ -50,7 +50,7 @@ class Dimensions(NamedTuple):
     max_target_length: int
 
 
-class Block(Section):
+class BlockConfig(Section):
     """Layer structure: mixer, norms and residual arrangement."""
 
     mixer: Annotated[str, Name("mixer")] = key(
@@ -120,7 +120,9 @@ class Block(Section):
         "Input of a layer. residual: the previous output. dense: sums of all previous outputs. "
         "auto: dense if dense_conn=true, else residual.",
     )
-    share_parameters: bool = key(False, "Share one set of parameters between all layers (ALBERT).")
+    share_layer_params: bool = key(
+        False, "Share one set of parameters between all layers (ALBERT)."
+    )
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
@@ -136,7 +138,7 @@ ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projec
 _ROTARY = {"position_embedding": "rotary"}
 
 
-class Position(Section):
+class PositionConfig(Section):
     """Position encoding."""
 
     position_embedding: Annotated[str, Name("position")] = key(
@@ -223,7 +225,7 @@ class LinearAttentionOptions(Options):
     epsilon: NonNegative = key(1e-6, "Epsilon added to the normalizer.")
 
 
-class Attention(Section):
+class AttentionConfig(Section):
     """The attention mixer."""
 
     attention_projections: Annotated[str, Name("projection")] = key(
@@ -280,7 +282,7 @@ class Attention(Section):
     num_mem_kv: Natural = key(
         0, "Learned keys and values that every token of a global layer also attends to."
     )
-    none_doubles_residual: bool = key(
+    gpt_neo_none_attention_bug: bool = key(
         False, "Double the residual stream in layers of kind none, as a bug of GPT-Neo does."
     )
     static_sgu: bool = key(
@@ -307,7 +309,7 @@ class Attention(Section):
         return tuple(kinds)
 
 
-class FeedForward(Section):
+class FeedForwardConfig(Section):
     """The feed-forward part."""
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key(
@@ -364,7 +366,7 @@ class SecondExpert(Options):
     threshold: NonNegative = key(0.2, "Threshold of the policies.")
 
 
-class MixtureOfExperts(Section):
+class MoEConfig(Section):
     """Mixture of experts in place of the MLP."""
 
     ONLY_IF = _SEVERAL_EXPERTS
@@ -430,7 +432,7 @@ class ScaleFactors(Options):
     ffn: float = key(1.0, "Factor in the feed-forward.", only_if=_FEED_FORWARD)
 
 
-class Pattention(Section):
+class PattentionConfig(Section):
     """Pattention, attention to learned slots: y = Theta(x K) V (TokenFormer)."""
 
     slot_num: CountOrAuto = key(

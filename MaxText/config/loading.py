@@ -285,11 +285,13 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         set_derived("eval_interval", -1, "without records to evaluate on")
 
     # What to train on is one choice: the key that was set last beats the others.
-    for name in ("dataset_path", "grain_train_files") if typed["dataset_mix"] else ():
-        if typed[name] and origins[name].source.rank < origins["dataset_mix"].source.rank:
-            set_derived(name, "", "because of dataset_mix")
-        elif typed[name] and origins[name].source.rank > origins["dataset_mix"].source.rank:
-            set_derived("dataset_mix", (), f"because of {name}")
+    for name in ("dataset_path", "grain_train_files") if typed["data_mixture_weights"] else ():
+        if typed[name] and origins[name].source.rank < origins["data_mixture_weights"].source.rank:
+            set_derived(name, "", "because of data_mixture_weights")
+        elif (
+            typed[name] and origins[name].source.rank > origins["data_mixture_weights"].source.rank
+        ):
+            set_derived("data_mixture_weights", (), f"because of {name}")
 
     sizes = typed["ici_expert_parallelism"], typed["dcn_expert_parallelism"]
     if typed["num_experts"] > 1 and any(size not in (0, 1) for size in sizes):

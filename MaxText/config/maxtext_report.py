@@ -10,7 +10,7 @@ _SHOWN_FACTS = ("accepted", "nearest", "note")
 
 def report(path: str) -> str:
     """Returns supported keys, keys accepted with a note, and wrong ones."""
-    file = config_files.find(path)
+    file = config_files.find_config(path)
     entries, problems = config_files.read(file)
     given = [
         Setting(

@@ -8,7 +8,7 @@ from MaxText.config.layer_kinds import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
     SOFTMAX_MIXERS,
-    MixtureOfExperts,
+    MoEConfig,
     NotElementwise,
 )
 from MaxText.config.registry import KINDS, registration, registrations
@@ -160,7 +160,7 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
             )
 
 
-@rule("mixer", "feed_forward_type", "connection_type", "head_type", "dense_ways")
+@rule("mixer", "feed_forward_type", "connection_type", "head_type", "dense_streams")
 def _parts(model):
     for layer in dict.fromkeys(model.layers):
         section = layer.section
@@ -226,7 +226,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "sliding_window_size": ("local_attention",),
     "linear_attention": ("linear_attention",),
     "num_mem_kv": ("attention",),
-    "none_doubles_residual": ("none",),
+    "gpt_neo_none_attention_bug": ("none",),
     "attention_scale": SOFTMAX_MIXERS,
     "attn_logits_soft_cap": SOFTMAX_MIXERS,
 }
@@ -293,7 +293,7 @@ def _rezero(use_rezero, parallel_residual_shared_norm, model):
         return "parallel_residual_shared_norm=true: use_rezero=true has no norm to share"
 
 
-@rule("dense_ways")
+@rule("dense_streams")
 def _inputs_of_parts(use_macaron, parallel_residual_shared_norm, static_sgu, model):
     if not model.dense_connections.mixes_attention_inputs:
         return None
@@ -307,7 +307,7 @@ def _inputs_of_parts(use_macaron, parallel_residual_shared_norm, static_sgu, mod
         return None
     return (
         f"{what}, but dense_conn=true gives queries, keys and values inputs of their own\n"
-        "dense_ways=[r]"
+        "dense_streams=[r]"
     )
 
 
@@ -319,21 +319,21 @@ def _macaron_slots(use_macaron, feed_forward_type):
         )
 
 
-@rule("attention_types", "moe_layers", "dense_first_norms")
-def _shared(share_parameters, dynamic_mlp_dim, model):
-    if not share_parameters:
+@rule("attention_types", "moe_layers", "dense_first_layer_norms")
+def _shared(share_layer_params, dynamic_mlp_dim, model):
+    if not share_layer_params:
         return None
     mixers, dense = set(model.mixers), model.dense_connections
     if dynamic_mlp_dim:
-        return "share_parameters=true: with dynamic_mlp_dim=true layers have different widths"
+        return "share_layer_params=true: with dynamic_mlp_dim=true layers have different widths"
     alike = mixers <= set(ATTENTION_MIXERS) and not model.attention.num_mem_kv
     if len(mixers) > 1 and not alike:
         found = ", ".join(sorted(mixers))
-        return f"share_parameters=true: layers with mixers {found} have different parameters"
+        return f"share_layer_params=true: layers with mixers {found} have different parameters"
     if len({layer.section.mixture_of_experts.num_experts for layer in model.layers}) > 1:
-        return "share_parameters=true: moe_layers gives some layers experts and others none"
-    if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
-        return "share_parameters=true: with dense_first_norms=one the first layer has fewer norms"
+        return "share_layer_params=true: moe_layers gives some layers experts and others none"
+    if dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":
+        return "share_layer_params=true: dense_first_layer_norms=one gives layer 1 fewer norms"
 
 
 @rule("base_emb_dim")
@@ -354,7 +354,7 @@ def _head(causal, model):
         return "head_qk=true points back at earlier tokens, but causal=false"
 
 
-@rule(*MixtureOfExperts.model_fields)
+@rule(*MoEConfig.model_fields)
 def _experts(feed_forward_type, mlp_activations, config, dimensions):
     section, num_layers = config.model.mixture_of_experts, dimensions.num_layers
     if section.num_experts == 1:
@@ -413,29 +413,29 @@ def _dense_weights(dense_dynamic, dense_static, model):
 
 
 @rule()
-def _dense_ways(dense_ways, mudd_postnorm, model):
+def _dense_streams(dense_streams, mudd_postnorm, model):
     if not model.dense_connections.dense_conn:
         return None
-    if not dense_ways:
-        return "dense_ways: the list is empty; name at least one of q, k, v, r"
-    if len(set(dense_ways)) != len(dense_ways):
-        return f"dense_ways: {', '.join(dense_ways)} names a stream twice"
-    if mudd_postnorm == "residual" and "r" not in dense_ways:
-        return "mudd_postnorm=residual: dense_ways has no stream r to normalize"
+    if not dense_streams:
+        return "dense_streams: the list is empty; name at least one of q, k, v, r"
+    if len(set(dense_streams)) != len(dense_streams):
+        return f"dense_streams: {', '.join(dense_streams)} names a stream twice"
+    if mudd_postnorm == "residual" and "r" not in dense_streams:
+        return "mudd_postnorm=residual: dense_streams has no stream r to normalize"
 
 
-@rule("dense_sources", "base_num_decoder_layers")
-def _dense_places(dense_after_layers, dense_selection, dense_period, model, dimensions):
+@rule("dense_sparsity", "base_num_decoder_layers")
+def _dense_places(dense_target_layers, dense_selection, dense_period, model, dimensions):
     dense, num_layers = model.dense_connections, dimensions.num_layers
     if not dense.dense_conn:
         return None
     if dense_period > num_layers:
         return f"dense_period={dense_period} is more than there are layers ({num_layers})"
-    beyond = [layer for layer in dense_after_layers or () if not 1 <= layer <= num_layers]
-    if beyond or dense_after_layers == ():
+    beyond = [layer for layer in dense_target_layers or () if not 1 <= layer <= num_layers]
+    if beyond or dense_target_layers == ():
         what = f"{beyond[0]} is none of them" if beyond else "the list is empty"
-        return f"dense_after_layers: layers are counted from 1 to {num_layers}; {what}"
+        return f"dense_target_layers: layers are counted from 1 to {num_layers}; {what}"
     beyond = [source for source in dense_selection.outputs if not 0 <= source <= num_layers]
-    if dense.dense_sources == "list" and (beyond or not dense_selection.outputs):
+    if dense.dense_sparsity == "list" and (beyond or not dense_selection.outputs):
         what = f"{beyond[0]} is neither" if beyond else "the list is empty"
         return f"dense_selection.outputs: 0 is the embedding, 1 to {num_layers} are outputs; {what}"

@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.config import layer_kinds
-from MaxText.config.dense_connections_section import DenseConnections
+from MaxText.config.dense_connections_section import DenseConfig
 from MaxText.config.keys import (
     Count,
     CountOrAuto,
@@ -21,13 +21,13 @@ from MaxText.config.keys import (
 from MaxText.config.layer_plan import LayerPlan, PipelineSchedule, plan_layers
 from MaxText.config.layer_sections import (
     MIXERS,
-    Attention,
-    Block,
+    AttentionConfig,
+    BlockConfig,
     Dimensions,
-    FeedForward,
-    MixtureOfExperts,
-    Pattention,
-    Position,
+    FeedForwardConfig,
+    MoEConfig,
+    PattentionConfig,
+    PositionConfig,
 )
 from MaxText.config.registry import Name, ObjectiveParts, Parts
 
@@ -48,7 +48,7 @@ Overrides = tuple[tuple[tuple[str, str], Any], ...]
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
 
 
-class Shape(Section):
+class ShapeConfig(Section):
     """Model sizes."""
 
     decoder_block: str = key(
@@ -101,7 +101,7 @@ class Shape(Section):
         )
 
 
-class Embedding(Section):
+class EmbeddingConfig(Section):
     """Token embedding."""
 
     scale_embedding: bool = key(
@@ -111,7 +111,7 @@ class Embedding(Section):
     )
 
 
-class Head(Section):
+class HeadConfig(Section):
     """Output head."""
 
     head_type: Annotated[str, Name("head", "auto")] = key(
@@ -161,7 +161,7 @@ class Head(Section):
         return "head_qk" if self.head_qk else "linear"
 
 
-class Objective(Section):
+class ObjectiveConfig(Section):
     """Training objective."""
 
     loss_type: Annotated[str, Name("objective")] = key(
@@ -207,7 +207,7 @@ class DropoutRates(Options):
     )
 
 
-class Dropout(Section):
+class DropoutConfig(Section):
     """Dropout rates."""
 
     enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
@@ -245,7 +245,7 @@ class InitScale(Options):
     )
 
 
-class Initialization(Section):
+class InitConfig(Section):
     """Weight initialization."""
 
     weight_init: WeightInit = key(
@@ -274,7 +274,7 @@ class Initialization(Section):
 Quantization = Literal["", "int8", "fp8"]
 
 
-class Numerics(Section):
+class NumericsConfig(Section):
     """Dtypes and matmul precision."""
 
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = key(
@@ -307,7 +307,7 @@ class Numerics(Section):
         return self.quantization
 
 
-class Memory(Section):
+class MemoryConfig(Section):
     """Layer scan and rematerialization. They do not change the result."""
 
     scan_layers: Literal["auto"] | bool = key(
@@ -325,7 +325,7 @@ class Memory(Section):
 _STAGES = {f"{network}_pipeline_parallelism": OtherThan((1,)) for network in ("ici", "dcn")}
 
 
-class Pipeline(Section):
+class PipelineConfig(Section):
     """Pipeline schedule on a mesh with several stages."""
 
     num_pipeline_microbatches: CountOrAuto = key(
@@ -354,23 +354,23 @@ class Pipeline(Section):
         return self.num_pipeline_microbatches
 
 
-class Model(Section):
-    shape: Shape = Shape()
-    embedding: Embedding = Embedding()
-    block: Block = Block()
-    position: Position = Position()
-    attention: Attention = Attention()
-    feed_forward: FeedForward = FeedForward()
-    mixture_of_experts: MixtureOfExperts = MixtureOfExperts()
-    pattention: Pattention = Pattention()
-    dense_connections: DenseConnections = DenseConnections()
-    head: Head = Head()
-    objective: Objective = Objective()
-    dropout: Dropout = Dropout()
-    initialization: Initialization = Initialization()
-    numerics: Numerics = Numerics()
-    memory: Memory = Memory()
-    pipeline: Pipeline = Pipeline()
+class ModelConfig(Section):
+    shape: ShapeConfig = ShapeConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    block: BlockConfig = BlockConfig()
+    position: PositionConfig = PositionConfig()
+    attention: AttentionConfig = AttentionConfig()
+    feed_forward: FeedForwardConfig = FeedForwardConfig()
+    mixture_of_experts: MoEConfig = MoEConfig()
+    pattention: PattentionConfig = PattentionConfig()
+    dense_connections: DenseConfig = DenseConfig()
+    head: HeadConfig = HeadConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    dropout: DropoutConfig = DropoutConfig()
+    initialization: InitConfig = InitConfig()
+    numerics: NumericsConfig = NumericsConfig()
+    memory: MemoryConfig = MemoryConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     parts: Parts = Parts()
 
     @property
@@ -394,8 +394,12 @@ class Model(Section):
                 own["mixture_of_experts", "num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
                 own["", "mlp_dim"] = widths[index]
-            if index == 0 and dense.mixes_attention_inputs and dense.dense_first_norms == "one":
-                own["dense_connections", "dense_ways"] = ("r",)
+            if (
+                index == 0
+                and dense.mixes_attention_inputs
+                and dense.dense_first_layer_norms == "one"
+            ):
+                own["dense_connections", "dense_streams"] = ("r",)
             found.append(tuple(own.items()))
         return tuple(found)
 
@@ -414,13 +418,13 @@ class Model(Section):
         }
 
     @property
-    def layers(self) -> tuple["Layer", ...]:
+    def layers(self) -> tuple["LayerConfig", ...]:
         """Each layer's own keys and sizes; like layers share one object."""
         overrides = self.layer_overrides
         made = {own: self._layer(dict(own)) for own in set(overrides)}
         return tuple(made[own] for own in overrides)
 
-    def _layer(self, own: dict[tuple[str, str], Any]) -> "Layer":
+    def _layer(self, own: dict[tuple[str, str], Any]) -> "LayerConfig":
         width = own.pop(("", "mlp_dim"), None)
         changed: dict[str, dict[str, Any]] = {}
         for (section, name), value in own.items():
@@ -433,7 +437,9 @@ class Model(Section):
         }
         section = self.model_copy(update=sections)
         dimensions = section.shape.dimensions
-        return Layer(section, dimensions if width is None else dimensions._replace(mlp_dim=width))
+        return LayerConfig(
+            section, dimensions if width is None else dimensions._replace(mlp_dim=width)
+        )
 
     @property
     def connection(self) -> str:
@@ -502,8 +508,8 @@ class Model(Section):
 
     def _unfit_for_stages(self) -> str:
         """Returns why layers cannot be split into stages; empty if they can."""
-        if self.block.share_parameters:
-            return "share_parameters=true: there is one layer, and nothing to split into stages"
+        if self.block.share_layer_params:
+            return "share_layer_params=true: there is one layer, and nothing to split into stages"
         if self.dense_connections.dense_conn:
             return "dense_conn=true: each layer reads the outputs of all stages before its own"
         if not self.layer_plan.is_whole:
@@ -525,6 +531,6 @@ class Model(Section):
         return None
 
 
-class Layer(NamedTuple):
-    section: Model  # the model's keys with the layer's own values in their place
+class LayerConfig(NamedTuple):
+    section: ModelConfig  # the model's keys with the layer's own values in their place
     dimensions: Dimensions  # the sizes of this layer

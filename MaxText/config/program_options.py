@@ -5,7 +5,7 @@ name=value, --name=value, --name value, or --name alone for a switch.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from MaxText.config import values
@@ -20,10 +20,11 @@ from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices, without_d
 class ProgramOptions(Section):
     """Options of one program.
 
-    `from_` is typed from=. REQUIRED options have no default.
+    `from_` is typed from=. REQUIRED options have no default. RENAMED maps old names to new ones.
     """
 
     REQUIRED: ClassVar[tuple[str, ...]] = ()
+    RENAMED: ClassVar[Mapping[str, str]] = {}
 
 
 OptionsT = TypeVar("OptionsT", bound=ProgramOptions)
@@ -72,6 +73,9 @@ def read_options(
     for argument in without_dashes(arguments, switches):
         match = ARGUMENT.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
+        if name in kind.RENAMED:
+            name, old = kind.RENAMED[name], name
+            print_notices([f"note: {old}= is now {name}="])
         if name in options:
             option, earlier = options[name], found.get(options[name].name)
             adds = option.parser is not None and option.parser.adds

@@ -6,7 +6,7 @@ import re
 from MaxText.config import model_rules  # noqa: F401 (registers its rules)
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
-from MaxText.config.model_sections import NO_STAGES, Pipeline
+from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.rule import RULES, rule
 
 __all__ = ["RULES"]
@@ -116,27 +116,29 @@ def _tokenizer_fits(tokenizer_vocab_size, vocab_size, config):
 
 
 @rule()
-def _one_data_set(grain_train_files, dataset_mix, dataset_path):
+def _one_data_set(grain_train_files, data_mixture_weights, dataset_path):
     for name, other in (("grain_train_files", grain_train_files), ("dataset_path", dataset_path)):
-        if dataset_mix and other:
-            return f"{name} and dataset_mix both name what to train on; set one of them"
+        if data_mixture_weights and other:
+            return f"{name} and data_mixture_weights both name what to train on; set one of them"
 
 
 @rule()
-def _mixture(dataset_mix, num_epoch):
-    for part in dataset_mix:
+def _mixture(data_mixture_weights, num_epoch):
+    for part in data_mixture_weights:
         location, stitch, sampling, weight = mix_part(part)
         if sampling not in SAMPLINGS:
             known = ", ".join(SAMPLINGS)
-            return f"dataset_mix: sampling {sampling!r} of {location} is not one of {known}"
+            return (
+                f"data_mixture_weights: sampling {sampling!r} of {location} is not one of {known}"
+            )
         if stitch < 1:
-            return f"dataset_mix: {location} has stitch {stitch}, which must be 1 or more"
+            return f"data_mixture_weights: {location} has stitch {stitch}, which must be 1 or more"
         if weight <= 0:
-            return f"dataset_mix: {location} has weight {weight:g}, which must be above 0"
-    named = [mix_part(part)[:3] for part in dataset_mix]
+            return f"data_mixture_weights: {location} has weight {weight:g}, which must be above 0"
+    named = [mix_part(part)[:3] for part in data_mixture_weights]
     if twice := [part[0] for part in named if named.count(part) > 1]:
-        return f"dataset_mix: {twice[0]} is named twice; give it one weight"
-    if len(dataset_mix) > 1 and num_epoch != -1:
+        return f"data_mixture_weights: {twice[0]} is named twice; give it one weight"
+    if len(data_mixture_weights) > 1 and num_epoch != -1:
         return (
             f"num_epoch={num_epoch}: a mixture repeats its sources without end, as their lengths "
             "differ\nleave num_epoch=-1 and set steps"
@@ -144,8 +146,8 @@ def _mixture(dataset_mix, num_epoch):
 
 
 @rule(programs="train compare inspect_data")
-def _needs_dataset(dataset_path, grain_train_files, dataset_mix, dataset_type):
-    if dataset_type == "grain" and not (dataset_path or grain_train_files or dataset_mix):
+def _needs_dataset(dataset_path, grain_train_files, data_mixture_weights, dataset_type):
+    if dataset_type == "grain" and not (dataset_path or grain_train_files or data_mixture_weights):
         return (
             "dataset_path: no dataset is set\n"
             "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)\n"
@@ -207,13 +209,13 @@ def _masked_shares(mlm, mlm_training):
 
 
 @rule("eval_steps", "eval_tasks", "harness", programs="eval")
-def _something_to_score(dataset_path, grain_eval_files, dataset_mix, dataset_type, config):
+def _something_to_score(dataset_path, grain_eval_files, data_mixture_weights, dataset_type, config):
     if config.scoring.eval_tasks or config.scoring.harness.tasks:
         return None
     if dataset_type == "synthetic":
         if config.evaluation.eval_steps == -1:
             return "dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)"
-    elif not (grain_eval_files or dataset_path or dataset_mix):
+    elif not (grain_eval_files or dataset_path or data_mixture_weights):
         return (
             "no data or tasks to evaluate on are set\n"
             "load_parameters_path=RUN without config file: what the run was trained on\n"
@@ -282,7 +284,7 @@ for network in NETWORKS:
     rule(*(size_key(axis, network) for axis in MESH_AXES))(_one_fills)
 
 
-@rule(*_STAGES, *Pipeline.model_fields, "base_num_decoder_layers", "attention_types")
+@rule(*_STAGES, *PipelineConfig.model_fields, "base_num_decoder_layers", "attention_types")
 def _stages(config):
     try:
         if config.mesh.num_stages > 1:

@@ -139,7 +139,7 @@ def collect(
     environment_settings = _read_environment(environment, result)
     for path in paths:
         try:
-            result.config_path = config_files.find(path)
+            result.config_path = config_files.find_config(path)
             result.settings += _read_chain(result.config_path, Source.CONFIG_FILE, result)
         except ConfigFileError as error:
             result.problems.append(error.problem)
@@ -262,7 +262,7 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             if not isinstance(base.value, str):
                 what = f"base_config: {base.raw} is not the path of one YAML file"
                 raise ConfigFileError(Problem(what))
-            path = config_files.find(base.value, next_to=path.parent)
+            path = config_files.find_config(base.value, next_to=path.parent)
             if path in seen:
                 way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
                 raise ConfigFileError(Problem(f"base_config: files refer to each other: {way}"))
@@ -317,7 +317,7 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         file = folder / f"{chosen}.yml"
         if path_setting is not None:
             origin = path_setting.origin.file
-            file = config_files.find(chosen, next_to=origin.parent if origin else None)
+            file = config_files.find_config(chosen, next_to=origin.parent if origin else None)
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
         # A saved configuration has the keys of a bundle that has since been moved.

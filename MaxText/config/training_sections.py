@@ -19,7 +19,7 @@ from MaxText.config.keys import (
 from MaxText.config.registry import Name, OptimizerParts
 
 
-class Run(Section):
+class RunConfig(Section):
     """Name, folder and length of the run."""
 
     run_name: str = key(
@@ -63,7 +63,7 @@ class Run(Section):
     )
 
 
-class Batch(Section):
+class BatchConfig(Section):
     """Batch size: per_device_batch_size x devices x accumulation steps."""
 
     per_device_batch_size: Positive = key(
@@ -98,7 +98,7 @@ class Batch(Section):
 _DECAYING = {"lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]}
 
 
-class Adafactor(Options):
+class AdafactorOptions(Options):
     """Settings of Adafactor (Shazeer and Stern 2018)."""
 
     decay_exponent: Positive = key(0.8, "Step t keeps 1 - t^-exponent of the second moment.")
@@ -115,7 +115,7 @@ class Adafactor(Options):
     momentum: Fraction = key(0.0, "Decay rate of momentum; 0 keeps none (GPT-Neo: beta1).")
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """Optimizer."""
 
     opt_type: Annotated[str, Name("optimizer")] = key(
@@ -161,7 +161,7 @@ class Optimizer(Section):
     muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": "muon"})
     momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": "sgd"})
     nesterov: bool = key(True, "Use Nesterov momentum.", only_if={"opt_type": ["sgd", "muon"]})
-    adafactor: Adafactor = options(Adafactor, only_if={"opt_type": "adafactor"})
+    adafactor: AdafactorOptions = options(AdafactorOptions, only_if={"opt_type": "adafactor"})
     gradient_clipping_threshold: NonNegative = key(1.0, "Gradient clipping threshold; 0 disables.")
     gradient_clipping_type: Literal["global_norm", "value"] = key(
         "global_norm", "Clip by the global norm or each element by value."
@@ -188,7 +188,7 @@ class LearningRateDecay(Options):
     )
 
 
-class Schedule(Section):
+class ScheduleConfig(Section):
     """Learning rate schedule."""
 
     learning_rate: Positive = key(3e-5, "Peak learning rate.")
@@ -264,7 +264,7 @@ def _size(default: int, doc: str) -> Any:
     return key(default, f"{doc} -1 fills.")
 
 
-class Mesh(Section):
+class MeshConfig(Section):
     """Device mesh and sharding.
 
     Sizes `ici_*` are inside a slice and multiply to its devices; sizes `dcn_*` are across slices
@@ -335,7 +335,7 @@ class Mesh(Section):
 _GROWS = {"load_parameters_path": OtherThan(("",))}
 
 
-class Growth(Options):
+class GrowthOptions(Options):
     """Growth of load_parameters_path. A grown run resumes without it."""
 
     mode: Literal["function_preserving", "random", "zero"] = key(
@@ -396,7 +396,7 @@ class CheckpointStorage(Options):
     )
 
 
-class Checkpoint(Section):
+class CheckpointingConfig(Section):
     """Checkpoints: saving, restoring, growing."""
 
     enable_checkpointing: bool = key(True, "Save and restore checkpoints.")
@@ -430,13 +430,13 @@ class Checkpoint(Section):
     load_full_state_path: str = key(
         "", "Start from the parameters, optimizer state and step of another run."
     )
-    growth: Growth = options(Growth)
+    growth: GrowthOptions = options(GrowthOptions)
     checkpoint_storage: CheckpointStorage = options(
         CheckpointStorage, only_if="enable_checkpointing"
     )
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     """Loss on held-out data."""
 
     eval_interval: int = key(-1, "Steps between evaluations; -1 disables.", unit="steps", ge=-1)
@@ -453,7 +453,7 @@ class Evaluation(Section):
     )
 
 
-class WeightsAndBiases(Options):
+class WandbOptions(Options):
     """The run in Weights & Biases."""
 
     project: str = key("maxtext", "W&B project of the run.")
@@ -472,7 +472,7 @@ class ProfilerWindow(Options):
     steps: Count = key(5, "Steps in the profile.")
 
 
-class Monitoring(Section):
+class MonitoringConfig(Section):
     """Logs, metrics and profiles."""
 
     step_log_period: Count = key(
@@ -492,7 +492,7 @@ class Monitoring(Section):
     )
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
-    wandb: WeightsAndBiases = options(WeightsAndBiases, only_if="enable_wandb")
+    wandb: WandbOptions = options(WandbOptions, only_if="enable_wandb")
     metrics_file: str = key(
         "",
         "File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a "
@@ -506,7 +506,7 @@ class Monitoring(Section):
 _SKIPPING = {"skip_step_on_spikes": True}
 
 
-class Rollback(Options):
+class RollbackOptions(Options):
     """Triggers and limits of rollbacks to the last healthy state."""
 
     after_skips: Natural = key(
@@ -531,7 +531,7 @@ class Rollback(Options):
     maximum: Natural = key(3, "Maximum rollbacks; the next one stops the run with exit code 1.")
 
 
-class Guard(Section):
+class GuardConfig(Section):
     """Fault handling: skipped steps, rollbacks, aborts."""
 
     skip_step_on_spikes: bool = key(
@@ -551,8 +551,8 @@ class Guard(Section):
         "(or of 1 nat, if that is more) or half the median norm.",
         only_if=_SKIPPING,
     )
-    rollback: Rollback = options(Rollback, only_if=_SKIPPING)
-    guard_healthy_steps: Natural = key(
+    rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
+    healthy_after_steps: Natural = key(
         10,
         "Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last"
         " confirmed checkpoint, which is never deleted.",

@@ -12,7 +12,7 @@ from MaxText.config.serialization import flatten
 from MaxText.config.sources import Source
 from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
 from MaxText.conversion.family import Family
-from MaxText.conversion.fattorib_checkpoint import FattoribWeights
+from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_config import (
     absent_in_transformers,
@@ -22,7 +22,7 @@ from MaxText.conversion.hf_config import (
 )
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
-from MaxText.conversion.request import Request
+from MaxText.conversion.request import ConvertArgs
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
@@ -38,7 +38,7 @@ _SCALINGS = {
 }
 
 
-def convert(request: Request, show: Show) -> None:
+def convert(request: ConvertArgs, show: Show) -> None:
     """Converts as requested; leaves nothing behind on errors.
 
     Raises UserError if the source or the target cannot be used.
@@ -57,7 +57,7 @@ def convert(request: Request, show: Show) -> None:
         weights = MaxTextWeights(request.source, _named(loaded), request.query_scaling)
         shown = f"{weights.folder}: "
     elif request.source_kind == "fattorib":
-        weights = FattoribWeights(request.source, _named(loaded))
+        weights = FattoribCheckpoint(request.source, _named(loaded))
         shown = f"{weights.file}: "
     else:
         weights = RunWeights(request.source, loaded.config if loaded else None)
@@ -75,7 +75,7 @@ def convert(request: Request, show: Show) -> None:
         _to_run(request, weights, loaded, show)
 
 
-def _configuration(request: Request) -> LoadedConfig | None:
+def _configuration(request: ConvertArgs) -> LoadedConfig | None:
     if request.source_kind == "hf":
         return None  # the source has its own configuration
     if request.source_kind == "run" and not request.config_file:
@@ -110,7 +110,7 @@ def show_memory(peak: int, show: Show) -> None:
 
 
 def _to_run(
-    request: Request, weights: WeightSource, loaded: LoadedConfig | None, show: Show
+    request: ConvertArgs, weights: WeightSource, loaded: LoadedConfig | None, show: Show
 ) -> None:
     show_memory(imported_run.peak_bytes(weights), show)
     source = weights.folder if isinstance(weights, HFWeights) else None
@@ -149,7 +149,7 @@ def _to_run(
     imported_run.log_next_command(request.target, copied, show)
 
 
-def _to_folder(request: Request, weights: WeightSource, show: Show) -> None:
+def _to_folder(request: ConvertArgs, weights: WeightSource, show: Show) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
     folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
@@ -195,7 +195,7 @@ def _to_folder(request: Request, weights: WeightSource, show: Show) -> None:
         )
 
 
-def _tokenizer(request: Request, weights: WeightSource) -> tuple[Path | None, str]:
+def _tokenizer(request: ConvertArgs, weights: WeightSource) -> tuple[Path | None, str]:
     """Returns the tokenizer folder to export, or a message if there is none."""
     if request.tokenizer:
         folder = local_path(request.tokenizer)
@@ -218,7 +218,7 @@ def _family(weights: WeightSource, asked: str, imported_as: Family | None) -> Fa
     return find_family(weights.config, asked)
 
 
-def _to_program(request: Request, weights: WeightSource, show: Show) -> None:
+def _to_program(request: ConvertArgs, weights: WeightSource, show: Show) -> None:
     from MaxText.conversion import stablehlo
 
     longest = weights.config.model.shape.max_target_length

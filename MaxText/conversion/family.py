@@ -333,7 +333,8 @@ class Family:
 
 
 # Parts that no family varies. Excludes keys that only change how the same function is computed
-# (attention, attention_block_size, dense_kept_sums, dense_mixing, logits_dot_in_fp32).
+# (attention, attention_block_size, dense_saved_aggregates, dense_aggregation_impl,
+# logits_dot_in_fp32).
 SHARED_PARTS: Mapping[str, Any] = {
     "mixer": "attention",
     "connection_type": "auto",
@@ -352,7 +353,7 @@ SHARED_PARTS: Mapping[str, Any] = {
     "parallel_residual_shared_norm": False,
     "use_rezero": False,
     "use_macaron": False,
-    "share_parameters": False,
+    "share_layer_params": False,
     "attention_scale": None,
     "attention_types": (),
     "num_mem_kv": 0,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from flax import serialization, traverse_util
 
-from MaxText.checkpointing.matching import ArraySpec
+from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.tensor_map import TensorMap
@@ -22,7 +22,7 @@ from MaxText.storage.paths import parse_path
 _STEP = re.compile(r"params_(\d+)")
 
 
-class FattoribWeights(WeightSource):
+class FattoribCheckpoint(WeightSource):
     """Parameters of a fattorib/transformer checkpoint."""
 
     def __init__(self, path: str, config: Config):

@@ -24,7 +24,7 @@ from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checksums import host_checksum
-from MaxText.checkpointing.matching import checkpoint_metadata
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.config.serialization import flatten, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten

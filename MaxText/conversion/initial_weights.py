@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from MaxText.checkpointing import checkpoint_files, reading
-from MaxText.checkpointing.matching import ConfigHint, check_compatible, describe_casts
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, describe_casts
 from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
 
@@ -23,7 +23,7 @@ class InitialWeights(NamedTuple):
     read: Callable[[], Any]  # returns them on device
 
 
-def open_parameters(
+def open_pretrained(
     path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
 ) -> InitialWeights:
     """Finds parameters and checks names and shapes.
@@ -39,11 +39,11 @@ def open_parameters(
         return _open_hf(path, key, abstract_params, config_flat, show)
     stored = checkpoint_files.resolve_checkpoint(path, key)
     with corruption_as_user_error(stored, key):
-        reading.check_params(stored, abstract_params, config_flat)
+        checkpoint_reader.check_params(stored, abstract_params, config_flat)
 
     def read() -> Any:
         with corruption_as_user_error(stored, key):
-            return reading.restore_params(stored, abstract_params, config_flat, show)
+            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, show)
 
     return InitialWeights(
         f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
@@ -61,7 +61,7 @@ def _open_hf(
         for name, info in weights.model.parameters.items()
     }
     try:
-        hint = ConfigHint(stored_flat, config_flat)
+        hint = ConfigDiff(stored_flat, config_flat)
         casts = check_compatible({"params": unflatten(shapes)}, {"params": abstract_params}, hint)
     except UserError as error:
         raise UserError(

@@ -246,7 +246,7 @@ def _check_dense_connections(config: Config) -> None:
     dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
     if not dense.dense_conn:
         return
-    if dense.dense_ways != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":
+    if dense.dense_streams != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":
         raise UserError(
             "MUDDFormer's JAX program has dense connections for q, k, v and r, in this order, and "
             "normalizes only r. Use the configuration that the checkpoint was trained with, for "

@@ -72,7 +72,7 @@ class ConvertOptions(ProgramOptions):
     )
 
 
-class Request(ConvertOptions):
+class ConvertArgs(ConvertOptions):
     """A requested conversion."""
 
     source: str  # Hugging Face folder, run, or another program's checkpoint, without prefix
@@ -90,7 +90,7 @@ class Request(ConvertOptions):
         return [*named, *(f"{name}={text}" for name, text in self.keys.items())]
 
 
-def parse_arguments(arguments: Sequence[str]) -> Request:
+def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
     """Parses the command line of a conversion.
 
     Raises ConfigurationError with all its problems.
@@ -113,14 +113,14 @@ def parse_arguments(arguments: Sequence[str]) -> Request:
 
 def _request(
     options: ConvertOptions, files: Sequence[str], keys: Sequence[str], *, is_growth: bool
-) -> Request:
+) -> ConvertArgs:
     source, target = options.from_, options.to
     kind, colon, path = source.partition(":")
     if colon and kind in _OTHER_PROGRAMS:
         source = path
     else:
         kind = "hf" if is_hf_checkpoint(source) else "run"
-    return Request(
+    return ConvertArgs(
         **dict(options),
         source=source,
         source_kind=kind,
@@ -132,7 +132,7 @@ def _request(
     )
 
 
-def _wrong_paths(request: Request) -> Iterator[str]:
+def _wrong_paths(request: ConvertArgs) -> Iterator[str]:
     if request.to.partition(":")[0] in _OTHER_PROGRAMS and ":" in request.to:
         yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
     if request.export and request.target_kind == "hf":
@@ -141,14 +141,14 @@ def _wrong_paths(request: Request) -> Iterator[str]:
         yield f"to={request.to} is not a new path. Write for example to={request.to}exported."
 
 
-def _unused(request: Request, given: Sequence[str]) -> Iterator[str]:
+def _unused(request: ConvertArgs, given: Sequence[str]) -> Iterator[str]:
     here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
     for name in given:
         if name in _BELONG_TO and _BELONG_TO[name] not in here:
             yield f"{name}={getattr(request, name)} has no effect on this conversion."
 
 
-def _wrong_conversion(request: Request) -> Iterator[str]:
+def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
     kinds = (request.source_kind, request.target_kind)
     if kinds == ("hf", "hf"):
         yield "from= and to= are both Hugging Face folders. Copy the folder instead."
@@ -178,7 +178,7 @@ def _wrong_conversion(request: Request) -> Iterator[str]:
             )
 
 
-def _wrong_growth(request: Request) -> Iterator[str]:
+def _wrong_growth(request: ConvertArgs) -> Iterator[str]:
     if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
         yield (
             "grow reads a run or a Hugging Face folder and writes a run: convert.py grow from=RUN "

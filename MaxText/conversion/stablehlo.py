@@ -13,7 +13,7 @@ from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.storage.atomic import publish, writing_name
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.training.backend_defaults import resolve_auto
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -57,12 +57,12 @@ def peak_bytes(weights: WeightSource) -> int:
 
 def write(weights: WeightSource, length: int, target: Path, show: Callable[[str], None]) -> None:
     """Writes the program; it needs jax and flatbuffers alone."""
-    partial = writing_name(target)
+    partial = temporary_name(target)
     program = export_forward(weights, length).serialize()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(program)
-        publish(partial, target)
+        atomic_rename(partial, target)
     except OSError as error:
         raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
     finally:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import traverse_util
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.matching import ArraySpec, mismatches
+from MaxText.checkpointing.compatibility import ArraySpec, mismatches
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.model import Model

@@ -17,16 +17,16 @@ from jax.sharding import Mesh
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.layer_plan import PipelineSchedule
 from MaxText.config.layer_sections import SlotPlace
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
-from MaxText.config.training_sections import Guard, Optimizer, Schedule
+from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.layers import flash_attention
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
 from MaxText.parallelism.logical_sharding import HIDDEN
-from MaxText.parallelism.mesh import Layout, check_lengths, global_batch_size, microbatch_size
+from MaxText.parallelism.mesh import ShardingPlan, check_lengths, global_batch_size, microbatch_size
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -57,7 +57,7 @@ class Program:
 
     config: Config  # with `auto` in the model section resolved
     choices: tuple[str, ...]  # one line for each `auto`
-    layout: Layout  # mesh and sharding rules
+    layout: ShardingPlan  # mesh and sharding rules
     sizes: MeshSizes  # mesh sizes within and across slices
     model: Model
     rows: int  # B of a microbatch over all devices
@@ -167,7 +167,7 @@ def make_program(
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
-    layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
+    layout = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
     assumes_cudnn = _assumes_cudnn(config.model, section, layout)
     if assumes_cudnn:
@@ -184,7 +184,7 @@ def make_program(
     )
 
 
-def _assumes_cudnn(asked: ModelSection, resolved: ModelSection, layout: Layout) -> bool:
+def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, layout: ShardingPlan) -> bool:
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
     if layout.mesh.devices.flat[0].platform != "gpu":
         return False
@@ -204,11 +204,11 @@ def _fake_devices(
 
 
 @cached
-def abstract_model(section: ModelSection) -> Model:
+def abstract_model(section: ModelConfig) -> Model:
     return Model(section)
 
 
-def _weights_of(section: ModelSection) -> ModelSection:
+def _weights_of(section: ModelConfig) -> ModelConfig:
     """Drops settings without an effect on weights, for better caching."""
     memory = section.memory.model_copy(update={"remat_policy": "none"})
     return section.model_copy(update={"memory": memory})
@@ -216,7 +216,7 @@ def _weights_of(section: ModelSection) -> ModelSection:
 
 @cached
 def _optimizer(
-    section: ModelSection, optimizer: Optimizer, schedule: Schedule
+    section: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
 ) -> optax.GradientTransformation:
     parameters = abstract_model(section).parameters
     return make_optimizer(optimizer, learning_rate_schedule(schedule), parameters)
@@ -224,7 +224,7 @@ def _optimizer(
 
 @cached
 def _state_shapes(
-    section: ModelSection, optimizer: Optimizer, schedule: Schedule, guard: Guard
+    section: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
 ) -> Any:
     initialize = make_initialize(
         abstract_model(section), _optimizer(section, optimizer, schedule), guard
@@ -232,7 +232,7 @@ def _state_shapes(
     return jax.eval_shape(initialize, jax.random.key(0))
 
 
-def _local(section: ModelSection, layout: Layout) -> ModelSection:
+def _local(section: ModelConfig, layout: ShardingPlan) -> ModelConfig:
     def part(name: str, size: int) -> int:
         # Activation axes: weights sharded on their own are gathered before use.
         name = f"activation_{name}"

@@ -18,7 +18,9 @@ _MIB = 2**20
 _LARGE_ARRAYS = 8
 
 
-def train_compile(config: Config, target: targets.Target, show: Callable[[str], None]) -> None:
+def train_compile(
+    config: Config, target: targets.CompileTarget, show: Callable[[str], None]
+) -> None:
     """Compiles a train step for a machine, prints its cost, and saves it.
 
     Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
@@ -48,7 +50,7 @@ def train_compile(config: Config, target: targets.Target, show: Callable[[str], 
     for line in cost_lines(planned, compiled, program):
         show(line)
     if path := config.run.compiled_trainstep_file:
-        signature = saved_step.save(path, planned, compiled)
+        signature = saved_step.save_compiled(path, planned, compiled)
         show(f"\nsaved: {path}, signature {signature[:16]}...")
         show(f"To use it: train.py with the same configuration and compiled_trainstep_file={path}")
 
@@ -63,7 +65,9 @@ def _program(compiled: jax.stages.Compiled, show: Callable[[str], None]) -> HloM
         return HloModule("")
 
 
-def memory_lines(target: targets.Target, memory: MemoryBreakdown, program: HloModule) -> list[str]:
+def memory_lines(
+    target: targets.CompileTarget, memory: MemoryBreakdown, program: HloModule
+) -> list[str]:
     """Returns memory of one device by cause, and the largest arrays."""
     limit = device_memory.usable_bytes(target)
     rows = [

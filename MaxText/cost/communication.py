@@ -119,7 +119,7 @@ def _tensor_bytes(program: Program) -> float:
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
         times = info.shape[0] if "layers" in info.logical_axes else 1
-        if section.block.share_parameters and info.owner == "layers":
+        if section.block.share_layer_params and info.owner == "layers":
             times = layers
         sums += times
         again += times * info.is_recomputed

@@ -14,7 +14,7 @@ import jax
 from MaxText.config.catalog import all_keys
 from MaxText.cost.hlo import HloModule, LargeBuffer, largest_unoptimized_buffers
 from MaxText.cost.lowering import LoweredStep
-from MaxText.cost.targets import Target
+from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import HOST_MEMORY
@@ -101,7 +101,7 @@ def _before_compilation(planned: LoweredStep) -> MemoryBreakdown:
     )
 
 
-def usable_bytes(target: Target) -> int:
+def usable_bytes(target: CompileTarget) -> int:
     """Returns the usable bytes of a device; 0 if unknown."""
     if target.platform != "gpu":
         return target.memory
@@ -114,7 +114,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def out_of_memory(target: Target, planned: LoweredStep, error: BaseException) -> UserError:
+def out_of_memory(target: CompileTarget, planned: LoweredStep, error: BaseException) -> UserError:
     """Returns an error if compilation ran out of memory."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
     arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
@@ -123,7 +123,7 @@ def out_of_memory(target: Target, planned: LoweredStep, error: BaseException) ->
 
 
 def check_fits(
-    target: Target, planned: LoweredStep, memory: MemoryBreakdown, program: HloModule
+    target: CompileTarget, planned: LoweredStep, memory: MemoryBreakdown, program: HloModule
 ) -> None:
     """Raises UserError if a compiled step exceeds the target's memory."""
     limit = usable_bytes(target)
@@ -138,7 +138,7 @@ def check_fits(
 
 
 def _oom_message(
-    target: Target,
+    target: CompileTarget,
     planned: LoweredStep,
     memory: MemoryBreakdown,
     arrays: Sequence[LargeBuffer],
@@ -160,7 +160,10 @@ def _oom_message(
 
 
 def _advice(
-    target: Target, planned: LoweredStep, memory: MemoryBreakdown, arrays: Sequence[LargeBuffer]
+    target: CompileTarget,
+    planned: LoweredStep,
+    memory: MemoryBreakdown,
+    arrays: Sequence[LargeBuffer],
 ) -> list[str]:
     section, batch, layout = planned.model.section, planned.config.batch, planned.layout
     lines = []

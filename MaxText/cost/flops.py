@@ -47,8 +47,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from MaxText.config.model_sections import Layer
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
 from MaxText.layers.block_variants import block_class, mixer_class
 from MaxText.layers.head import head_and_layer
@@ -68,7 +67,7 @@ _END = ("attention output", "router", "feed-forward", "gates", "dense connection
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartFlops:
     """A part of the model, over all layers; FLOPs are forward, per token.
 
     Attributes:
@@ -96,7 +95,7 @@ class FlopCount:
     """FLOPs per token, by part; `recomputed` ones repeat in the backward pass."""
 
     sequence_length: int
-    parts: tuple[Part, ...]
+    parts: tuple[PartFlops, ...]
     recomputed: float | None
 
     @property
@@ -168,11 +167,11 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
             by_rule, executed = sum(f.by_rule for f in flops), sum(f.executed or 0 for f in flops)
             backward = flops[-1].backward if flops else 2
             between = name in rows and name != _AGGREGATION
-            parts.append(Part(name, held[name], by_rule, executed, backward, between))
+            parts.append(PartFlops(name, held[name], by_rule, executed, backward, between))
     return FlopCount(sequence_length, tuple(parts), _recomputed(model.section, entries))
 
 
-class _Entry(NamedTuple):
+class _WeightFlops(NamedTuple):
     """Forward FLOPs per token of one weight, or declared by a part."""
 
     owner: str
@@ -181,19 +180,19 @@ class _Entry(NamedTuple):
     is_declared: bool = True
 
 
-def _entries(model: Model, length: int) -> Iterator[_Entry]:
+def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
     section = model.section
     for name, info in model.parameters.items():
         if info.num_in_dims:
             by_rule, executed = _of_weights(model, name, info, length)
             flops = Flops(by_rule, executed, kept=0 if info.is_recomputed else executed)
-            yield _Entry(info.owner, info.row, flops, is_declared=False)
+            yield _WeightFlops(info.owner, info.row, flops, is_declared=False)
     head, whole = head_and_layer(section)
     if head.reads_table(head.keys_of(whole)):
         table = 2 * model.parameters[_TOKEN_TABLE].size
-        yield _Entry("head", "head", Flops(table, table), is_declared=False)
+        yield _WeightFlops("head", "head", Flops(table, table), is_declared=False)
     for row in ("attention scores", "attention values"):
-        yield _Entry("layers", row, Flops(0.0, 0.0))
+        yield _WeightFlops("layers", row, Flops(0.0, 0.0))
     for layer in section.layers:
         feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
         for branch, part in (("self_attention", mixer_class(layer)), ("mlp", feed_forward)):
@@ -209,19 +208,19 @@ def _entries(model: Model, length: int) -> Iterator[_Entry]:
 
 
 def _declared(
-    owner: str, part: type[LayerPart] | None, layer: Layer, length: int
-) -> Iterator[_Entry]:
+    owner: str, part: type[LayerPart] | None, layer: LayerConfig, length: int
+) -> Iterator[_WeightFlops]:
     if part is None:
         return
     for row, flops in part.flops(part.keys_of(layer), layer.dimensions, length).items():
         executed = flops.by_rule if flops.executed is None else flops.executed
-        yield _Entry(owner, row, flops._replace(executed=executed))
+        yield _WeightFlops(owner, row, flops._replace(executed=executed))
 
 
 def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[float, float]:
     """Returns FLOPs per token of a matrix, by the rule and executed."""
     section, times = model.section, 1
-    if section.block.share_parameters and info.owner == "layers":
+    if section.block.share_layer_params and info.owner == "layers":
         times = section.shape.dimensions.num_layers
     whole = 2 * times * info.size
     if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:
@@ -234,7 +233,7 @@ def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[
     return visited, whole * capacity / group
 
 
-def _recomputed(section: ModelSection, entries: Sequence[_Entry]) -> float | None:
+def _recomputed(section: ModelConfig, entries: Sequence[_WeightFlops]) -> float | None:
     """Returns the FLOPs repeated by the backward pass."""
     policy = section.memory.remat_policy
     if policy not in ("none", "full"):

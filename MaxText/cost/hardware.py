@@ -149,7 +149,7 @@ class Hardware:
         return f"{self.num_chips} x {self.chip.name}{counted}{slices}"
 
 
-def find(name: str) -> Hardware:
+def find_hardware(name: str) -> Hardware:
     """Returns the hardware of a name.
 
     TPUs use accelerator types, which count TensorCores (two per chip) for v2, v3, v4, v5p and

@@ -20,7 +20,7 @@ USABLE_SHARE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Requirements of a run, per step."""
 
     program: Program
@@ -55,16 +55,16 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
     return program
 
 
-def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> Plan:
+def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> JobPlan:
     """Returns the plan of a configuration; UserError if the mesh does not fit."""
     return plan_of(make_program_for(config, hardware), hardware, peak)
 
 
-def plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> Plan:
+def plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> JobPlan:
     memory = estimate_memory(program)
     communication = communication_costs(program, hardware)
     time = step_time(program, hardware, memory, communication, peak)
-    return Plan(program, hardware, memory, tuple(communication), time)
+    return JobPlan(program, hardware, memory, tuple(communication), time)
 
 
 def peak_of(hardware: Hardware) -> PeakFlops:

@@ -29,7 +29,7 @@ class LoweredStep(NamedTuple):
 
     config: Config
     model: Model
-    layout: mesh.Layout
+    layout: mesh.ShardingPlan
     state: TrainState
     batch: Any
     plan: BatchSchedule
@@ -41,10 +41,10 @@ class LoweredStep(NamedTuple):
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     """Traces train.py's step for these devices, without opening data.
 
-    Batches have positions and segments unless the text is synthetic or attend_across_documents is
+    Batches have positions and segments unless the text is synthetic or cross_document_attention is
     set.
     """
-    layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
     config = resolved.config
     built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
@@ -56,7 +56,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     )
     stage = plan.stages[-1]
     data = config.data
-    with_documents = data.dataset_type != "synthetic" and not data.attend_across_documents
+    with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
     batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
     lowered = layout.lower_step(built.step, state, batch, built.compiler_options)
     lines = [*built.choices, *resolved.lines]

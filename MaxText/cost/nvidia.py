@@ -11,7 +11,7 @@ _CUDNN = "major: 9 minor: 10 patch: 0"
 _CUDA = "major: 12 minor: 9 patch: 0"  # without a version XLA assumes that cuBLAS has no fp8
 
 
-class _Gpu(NamedTuple):
+class _GpuSpec(NamedTuple):
     """Properties of a GPU in bytes, bytes per second, SMs and GHz.
 
     Per SM: `shared` memory and float32 `units`; `shared_of_block` is the opt-in limit per block.
@@ -30,22 +30,22 @@ class _Gpu(NamedTuple):
 
 
 _KINDS = {
-    "a100": _Gpu(
+    "a100": _GpuSpec(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 85_100_068_864, 2_039_040_000_000,
         41_943_040, 167_936, 166_912, 64,
     ),
-    "h100": _Gpu(
+    "h100": _GpuSpec(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_942_979_072, 3_352_320_000_000,
         52_428_800, 233_472, 232_448, 128,
     ),
-    "h200": _Gpu(
+    "h200": _GpuSpec(
         "NVIDIA H200", (9, 0), 132, 1.98, 151_397_597_184, 4_800_000_000_000,
         52_428_800, 233_472, 232_448, 128,
     ),
 }  # fmt: skip
 
 
-def _described(gpu: _Gpu) -> str:
+def _described(gpu: _GpuSpec) -> str:
     major, minor = gpu.capability
     return f"""
 gpu_device_info {{

@@ -9,7 +9,7 @@ from MaxText.config.schema import Config
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.cost_table import MFU_RULE
 from MaxText.cost.device_memory import GPU_FRACTION
-from MaxText.cost.job_plan import USABLE_SHARE, Plan
+from MaxText.cost.job_plan import USABLE_SHARE, JobPlan
 from MaxText.cost.plan_search import command_with_plan
 from MaxText.metrics.tables import format_table, short_count, short_time
 
@@ -17,7 +17,7 @@ _GB = 1e9
 _WIDTH = 100  # columns of a usual terminal's screen
 
 
-def describe(plan: Plan, tokens: float, price: float | None) -> str:
+def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
     """Describes memory, communication, time and cost of a run."""
     program = plan.program
     section = program.config.model
@@ -56,7 +56,7 @@ def _stages(program: Program) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: JobPlan) -> str:
     memory = plan.memory
     rows = [
         ("parameters", memory.parameters, "exact"),
@@ -100,7 +100,7 @@ def _largest(live: Sequence) -> str:
     )
 
 
-def _communication(plan: Plan) -> str:
+def _communication(plan: JobPlan) -> str:
     if not plan.communication:
         return "communication: none, one device"
     rows = [
@@ -117,7 +117,7 @@ def _communication(plan: Plan) -> str:
     return format_table(header, cells, total, right=(1, 2, 3, 4))
 
 
-def _time(plan: Plan, tokens: float, price: float | None) -> str:
+def _time(plan: JobPlan, tokens: float, price: float | None) -> str:
     time, per_device = plan.time, plan.tokens_per_device
     steps = tokens / plan.program.tokens_per_update
 
@@ -146,7 +146,7 @@ def _time(plan: Plan, tokens: float, price: float | None) -> str:
     return f"{table}\n{_filled(notes)}"
 
 
-def _time_and_cost(plan: Plan, seconds: float, tokens: float, price: float | None) -> list[str]:
+def _time_and_cost(plan: JobPlan, seconds: float, tokens: float, price: float | None) -> list[str]:
     whole = tokens / plan.program.tokens_per_update * seconds
     money = [] if price is None else [f"{price * plan.hardware.num_chips * whole / 3600:,.0f}"]
     return [short_time(whole), *money]
@@ -169,7 +169,7 @@ def _mesh_words(program: Program) -> str:
 
 
 def format_proposals(
-    plans: Sequence[Plan],
+    plans: Sequence[JobPlan],
     config: Config,
     arguments: Sequence[str],
     tokens: float,

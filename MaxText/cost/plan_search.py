@@ -15,14 +15,14 @@ from typing import Any
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.catalog import unflatten
-from MaxText.config.model_sections import Pipeline
+from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.cost.abstract_step import Program, abstract_model
 from MaxText.cost.communication import communication_costs
 from MaxText.cost.hardware import Hardware
-from MaxText.cost.job_plan import USABLE_SHARE, Plan, make_program_for, plan_of
+from MaxText.cost.job_plan import USABLE_SHARE, JobPlan, make_program_for, plan_of
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.cost.step_memory import min_memory
 from MaxText.cost.step_time import min_step_time
@@ -43,11 +43,11 @@ class _Mesh:
     batches: list[dict[str, Any]]
 
 
-def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
+def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[JobPlan]:
     """Returns at most MAX_PROPOSALS fitting plans, the shortest step first."""
-    search = _Search(flatten(config), hardware, peak)
-    found: list[Plan] = []
-    smallest: Plan | None = None
+    search = _PlanSearch(flatten(config), hardware, peak)
+    found: list[JobPlan] = []
+    smallest: JobPlan | None = None
     for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
         if len(found) == MAX_PROPOSALS and mesh.seconds >= found[-1].time.estimate:
             break
@@ -78,7 +78,7 @@ class NothingFits(UserError):
     exit_code = 1
 
 
-def searched_overrides(plan: Plan, config: Config) -> dict[str, str]:
+def searched_overrides(plan: JobPlan, config: Config) -> dict[str, str]:
     """Returns a plan's searched keys and values as typed on the command line."""
     changed = diff_configs(flatten(config), flatten(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
@@ -86,7 +86,7 @@ def searched_overrides(plan: Plan, config: Config) -> dict[str, str]:
     return {name: changed[name][1].strip('"') for name in searched if name in changed}
 
 
-def command_with_plan(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
+def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
     """Returns the command line of `config` with a plan's keys, once each."""
     new = searched_overrides(plan, config)
     kept = [word for word in arguments if word.partition("=")[0] not in new]
@@ -94,7 +94,7 @@ def command_with_plan(arguments: Sequence[str], plan: Plan, config: Config) -> l
 
 
 @dataclasses.dataclass(frozen=True)
-class _Search:
+class _PlanSearch:
     given: dict[str, Any]
     hardware: Hardware
     peak: PeakFlops
@@ -111,7 +111,7 @@ class _Search:
                     yield _Mesh(seconds, keys, every[number:])
                     break
 
-    def plans(self, mesh: _Mesh) -> tuple[list[Plan], Plan | None]:
+    def plans(self, mesh: _Mesh) -> tuple[list[JobPlan], JobPlan | None]:
         """Returns fitting plans, and the one with the least memory.
 
         Each policy has its largest microbatch, unless a faster one (that saves more) fits with an
@@ -120,7 +120,7 @@ class _Search:
         batches = self._small_enough(mesh)
 
         @functools.cache
-        def plan_with(policy: str, number: int) -> Plan | None:
+        def plan_with(policy: str, number: int) -> JobPlan | None:
             program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
             return None if program is None else plan_of(program, self.hardware, self.peak)
 
@@ -129,7 +129,7 @@ class _Search:
             return plan is not None and plan.fits
 
         closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
-        found: list[Plan] = []
+        found: list[JobPlan] = []
         if closest is None or not closest.fits:
             return found, closest
         larger = len(batches)  # microbatches before this index are larger than all that fit
@@ -194,7 +194,7 @@ LONG_SEQUENCE = 8192
 MAX_CONTEXT = 8
 _BYTES_OF_A_WEIGHT = 16  # a float32 weight, two moments, and its gradient
 
-_PIPELINE = tuple(Pipeline.model_fields)
+_PIPELINE = tuple(PipelineConfig.model_fields)
 MESH_KEYS = (*(size_key(axis, network) for network in NETWORKS for axis in MESH_AXES), *_PIPELINE)
 
 Keys = dict[str, int]

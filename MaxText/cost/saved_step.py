@@ -6,17 +6,17 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.cost import serialized_executable, step_fingerprint
 from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 
 _SHOWN = 8  # differences listed
 
 
-def save(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
+def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
     """Writes a step for train.py; returns the signature."""
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
@@ -37,8 +37,8 @@ def save(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
     return serialized_executable.write(path, kept, executable)
 
 
-def open_saved(
-    config: Config, section: Model, layout: Layout, state: Any
+def load_compiled(
+    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
 ) -> Callable[[Any], Callable | None] | None:
     """Returns a function from batch shapes to the saved step, if any.
 

@@ -12,10 +12,10 @@ import jax
 
 import MaxText
 from MaxText.config.catalog import flatten, keys_by_section
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.values import to_yaml
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.runtime.compilation_cache import cpu_fingerprint
 
 # Sections and single keys that determine a step.
@@ -32,7 +32,9 @@ _SOURCES = ("layers", "training", "parallelism/logical_sharding.py", "parallelis
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
 
 
-def fingerprint(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
+def fingerprint(
+    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
+) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
     `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without

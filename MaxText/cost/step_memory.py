@@ -16,14 +16,14 @@ import optax
 from jax.sharding import Mesh
 
 from MaxText.config.axis_rules import MESH_AXES
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cached
 from MaxText.cost.jaxpr_graph import SizeOf, Traced, plain_size, tiled_size, traced
 from MaxText.cost.liveness import PeakMemory, peak_memory
 from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import Rules, axis_rules
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.objective import loss_sums, num_tokens
 
 
@@ -138,7 +138,7 @@ def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages:
 
 @cached
 def _trace(
-    section: ModelSection,
+    section: ModelConfig,
     size: tuple[int, int],
     platform: str,
     rules: Rules,
@@ -153,7 +153,7 @@ def _trace(
     def loss(params: Any, batch: Any) -> jax.Array:
         key = jax.random.key(0) if section.is_random else None
         sums = loss_sums(model.merge(params), batch, objective, key, training=True)
-        totals = jnp.maximum(jnp.sum(batch.weights_BT), 1.0), num_tokens(batch)
+        totals = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0), num_tokens(batch)
         return sum(sums.means(*totals).values())  # type: ignore[return-value]
 
     hidden = size[1], section.shape.dimensions.emb_dim  # [..., T, D]
@@ -205,7 +205,7 @@ def _update_bytes(program: Program) -> float:
     """Returns the optimizer's working bytes besides gradients."""
     state, layout = program.abstract_state, program.layout
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
-    alike = Layout(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
+    alike = ShardingPlan(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
     leaves, structure = jax.tree.flatten((state.params, state.opt_state))
     shardings = jax.tree.leaves((alike.params, alike.opt_state))
     shards = tuple(

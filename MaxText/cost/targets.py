@@ -31,7 +31,7 @@ _TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES | _LONGER_CUBES, "v6e":
 _GPUS_PER_HOST = 8
 
 
-class Target(NamedTuple):
+class CompileTarget(NamedTuple):
     """A machine to compile for; `num_devices` and `topology` are of one slice.
 
     `platform` is JAX's name, `memory` in bytes per device, 0 if unknown.
@@ -46,7 +46,7 @@ class Target(NamedTuple):
     num_slices: int = 1
 
 
-def find(name: str, num_slices: int = 1) -> Target:
+def find_target(name: str, num_slices: int = 1) -> CompileTarget:
     """Returns the machine named e.g. v5e-16, 2xv5p-8, h100-8, 8xH100 or cpu-4.
 
     `num_slices` is compile_topology_num_slices; a name with several slices sets them itself.
@@ -62,7 +62,7 @@ def find(name: str, num_slices: int = 1) -> Target:
                 f"number of devices: compile_topology={kind}-{num_slices * number}"
             )
         if kind == "cpu":
-            return Target(f"cpu-{number}", "cpu", "", number, 0, {})
+            return CompileTarget(f"cpu-{number}", "cpu", "", number, 0, {})
         return _gpus(kind, number)
     if num_slices > 1 and count not in (1, num_slices):
         raise UserError(
@@ -80,7 +80,7 @@ def find(name: str, num_slices: int = 1) -> Target:
         options["chips_per_host_bounds"] = (1, 1, 1)
     topology, memory = f"{kind}:{shapes[chips]}", int(CHIPS[kind].memory)
     slices = max(count, num_slices)
-    return Target(f"{kind}-{number}", "tpu", topology, chips, memory, options, slices)
+    return CompileTarget(f"{kind}-{number}", "tpu", topology, chips, memory, options, slices)
 
 
 def names() -> list[str]:
@@ -92,7 +92,7 @@ def names() -> list[str]:
     ]
 
 
-def prepare_environment(target: Target) -> None:
+def prepare_environment(target: CompileTarget) -> None:
     """Sets the plug-in's start variables; call it before importing JAX."""
     # The devices compiled for are not those of this process.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -113,7 +113,7 @@ def prepare_environment(target: Target) -> None:
             os.environ["XLA_FLAGS"] = f"{present} {flag}".strip()
 
 
-def devices(target: Target) -> Sequence[Any]:
+def devices(target: CompileTarget) -> Sequence[Any]:
     """Returns devices to compile for, possibly absent ones.
 
     Raises UserError if the plug-in is missing or does not know the machine.
@@ -152,7 +152,7 @@ def devices(target: Target) -> Sequence[Any]:
     return found.devices
 
 
-def _gpus(kind: str, number: int) -> Target:
+def _gpus(kind: str, number: int) -> CompileTarget:
     hosts, per_host = 1, number
     if number > _GPUS_PER_HOST:
         hosts, rest = divmod(number, _GPUS_PER_HOST)
@@ -163,7 +163,7 @@ def _gpus(kind: str, number: int) -> Target:
                 f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
             )
     memory = nvidia.MEMORY[kind]
-    return Target(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
+    return CompileTarget(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
 
 
 def _known(kind: str) -> str:

@@ -42,7 +42,7 @@ def make_score_step(
         bytes_BT = counts_V[batch.targets_BT]
         # A text that follows a control id begins with a space that the tokenizer added.
         begins_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
-        counts_BT = batch.weights_BT > 0
+        counts_BT = batch.loss_mask_BT > 0
         correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
         return correct | {
             "nats": sums.in_nats,

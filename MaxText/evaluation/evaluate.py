@@ -33,7 +33,13 @@ if TYPE_CHECKING:
     from MaxText.input_pipeline.data_sources import OpenDataSource
 
 _FOLDER = "eval"  # in the run folder
-_DATA_KEYS = ("dataset_path", "grain_eval_files", "dataset_mix", "dataset_type", "eval_split")
+_DATA_KEYS = (
+    "dataset_path",
+    "grain_eval_files",
+    "data_mixture_weights",
+    "dataset_type",
+    "eval_split",
+)
 
 
 class EvaluationRequest(NamedTuple):
@@ -153,7 +159,7 @@ def _score_data(trained: TrainedModel, data_set: _DataSet, show: Show) -> dict[s
     length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
     limit = config.evaluation.eval_steps
     windows = "side by side" if stride == -1 else f"every {stride} targets"
-    across = ", across documents" if data.attend_across_documents else ""
+    across = ", across documents" if data.cross_document_attention else ""
     show(source_table(scores))
     show(f"windows of {length} tokens, {windows}{across}")
     if limit != -1:
@@ -162,7 +168,7 @@ def _score_data(trained: TrainedModel, data_set: _DataSet, show: Show) -> dict[s
         "split": data.eval_split,
         "max_target_length": length,
         "eval_stride": stride,
-        "attend_across_documents": data.attend_across_documents,
+        "cross_document_attention": data.cross_document_attention,
         "eval_steps": limit,
         "sources": [score.to_json() for score in scores],
         "total": total_score(scores).to_json(),

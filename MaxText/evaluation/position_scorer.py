@@ -153,8 +153,8 @@ def _score_positions(
 ):
     """Returns -log p of the targets and whether they are argmax, [B, C]."""
     decoder = model.merge(params)
-    batch = Batch(tokens_BT, targets_BT=None, weights_BT=None, segments_BT=segments_BT)
-    h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
+    batch = Batch(tokens_BT, targets_BT=None, loss_mask_BT=None, segments_BT=segments_BT)
+    h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     head_state = decoder.head_state(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, positions_BC[..., None], axis=1)
     h_BCD = constrain(h_BCD, *HIDDEN)

@@ -67,7 +67,7 @@ def make_eval_step(
     def eval_step(params, batch: Batch) -> dict[str, jax.Array]:
         module, objective = model.merge(params), model.section.objective
         sums = loss_sums(module, batch, objective, count_correct=count_correct)
-        counts = {"total_weights": jnp.sum(batch.weights_BT)}
+        counts = {"total_weights": jnp.sum(batch.loss_mask_BT)}
         if sums.correct is not None:
             counts["correct"] = sums.correct
         return sums.target_sums | counts

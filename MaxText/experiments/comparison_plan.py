@@ -282,7 +282,7 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Trial:
     """One training run of a comparison."""
 
     label: str
@@ -291,7 +291,7 @@ class Run:
     folder: Path
     weight: float  # share of the total work, in seconds or FLOPs
     stage: int | None = None  # from 1; None for a single run
-    previous: "Run | None" = None  # run of the previous stage
+    previous: "Trial | None" = None  # run of the previous stage
 
     @property
     def name(self) -> str:
@@ -309,17 +309,17 @@ class Run:
         return self.folder / "train.log"
 
 
-Chain = Sequence[Run]  # one configuration and seed: a single run, or its stages in order
+StageSequence = Sequence[Trial]  # one configuration and seed: a single run, or its stages in order
 
 
-def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[Chain]:
+def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[StageSequence]:
     """Returns all chains, seed by seed; interruption leaves pairs."""
     return [_chain(plan, variant, seed) for seed in plan.seeds for variant in variants]
 
 
-def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
+def _chain(plan: Plan, variant: Variant, seed: int) -> StageSequence:
     planned = plan.planned[variant.label].stages
-    runs: list[Run] = []
+    runs: list[Trial] = []
     for index, stage in enumerate(stage_numbers(len(planned))):
         changes = planned[index].changes
         if stage is not None and stage < len(planned):
@@ -330,7 +330,7 @@ def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
         folder = plan.folder / variant.label / run_path(seed, stage)
         config = run_config(variant.stages[index], changes, folder, seed)
         weight = planned[index].seconds or planned[index].flops
-        runs.append(Run(variant.label, seed, config, folder, weight, stage, previous))
+        runs.append(Trial(variant.label, seed, config, folder, weight, stage, previous))
     return runs
 
 

@@ -16,7 +16,7 @@ from etils import epath
 from MaxText.config.serialization import flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.comparison_plan import Chain, Plan, Run, run_path
+from MaxText.experiments.comparison_plan import Plan, StageSequence, Trial, run_path
 from MaxText.experiments.seed_statistics import (
     Estimate,
     format_difference,
@@ -25,7 +25,7 @@ from MaxText.experiments.seed_statistics import (
 )
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.goodput import PARTS, Goodput
-from MaxText.metrics.run_record import RunRecord, read_run
+from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
 from MaxText.metrics.tables import format_table, short_count
 from MaxText.reports.formatting import ABSENT, loss, operations
@@ -46,14 +46,14 @@ class RunResult:
     state: str
     validation_loss: float | None  # final, in nats per token; None if the run did not complete
     validation_tokens: float | None
-    training_loss: float | None  # see RunRecord.training_loss
+    training_loss: float | None  # see RunHistory.training_loss
     parameters: int | None  # of the final model
     steps: int
     tokens: float
     flops: float
     train_seconds: float  # in training steps, without compilation, evaluation and saving
     folder: str  # relative to the comparison's folder
-    loss_kind: str = ""  # see RunRecord.loss_kind
+    loss_kind: str = ""  # see RunHistory.loss_kind
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -105,7 +105,7 @@ class ConfigResults:
         return perplexity(self.loss.mean)
 
 
-def load_record(run: Run) -> RunRecord | None:
+def load_record(run: Trial) -> RunHistory | None:
     """Returns the run's record; None if it has not started recording."""
     try:
         return read_run(run.folder)
@@ -115,7 +115,7 @@ def load_record(run: Run) -> RunRecord | None:
         return None
 
 
-def is_over(run: Run) -> bool:
+def is_over(run: Trial) -> bool:
     """Returns whether a run ended, or an earlier stage diverged."""
     record = load_record(run)
     if record is not None and record.state in FINISHED:
@@ -123,14 +123,14 @@ def is_over(run: Run) -> bool:
     return run.previous is not None and _has_diverged(run.previous)
 
 
-def _has_diverged(run: Run) -> bool:
+def _has_diverged(run: Trial) -> bool:
     record = load_record(run)
     if record is not None and record.state == DIVERGED:
         return True
     return run.previous is not None and _has_diverged(run.previous)
 
 
-def load_chain_record(chain: Chain) -> RunRecord | None:
+def load_chain_record(chain: StageSequence) -> RunHistory | None:
     """Returns a chain's merge_stage_records record; None until it is over."""
     if not all(map(is_over, chain)):
         return None
@@ -141,7 +141,7 @@ def load_chain_record(chain: Chain) -> RunRecord | None:
     return merge_stage_records([first, *others], first.folder.parent)
 
 
-def merge_stage_records(records: Sequence[RunRecord], folder: epath.Path) -> RunRecord:
+def merge_stage_records(records: Sequence[RunHistory], folder: epath.Path) -> RunHistory:
     """Joins the records of the completed stages of a chain, in order.
 
     Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
@@ -156,7 +156,7 @@ def merge_stage_records(records: Sequence[RunRecord], folder: epath.Path) -> Run
     return dataclasses.replace(whole, folder=folder, name=folder.name, facts=facts)
 
 
-def _append_stage(before: RunRecord, after: RunRecord) -> RunRecord:
+def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
     attempt = before.goodput.attempts[-1].number + 1
     offsets = dict(zip(_COUNTED, (before.tokens, before.flops), strict=True))
     offsets |= {"step": before.last_step + 1 if before.last_step is not None else 0}
@@ -192,7 +192,7 @@ def _goodput(before: Goodput, after: Goodput, first_attempt: int) -> Goodput:
     return Goodput(seconds, (*before.attempts, *attempts))
 
 
-def summarize(chain: Chain, record: RunRecord) -> RunResult:
+def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
     """Summarizes a chain and its merge_stage_records record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}

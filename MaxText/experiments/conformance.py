@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import array_specs, path_name
+from MaxText.checkpointing.compatibility import array_specs, leaf_path
 from MaxText.config.catalog import flatten
 from MaxText.config.schema import Config
 from MaxText.cost.flops import count_flops
@@ -24,9 +24,9 @@ from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
 from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
-from MaxText.layers.key_value_cache import with_capacity
+from MaxText.layers.kv_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -138,7 +138,7 @@ class Subject:
         sums = loss_sums(
             model.merge(params), batch, model.section.objective, self.key, training=True
         )
-        return sum(sums.means(batch.weights_BT.sum(), num_tokens(batch)).values())  # type: ignore
+        return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
 
     def _program(self, params: Parameters) -> Any:
         def loss(params, model):
@@ -194,7 +194,7 @@ def variants() -> Batch:
 
 def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
     decoder = model.merge(params)
-    h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
+    h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
 
 
@@ -238,7 +238,7 @@ def products(jaxpr: Any) -> int:
 
 def _by_name(tree: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+    return {leaf_path(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:
@@ -359,7 +359,11 @@ def _formats(subject: Subject) -> str | None:
     """Checks dtypes in bfloat16 and decode state shapes abstractly."""
     model = Model(subject.configure(dtype="bfloat16").model)
     for what, found, wanted in (
-        ("hidden states", lambda params: model.merge(params).hidden(variants())[0], jnp.bfloat16),
+        (
+            "hidden states",
+            lambda params: model.merge(params).hidden_states(variants())[0],
+            jnp.bfloat16,
+        ),
         ("logits", lambda params: _logits(model, params, variants()), jnp.float32),
     ):
         dtype = jax.eval_shape(found, model.abstract).dtype
@@ -417,7 +421,7 @@ def _devices(subject: Subject) -> str | None:
     wanted = jax.jit(jax.value_and_grad(loss))(subject.params)
     for sizes in MESHES:
         config = subject.configure(**sizes)
-        layout, model = make_layout(config.mesh, devices[:8]), Model(config.model)
+        layout, model = make_sharding_plan(config.mesh, devices[:8]), Model(config.model)
         shardings = layout.abstract_state(model.initialize, model.parameters)
         params = jax.tree.map(
             lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
@@ -519,7 +523,7 @@ def _step_on_devices(subject: Subject) -> str | None:
 
     def moved(**sizes: int) -> dict[str, np.ndarray]:
         config = subject.configure(learning_rate=0.01, steps=4, **sizes)
-        layout = make_layout(config.mesh, devices[: math.prod(sizes.values())])
+        layout = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = _trainer(config)
         abstract = layout.abstract_state(initialize, model.parameters)
         state = layout.init_state(initialize, abstract, 0)

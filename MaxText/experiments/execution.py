@@ -15,10 +15,10 @@ from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
 from MaxText.experiments.compare_args import UNITS, CompareArgs
 from MaxText.experiments.comparison_plan import (
-    Chain,
     ComparisonSpec,
     Plan,
-    Run,
+    StageSequence,
+    Trial,
     chains_of,
     format_budget,
     format_changes,
@@ -49,13 +49,13 @@ from MaxText.experiments.comparison_results import (
     write_summary_csv,
 )
 from MaxText.experiments.runs_progress import RunsProgress
-from MaxText.experiments.solving import solve_plan, solved_variants, validation_errors
+from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.step_timing import time_steps
 from MaxText.experiments.variants import Variant, confounding_keys
-from MaxText.metrics.run_record import RunRecord, read_run
+from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.reports.formatting import loss
-from MaxText.reports.page import Section, Table
-from MaxText.reports.writing import write_report
+from MaxText.reports.page import PageSection, PageTable
+from MaxText.reports.report_writer import write_report
 
 Show = Callable[[str], None]
 
@@ -136,7 +136,7 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _run_all(runs: Sequence[Run], folder: Path, show: Show) -> None:
+def _run_all(runs: Sequence[Trial], folder: Path, show: Show) -> None:
     finished = [run for run in runs if is_over(run)]
     show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
     with RunsProgress(runs, finished, show) as progress:
@@ -165,7 +165,7 @@ def _run_all(runs: Sequence[Run], folder: Path, show: Show) -> None:
 def _collect_results(
     plan: Plan,
     variants: Sequence[Variant],
-    chains: Sequence[Chain],
+    chains: Sequence[StageSequence],
     unasked: Sequence[str],
     say: Show,
 ) -> None:
@@ -184,18 +184,22 @@ def _collect_results(
 
 def sections(
     plan: Plan, variants: Sequence[Variant], groups: Sequence[ConfigResults], unasked: Sequence[str]
-) -> list[Section]:
+) -> list[PageSection]:
     """Returns the report's sections on the comparison."""
-    found = Section(
+    found = PageSection(
         "Result",
         [TABLE_NOTE, *summary_lines(groups, plan, variants)],
-        Table(HEADER, table_rows(groups)),
+        PageTable(HEADER, table_rows(groups)),
     )
     ranked = ranking_rows(groups)
-    ranking = [Section("Ranking", [RANKING_NOTE], Table(RANKING_HEADER, ranked))] if ranked else []
+    ranking = (
+        [PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked))]
+        if ranked
+        else []
+    )
     header, rows = plan_rows(plan)
     warnings = [f"The configurations differ in {line}." for line in unasked]
-    made_equal = Section(
+    made_equal = PageSection(
         "How the budgets were matched",
         [
             f"match={plan.question.match}: {format_budget(plan, variants)}.",
@@ -204,7 +208,7 @@ def sections(
             f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
             *warnings,
         ],
-        Table(header, rows),
+        PageTable(header, rows),
     )
     return [found, *ranking, made_equal]
 
@@ -212,7 +216,7 @@ def sections(
 def write_results(
     plan: Plan,
     variants: Sequence[Variant],
-    records: Sequence[RunRecord],
+    records: Sequence[RunHistory],
     groups: Sequence[ConfigResults],
     unasked: Sequence[str],
 ) -> Path:

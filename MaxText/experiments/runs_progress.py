@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from MaxText.experiments.comparison_plan import Run
+from MaxText.experiments.comparison_plan import Trial
 from MaxText.metrics.sinks.terminal import print_above, start_bar
 from MaxText.metrics.step_line import format_duration
 
@@ -21,8 +21,8 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
 
     def __init__(
         self,
-        runs: Sequence[Run],
-        finished: Collection[Run],
+        runs: Sequence[Trial],
+        finished: Collection[Trial],
         show: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
@@ -54,7 +54,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._line_at = self._now()
         print_above(self._bar, text, self._show)
 
-    def begin(self, run: Run, steps: int) -> None:
+    def begin(self, run: Trial, steps: int) -> None:
         """Starts or resumes a run, with `steps` completed earlier."""
         self._run, self._began = run, self._now()
         self._first, self._reported = steps, (self._began, steps)
@@ -72,25 +72,25 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         name = self._names[id(self._run)]
         self._update(name)
         if self._bar is None and now - self._line_at >= _SECONDS_BETWEEN_LINES:
-            self.line(f"{name}: {done}/{self._run.config.run.steps} steps{self.left()}")
+            self.line(f"{name}: {done}/{self._run.config.run.steps} steps{self.eta()}")
 
-    def end(self, run: Run, result: str) -> None:
+    def end(self, run: Trial, result: str) -> None:
         """Ends the current run."""
         took = format_duration(self._now() - self._began)
         self._finish(run)
-        self.line(f"{self._names[id(run)]}: {result}, {took}{self.left()}")
+        self.line(f"{self._names[id(run)]}: {result}, {took}{self.eta()}")
 
-    def skip(self, run: Run, why: str) -> None:
+    def skip(self, run: Trial, why: str) -> None:
         """Skips a run."""
         self._finish(run)
         self.line(f"{self._names[id(run)]}: {why}")
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: Trial) -> None:
         self._done += run.weight
         self._reported = self._now(), 0
         self._update("")
 
-    def left(self) -> str:
+    def eta(self) -> str:
         """Returns ", about ... left", or "" while unknown."""
         rest = self._total - self._completed()
         if self._work <= 0 or rest <= 0:
@@ -104,7 +104,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
 
     def _update(self, what: str) -> None:
         if self._bar is not None:
-            left = self.left().removeprefix(", ")
+            left = self.eta().removeprefix(", ")
             self._bar.update(self._task, description=what, completed=self._completed(), left=left)
 
     def __exit__(self, *exception: object) -> None:

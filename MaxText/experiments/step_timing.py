@@ -9,7 +9,7 @@ from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.errors import UserError
-from MaxText.experiments.comparison_plan import Plan, Run, run_config, stage_name, stage_numbers
+from MaxText.experiments.comparison_plan import Plan, Trial, run_config, stage_name, stage_numbers
 from MaxText.experiments.train_subprocess import tail, train
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import read_run
@@ -91,7 +91,7 @@ def short_config(config: Config, folder: Path) -> Config:
 
 def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
-    run = Run(name, 0, short_config(config, folder), folder, 0.0)
+    run = Trial(name, 0, short_config(config, folder), folder, 0.0)
     code = train(run, lambda steps: None)
     if code:
         raise UserError(

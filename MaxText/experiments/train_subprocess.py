@@ -20,7 +20,7 @@ from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.serialization import resolved_yaml
 from MaxText.early_signals import handled
 from MaxText.errors import UserError
-from MaxText.experiments.comparison_plan import Run
+from MaxText.experiments.comparison_plan import Trial
 from MaxText.metrics.events import EVENTS_FILE
 
 TRAIN = REPOSITORY / "MaxText" / "train.py"
@@ -117,7 +117,7 @@ def signals_as_exceptions() -> Iterator[None]:
         yield
 
 
-def train(run: Run, on_steps: Callable[[int], None]) -> int:
+def train(run: Trial, on_steps: Callable[[int], None]) -> int:
     """Runs train.py to its end; returns the exit code, negative for a signal.
 
     `on_steps` periodically receives the number of completed steps. On KeyboardInterrupt and other
@@ -146,7 +146,7 @@ def train(run: Run, on_steps: Callable[[int], None]) -> int:
             raise
 
 
-def write_config(run: Run) -> None:
+def write_config(run: Trial) -> None:
     """Writes the run's configuration next to its folder."""
     try:
         run.folder.parent.mkdir(parents=True, exist_ok=True)

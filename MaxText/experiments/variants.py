@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # Keys that make losses incomparable if they differ.
 _UNLIKE_LOSSES = {
-    "vocab_size", "max_target_length", "dataset_type", "dataset_path", "dataset_mix",
+    "vocab_size", "max_target_length", "dataset_type", "dataset_path", "data_mixture_weights",
     "grain_train_files", "grain_eval_files", "train_split", "eval_split", "eval_steps",
     "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training", "loss_type",
     "entmax_alpha",

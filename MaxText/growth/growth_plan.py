@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from MaxText.checkpointing.matching import ArraySpec, mismatches
+from MaxText.checkpointing.compatibility import ArraySpec, mismatches
 from MaxText.layers.pattention import slots_by_place
 from MaxText.parallelism.logical_sharding import ParamSpec
 

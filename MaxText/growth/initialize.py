@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from MaxText.checkpointing.matching import ArraySpec, array_specs, mismatches, path_name
+from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path, mismatches
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth
@@ -28,7 +28,7 @@ def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) 
             fresh.pop(name).delete()
 
     def place(path: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path_name(path)
+        name = leaf_path(path)
         drawn = fresh.pop(name, None)
         stored = growth.source.read(name)
         array = _placed(growth.plan.leaves[name], stored, wanted, drawn)
@@ -51,7 +51,7 @@ def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_sta
     plans = _moment_plans(growth, array_specs(abstract_opt_state))
 
     def place(path: Any, wanted: jax.ShapeDtypeStruct, fresh: jax.Array) -> jax.Array:
-        name = path_name(path)
+        name = leaf_path(path)
         if name not in plans:
             return fresh
         assert growth.source.read_other is not None  # its arrays are among the plans

@@ -11,14 +11,16 @@ old_slots_learning_rate  factor of the updates of pre-existing slots
 from collections.abc import Mapping
 from typing import Any
 
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.growth_plan import GrowthPlan
 from MaxText.layers.pattention import slots_by_place
 
 Record = Mapping[str, Any]
 
 
-def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, float]) -> Record:
+def make_record(
+    growth: GrowthPlan, section: CheckpointingConfig, zoom: Mapping[str, float]
+) -> Record:
     """Returns the record of a growth, with the fixed keys `zoom`."""
     rate = section.growth.old_slots_learning_rate
     return {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.matching import ArraySpec, ConfigHint, format_mismatches
+from MaxText.checkpointing.compatibility import ArraySpec, ConfigDiff, format_mismatches
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan, IncompatibleShapesError, plan
 from MaxText.parallelism.logical_sharding import ParamSpec
@@ -20,7 +20,7 @@ class SourceCheckpoint(NamedTuple):
 
     folder: str
     step: int | None  # step at which they were saved, if known
-    metadata: Mapping[str, Any]  # as of matching.checkpoint_metadata; empty if there is none
+    metadata: Mapping[str, Any]  # as of compatibility.checkpoint_metadata; empty if there is none
     parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
     read: Callable[[str], np.ndarray]  # returns a parameter by name
     stored: checkpoint_files.StoredCheckpoint | None = None  # None for a Hugging Face checkpoint
@@ -34,7 +34,7 @@ class SourceCheckpoint(NamedTuple):
         try:
             return plan(self.parameters, parameters)
         except IncompatibleShapesError as error:
-            hint = ConfigHint(self.metadata.get("config"), config_flat)
+            hint = ConfigDiff(self.metadata.get("config"), config_flat)
             lines = [f"{self.folder}: {format_mismatches(error.problems, hint)}"]
             if self.stored is None:
                 command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"

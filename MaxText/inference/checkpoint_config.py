@@ -12,7 +12,7 @@ from MaxText.config.serialization import with_current_names
 from MaxText.config.sources import CheckpointConfig
 
 _KEY = "load_parameters_path"
-_NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
+_NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "data_mixture_weights")
 # Sections taken from the weights. Devices, folders and schedules belong to the training run.
 _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 

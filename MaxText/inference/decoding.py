@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
@@ -19,7 +19,7 @@ from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.text_files import JsonlWriter, Prompt, read_prompts
 from MaxText.inference.trained_model import load_model
 from MaxText.layers.model import Model, Parameters
-from MaxText.parallelism.mesh import Layout, microbatch_size
+from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
 
 Write = Callable[[str], None]
 
@@ -40,7 +40,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     """
     config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
-    output = JsonlWriter(section.decode_output, section.prompt_file)
+    output = JsonlWriter(section.decode_output_path, section.prompt_file)
     trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))
     batch_size = microbatch_size(config.batch, trained.layout)
@@ -67,7 +67,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
 def write_sample(
     model: Model,
     params: Parameters,
-    layout: Layout,
+    layout: ShardingPlan,
     config: Config,
     tokenizer_folder: Path,
     run_folder: Any,
@@ -95,7 +95,7 @@ def write_sample(
     return text
 
 
-def sampling_params(section: Decoding) -> SamplingParams:
+def sampling_params(section: DecodingConfig) -> SamplingParams:
     """Returns the settings of decode_sampling_strategy."""
     strategy = section.decode_sampling_strategy
     nucleus = {"nucleus_p": section.decode_sampling_nucleus_p}
@@ -115,12 +115,12 @@ def _generate(
     engine: Engine,
     tokenizer: ModelTokenizer,
     prompts: list[Prompt],
-    section: Decoding,
+    section: DecodingConfig,
     batch_size: int,
     write: Write,
     output: JsonlWriter,
 ) -> list[str]:
-    samples = section.decode_num_samples
+    samples = section.decode_num_return_sequences
     asked = [prompt for prompt in prompts for _ in range(samples)]
     ids = [tokenizer.encode(prompt.text) for prompt in asked]
     if empty := [prompt for prompt, prompt_ids in zip(asked, ids, strict=True) if not prompt_ids]:
@@ -130,8 +130,8 @@ def _generate(
         )
     stopping = StoppingCriteria(
         section.max_new_tokens,
-        frozenset() if section.decode_ignore_end else frozenset(tokenizer.eos_ids),
-        section.decode_stop,
+        frozenset() if section.decode_ignore_eos else frozenset(tokenizer.eos_ids),
+        section.decode_stop_strings,
     )
     streams = len(asked) == 1 and section.decode_stream
     if streams:

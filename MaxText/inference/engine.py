@@ -16,9 +16,9 @@ import numpy as np
 
 from MaxText.inference.sampling import SamplingParams, sample
 from MaxText.layers.decoder import Decoder, States
-from MaxText.layers.key_value_cache import capacity_of, with_capacity
+from MaxText.layers.kv_cache import capacity_of, with_capacity
 from MaxText.layers.model import Model, Parameters
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 
 SMALLEST_PROMPT = 16
 SMALLEST_CAPACITY = 64
@@ -34,7 +34,7 @@ class DecodeState:
     lengths_B: jax.Array  # including the newest token
     keys_B: jax.Array
     num_drawn_B: jax.Array  # folded into the key of the next draw
-    seen_BV: jax.Array | None  # bool, ids in each sequence; None without a repetition penalty
+    generated_BV: jax.Array | None  # bool, ids in each sequence; None without a repetition penalty
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class Engine:
         self,
         model: Model,
         params: Parameters,
-        layout: Layout,
+        layout: ShardingPlan,
         sampling: SamplingParams,
         *,
         num_ids: int | None = None,
@@ -155,7 +155,7 @@ class Engine:
             lengths_B=lengths_B,
             keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
             num_drawn_B=num_drawn_B,
-            seen_BV=self._seen(tokens_BT, lengths_B),
+            generated_BV=self._seen(tokens_BT, lengths_B),
         )
         return self._draw(decoder, last_B1D, state)
 
@@ -180,18 +180,18 @@ class Engine:
         head_state, positions_B1 = state.cache[-1], state.lengths_B[:, None] - 1
         logits_BV = decoder.logits(h_B1D, head_state, positions_B1)[:, 0]
         keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.num_drawn_B)
-        seen_BV = state.seen_BV
+        generated_BV = state.generated_BV
         tokens_B, log_probabilities_B = sample(
-            logits_BV, keys_B, self._sampling, seen_BV, num_ids=self._num_ids
+            logits_BV, keys_B, self._sampling, generated_BV, num_ids=self._num_ids
         )
-        if seen_BV is not None:
-            seen_BV = seen_BV.at[jnp.arange(len(tokens_B)), tokens_B].set(True)
+        if generated_BV is not None:
+            generated_BV = generated_BV.at[jnp.arange(len(tokens_B)), tokens_B].set(True)
         state = dataclasses.replace(
             state,
             tokens_B=tokens_B,
             lengths_B=state.lengths_B + 1,
             num_drawn_B=state.num_drawn_B + 1,
-            seen_BV=seen_BV,
+            generated_BV=generated_BV,
         )
         return state, StepOutput(tokens_B, log_probabilities_B)
 

@@ -78,7 +78,7 @@ def sample(
     logits_BV: jax.Array,
     key_B: jax.Array,
     params: SamplingParams,
-    seen_BV: jax.Array | None = None,
+    generated_BV: jax.Array | None = None,
     *,
     num_ids: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -86,7 +86,7 @@ def sample(
 
     Args:
       key_B: One key per sequence, so that a draw does not depend on its batch.
-      seen_BV: bool, ids already in a sequence, for the repetition penalty.
+      generated_BV: bool, ids already in a sequence, for the repetition penalty.
       num_ids: Ids from here on are vocabulary padding and never sampled.
 
     Returns:
@@ -94,9 +94,9 @@ def sample(
       logits. It is NaN if logits are NaN, +inf or all -inf; the id is then meaningless.
     """
     if params.temperature == 0:
-        token_B = _argmax(_adjusted_logits(logits_BV, params, seen_BV, num_ids))
+        token_B = _argmax(_adjusted_logits(logits_BV, params, generated_BV, num_ids))
     else:
-        p_BV = probabilities(logits_BV, params, seen_BV, num_ids=num_ids)
+        p_BV = probabilities(logits_BV, params, generated_BV, num_ids=num_ids)
         token_B = jax.vmap(_draw)(key_B, p_BV)
     logits_BV = logits_BV.astype(jnp.float32)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
@@ -106,12 +106,12 @@ def sample(
 def probabilities(
     logits_BV: jax.Array,
     params: SamplingParams,
-    seen_BV: jax.Array | None = None,
+    generated_BV: jax.Array | None = None,
     *,
     num_ids: int | None = None,
 ) -> jax.Array:
     """Returns the distribution of `sample`, float32 [B, V]."""
-    logits_BV = _adjusted_logits(logits_BV, params, seen_BV, num_ids)
+    logits_BV = _adjusted_logits(logits_BV, params, generated_BV, num_ids)
     if params.temperature == 0:
         return jax.nn.one_hot(_argmax(logits_BV), logits_BV.shape[-1])
     # With a maximum of 0 the division cannot overflow upward, however small the temperature.
@@ -135,14 +135,14 @@ def probabilities(
     return p_BV
 
 
-def _adjusted_logits(logits_BV, params, seen_BV, num_ids):
+def _adjusted_logits(logits_BV, params, generated_BV, num_ids):
     logits_BV = logits_BV.astype(jnp.float32)
     if params.repetition_penalty != 1:
-        if seen_BV is None:
-            raise ValueError(f"repetition_penalty={params.repetition_penalty} needs seen_BV")
+        if generated_BV is None:
+            raise ValueError(f"repetition_penalty={params.repetition_penalty} needs generated_BV")
         penalty = params.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-        logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
+        logits_BV = jnp.where(generated_BV, penalised_BV, logits_BV)
     if num_ids is not None and num_ids < logits_BV.shape[-1]:
         logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < num_ids, logits_BV, -jnp.inf)
     return logits_BV

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
@@ -97,7 +97,7 @@ class Prompt(NamedTuple):
     extra_fields: dict[str, Any]
 
 
-def read_prompts(section: Decoding) -> list[Prompt]:
+def read_prompts(section: DecodingConfig) -> list[Prompt]:
     """Returns the prompts of prompt_file, or else the one in `prompt`."""
     path = section.prompt_file
     if not path:
@@ -106,13 +106,13 @@ def read_prompts(section: Decoding) -> list[Prompt]:
 
 
 class JsonlWriter:
-    """JSON lines of decode_output, one per finished text; overwrites the file."""
+    """JSON lines of finished texts; overwrites the file."""
 
     def __init__(self, name: str, prompt_file: str):
         """Checks that `name`, if any, is writable and not the prompt file."""
         self._path = Path(name).expanduser() if name else None
         self._mode = "w"  # of the first text, which replaces the contents
-        check_not_input("decode_output", name, "prompt_file", prompt_file)
+        check_not_input("decode_output_path", name, "prompt_file", prompt_file)
         self._write("a", "")
 
     def _write(self, mode: str, text: str) -> None:
@@ -124,7 +124,7 @@ class JsonlWriter:
                 file.write(text)
         except OSError as error:
             raise UserError(
-                f"decode_output={self._path} cannot be written: {error.strerror}."
+                f"decode_output_path={self._path} cannot be written: {error.strerror}."
             ) from error
 
     def add(self, row: dict[str, Any]) -> None:

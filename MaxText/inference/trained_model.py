@@ -25,7 +25,7 @@ class TrainedModel:
     params: Any
     source: str  # one-line description of the weights' origin
     folder: str  # checkpoint step folder, or Hugging Face checkpoint
-    metadata: Mapping[str, Any]  # of checkpointing.matching.checkpoint_metadata
+    metadata: Mapping[str, Any]  # of checkpointing.compatibility.checkpoint_metadata
 
     def open_tokenizer(self, *, typed: bool) -> ModelTokenizer:
         """Opens the tokenizer of the weights, see model_tokenizer."""
@@ -40,7 +40,7 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
     """
     import jax
 
-    from MaxText.conversion.initial_weights import open_parameters
+    from MaxText.conversion.initial_weights import open_pretrained
     from MaxText.layers.model import Model
     from MaxText.parallelism import mesh
     from MaxText.training import backend_defaults
@@ -48,14 +48,14 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
     run = config.run
     devices = start_up.find_devices(run.hardware)
     show(compilation_cache.enable(run, devices[0].platform, may_make=False))
-    layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    layout = mesh.ShardingPlan(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)
     section, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     model = Model(section)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
-    given = open_parameters(path, key, abstract, flatten(config), show)
+    given = open_pretrained(path, key, abstract, flatten(config), show)
     params = jax.block_until_ready(given.read())
     for warning in import_modules.changes(given.metadata):
         show(warning)

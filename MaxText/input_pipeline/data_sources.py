@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.config.data_sections import SAMPLINGS, Data, Preparation, mix_part
+from MaxText.config.data_sections import SAMPLINGS, DataConfig, PreparationConfig, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, open_with_retries
@@ -54,12 +54,12 @@ class DataSource:
     stitch: int = 1  # documents per window with documents_* sampling
 
 
-def train_sources(data: Data) -> list[DataSource]:
+def train_sources(data: DataConfig) -> list[DataSource]:
     """Returns the datasets to train on; UserError unless weights are positive."""
-    if data.dataset_mix:
-        parts = map(mix_part, data.dataset_mix)
+    if data.data_mixture_weights:
+        parts = map(mix_part, data.data_mixture_weights)
         return [
-            DataSource(location, "dataset_mix", weight, sampling, stitch)
+            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
             for location, stitch, sampling, weight in parts
         ]
     if data.grain_train_files:
@@ -67,7 +67,7 @@ def train_sources(data: Data) -> list[DataSource]:
     return _weighted(data.dataset_path, "dataset_path")
 
 
-def eval_sources(data: Data) -> list[DataSource]:
+def eval_sources(data: DataConfig) -> list[DataSource]:
     if data.grain_eval_files:
         return _weighted(data.grain_eval_files, "grain_eval_files")
     if data.dataset_path:
@@ -114,8 +114,8 @@ class OpenDataSource:
 class SourcesRequest:
     """The datasets to open for training or evaluation."""
 
-    data: Data
-    preparation: Preparation
+    data: DataConfig
+    preparation: PreparationConfig
     for_training: bool
     vocab_size: int
     show: Callable[[str], None]
@@ -204,7 +204,7 @@ def open_sources(
     data, for_training, vocab_size = request.data, request.for_training, request.vocab_size
     options = SequenceOptions(
         length,
-        data.attend_across_documents,
+        data.cross_document_attention,
         data.zero_loss,
         data.use_truncation and not data.packing,
     )
@@ -268,7 +268,9 @@ def _check_tokens(
         )
 
 
-def _slice(data: Data, entry: DataSource, tokens: TokenData, options: SequenceOptions) -> Windows:
+def _slice(
+    data: DataConfig, entry: DataSource, tokens: TokenData, options: SequenceOptions
+) -> Windows:
     cache_dir = Path(data.data_cache_dir).expanduser()
     if entry.sampling != CHUNKS:
         _check_no_labels(entry, tokens)
@@ -298,7 +300,7 @@ def _check_no_labels(entry: DataSource, tokens: TokenData) -> None:
 
 
 def _gpt_neox_samples(
-    data: Data,
+    data: DataConfig,
     entry: DataSource,
     tokens: TokenData,
     options: SequenceOptions,
@@ -319,7 +321,7 @@ def _gpt_neox_samples(
     return GptNeoxSamples(tokens, options, data.data_shuffle_seed, cache_dir, samples, documents)
 
 
-def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
+def _file_groups(data: DataConfig, tokens: TokenData, windows: Windows) -> np.ndarray | None:
     """Returns the first window of each group of files, and the end."""
     files = tokens.store.file_of_document if data.iter_file_nums else None
     if files is None or len(files) <= 2:
@@ -328,7 +330,7 @@ def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray 
     return np.unique(np.append(windows.first_window(firsts), len(windows)))
 
 
-def mix_sources(data: Data, opened: list[OpenDataSource]) -> SequenceDataset:
+def mix_sources(data: DataConfig, opened: list[OpenDataSource]) -> SequenceDataset:
     """Returns the training sequences of the only source, or of a mixture."""
     if len(opened) == 1:
         return opened[0].rows
@@ -345,12 +347,12 @@ def concatenate_sources(opened: list[OpenDataSource]) -> SequenceDataset:
     return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
 
 
-def weights(data: Data, opened: list[OpenDataSource]) -> list[float]:
+def weights(data: DataConfig, opened: list[OpenDataSource]) -> list[float]:
     power = 1 / data.mixture_temperature if data.mixture_temperature else 0
     return [source.entry.weight * len(source.data.store) ** power for source in opened]
 
 
-def describe(data: Data, opened: list[OpenDataSource], num_rows: int | None) -> str:
+def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int | None) -> str:
     """Describes the sources: contents, share, and epochs."""
     lines = []
     for source in opened:
@@ -367,7 +369,7 @@ def describe(data: Data, opened: list[OpenDataSource], num_rows: int | None) -> 
     return "\n".join(lines)
 
 
-def _padding(data: Data, source: OpenDataSource) -> list[str]:
+def _padding(data: DataConfig, source: OpenDataSource) -> list[str]:
     """Returns a line if more than 1% of the positions are padding."""
     windows = source.rows.windows
     if windows.padding_share <= 0.01:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
@@ -178,7 +178,7 @@ class Inspection:
             batch = next(batches)
         finally:
             batches.close()
-        arrays = {"tokens": batch.tokens_BT, "weights": batch.weights_BT}
+        arrays = {"tokens": batch.tokens_BT, "weights": batch.loss_mask_BT}
         if batch.segments_BT is not None:
             arrays["segments"] = batch.segments_BT
         mask_id = None
@@ -241,7 +241,7 @@ def _whole(per_device: float, num_devices: int) -> int:
 
 
 def _load(
-    preparation: Preparation, folder: Path | None, show: Callable[[str], None]
+    preparation: PreparationConfig, folder: Path | None, show: Callable[[str], None]
 ) -> TextTokenizer | None:
     """Returns the tokenizer of the dataset, else tokenizer_path, else None."""
     try:
@@ -341,23 +341,23 @@ def batch_lines(
     `arrays` are tokens, weights and optionally segments, [B, T]. `origins` are per sample, which is
     several rows if sequences are shortened. `show_tokens` gets ids without padding.
     """
-    tokens_BT, weights_BT = arrays["tokens"], arrays["weights"]
+    tokens_BT, loss_mask_BT = arrays["tokens"], arrays["weights"]
     num_rows, length = tokens_BT.shape
     rows_of_sample = num_rows // len(origins)
     lines = [
         f"Step {step}: {num_rows:,} sequences of {length:,} tokens, "
-        f"{np.count_nonzero(weights_BT):,} of {weights_BT.size:,} targets count, ids "
+        f"{np.count_nonzero(loss_mask_BT):,} of {loss_mask_BT.size:,} targets count, ids "
         f"{tokens_BT.min()} to {tokens_BT.max()}. Ranges of documents include the token after the "
         "sequence, if it is a target."
     ]
     if "segments" in arrays:
-        used_BT = (weights_BT > 0) | (arrays["segments"] > 0)
+        used_BT = (loss_mask_BT > 0) | (arrays["segments"] > 0)
     else:
-        used_BT = (weights_BT > 0) | (tokens_BT != pad_id)
+        used_BT = (loss_mask_BT > 0) | (tokens_BT != pad_id)
     for row in range(num_rows):
         used = int(np.flatnonzero(used_BT[row])[-1]) + 1 if used_BT[row].any() else 0
         padding = f", {length - used:,} tokens of padding" if used < length else ""
-        counted = np.count_nonzero(weights_BT[row])
+        counted = np.count_nonzero(loss_mask_BT[row])
         lines.append(f"Sequence {row}: {counted:,} targets of {length:,}{padding}")
         sample, part = divmod(row, rows_of_sample)
         if part:

@@ -17,7 +17,8 @@ _KEY_OF = {
     "split": "train_split",
     "seed": "data_shuffle_seed",
     "shuffle": "enable_data_shuffling",
-    "cut": "the way rows are cut (packing, grain_packing_type, use_truncation, dataset_mix)",
+    "cut": "the way rows are cut (packing, grain_packing_type, use_truncation, "
+    "data_mixture_weights)",
     "file_groups": "iter_file_nums",
     "mixture": "the weights of the mixture",
     "masking": "the mlm_ keys",
@@ -46,7 +47,7 @@ class _HostBatches:
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes reads raise StopWaiting, even blocked ones, once `when` is true."""
+        """Makes reads raise WaitCancelledError once `when` is true."""
         self._reader.stopping = when
 
     def _read(self, step: int) -> Batch:
@@ -54,7 +55,7 @@ class _HostBatches:
         return Batch(
             tokens_BT=arrays["tokens"],
             targets_BT=arrays["targets"],
-            weights_BT=arrays["weights"],
+            loss_mask_BT=arrays["weights"],
             positions_BT=arrays.get("positions"),
             segments_BT=arrays.get("segments"),
         )

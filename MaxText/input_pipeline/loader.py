@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from MaxText.config.data_sections import Data, Masking, Preparation
+from MaxText.config.data_sections import DataConfig, MaskingConfig, PreparationConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
@@ -39,7 +39,7 @@ _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unb
 def open_batches(
     config: Config,
     schedule: BatchSchedule,
-    eval_rows: int,
+    eval_batch_size: int,
     part: int,
     parts: int,
     stopping: Callable[[], bool] = never,
@@ -47,7 +47,7 @@ def open_batches(
 ) -> tuple[BatchIterator, EvalBatches | None]:
     """Returns this process's training and (if enabled) evaluation batches.
 
-    It reads shard `part` of `parts` of each batch. `eval_rows` is the global evaluation batch size.
+    It reads shard `part` of `parts` of each batch. `eval_batch_size` is global.
     """
     reading: dict[str, Any] = {
         "masking": config.masking,
@@ -70,7 +70,7 @@ def open_batches(
         config.data,
         eval_steps=evaluation.eval_steps,
         max_target_length=config.model.shape.max_target_length,
-        global_batch_size=eval_rows,
+        global_batch_size=eval_batch_size,
         **reading,
     )
     evaluating.stop_waiting(stopping)
@@ -78,12 +78,12 @@ def open_batches(
 
 
 def make_train_iterator(
-    data: Data,
+    data: DataConfig,
     *,
     schedule: BatchSchedule,
     vocab_size: int,
-    masking: Masking | None = None,
-    preparation: Preparation | None = None,
+    masking: MaskingConfig | None = None,
+    preparation: PreparationConfig | None = None,
     process_index: int = 0,
     process_count: int = 1,
     num_steps: int | None = None,
@@ -100,7 +100,7 @@ def make_train_iterator(
         vocab_size; the batch does not split over the hosts; or excluded_samples is not a list of
         ranges.
     """
-    masking, preparation = masking or Masking(), preparation or Preparation()
+    masking, preparation = masking or MaskingConfig(), preparation or PreparationConfig()
     _check_hosts(schedule, process_index, process_count)
     identity: dict[str, Any] = {
         "data_set": "synthetic",
@@ -151,14 +151,14 @@ def make_train_iterator(
 
 
 def make_eval_iterator(
-    data: Data,
+    data: DataConfig,
     *,
     eval_steps: int,
     max_target_length: int,
     vocab_size: int,
     global_batch_size: int,
-    masking: Masking | None = None,
-    preparation: Preparation | None = None,
+    masking: MaskingConfig | None = None,
+    preparation: PreparationConfig | None = None,
     process_index: int = 0,
     process_count: int = 1,
     show: Callable[[str], None] = print,
@@ -169,7 +169,7 @@ def make_eval_iterator(
     batches; -1 is the whole split. Raises UserError as make_train_iterator does, and for an unknown
     or empty split.
     """
-    masking, preparation = masking or Masking(), preparation or Preparation()
+    masking, preparation = masking or MaskingConfig(), preparation or PreparationConfig()
     schedule = BatchSchedule.constant(global_batch_size, max_target_length)
     _check_hosts(schedule, process_index, process_count)
     num_steps = sys.maxsize if eval_steps == -1 else eval_steps
@@ -238,7 +238,7 @@ def open_source_batches(
     if stride != -1:
         windows = _sliding_windows(config.data, source, stride, shape.max_target_length)
         sequences = OrderedWindows(windows, EpochPermutation(len(windows), 0, False, 1), 0)
-        masking = Masking()
+        masking = MaskingConfig()
     schedule = BatchSchedule.constant(rows, shape.max_target_length)
     _check_hosts(schedule, part, parts)
     options = _processing([source], masking, shape.vocab_size)
@@ -248,7 +248,7 @@ def open_source_batches(
 
 
 def _sliding_windows(
-    data: Data, source: OpenDataSource, stride: int, length: int
+    data: DataConfig, source: OpenDataSource, stride: int, length: int
 ) -> SlidingWindows:
     name = f"{source.entry.key}={source.entry.location}"
     if source.data.labels is not None:
@@ -256,12 +256,12 @@ def _sliding_windows(
             f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
             "eval_stride=-1."
         )
-    options = SequenceOptions(length, data.attend_across_documents, data.zero_loss)
+    options = SequenceOptions(length, data.cross_document_attention, data.zero_loss)
     windows = SlidingWindows(source.data, options, stride)
     if len(windows) == 0:
         raise UserError(
             f"{name}: no document has two tokens, so there is nothing to predict within one. "
-            "Set attend_across_documents=true to score them as one text."
+            "Set cross_document_attention=true to score them as one text."
         )
     return windows
 
@@ -278,7 +278,11 @@ def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int
 
 
 def _open(
-    request: SourcesRequest, masking: Masking, window: int, num_samples: int | None, log: RetryLog
+    request: SourcesRequest,
+    masking: MaskingConfig,
+    window: int,
+    num_samples: int | None,
+    log: RetryLog,
 ) -> list[OpenDataSource]:
     # CLS takes one position of each sequence.
     with_cls = masking.mlm_training and masking.mlm.cls_token_id >= 0
@@ -288,19 +292,21 @@ def _open(
         # packed windows only the last has padding.
         for source in opened:
             windows = source.rows.windows
-            whole = request.data.attend_across_documents and isinstance(windows, ConcatThenSplit)
+            whole = request.data.cross_document_attention and isinstance(windows, ConcatThenSplit)
             windows.has_documents = not whole
     return opened
 
 
-def _stored_masking(masking: Masking) -> str:
+def _stored_masking(masking: MaskingConfig) -> str:
     """Returns the identity of masking, as stored with data positions."""
     entries = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
     flat = {"mlm_training": masking.mlm_training, **entries}
     return TypeAdapter(dict).dump_json(flat).decode()
 
 
-def _processing(opened: list[OpenDataSource], masking: Masking, vocab_size: int) -> dict[str, Any]:
+def _processing(
+    opened: list[OpenDataSource], masking: MaskingConfig, vocab_size: int
+) -> dict[str, Any]:
     """Returns how GlobalBatch checks and masks the sequences of some sources."""
     # Without labels, opening the data may have checked all ids.
     known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
@@ -310,7 +316,7 @@ def _processing(opened: list[OpenDataSource], masking: Masking, vocab_size: int)
     }
 
 
-def _masked(masking: Masking, opened: list[OpenDataSource], vocab_size: int) -> MLMMasking:
+def _masked(masking: MaskingConfig, opened: list[OpenDataSource], vocab_size: int) -> MLMMasking:
     special: set[int] = set()
     mask_id = None
     for source in opened:

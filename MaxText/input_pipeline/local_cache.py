@@ -24,7 +24,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.storage import file_access
-from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
@@ -167,7 +167,7 @@ def copies_folder(cache_dir: Path, *identity: str) -> Path:
 def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
     """Copies missing remote files to a local folder.
 
-    Raises UnreadableFile for the source and UserError for the target folder.
+    Raises FileReadError for the source and UserError for the target folder.
     """
     missing = [file for file in files if not (folder / _name(file)).exists()]
     if not missing:
@@ -198,6 +198,6 @@ def _copy(file: FileInfo, to: str) -> None:
         raise
     except Exception as error:  # fsspec backends raise their own errors
         problem = f"{file.path} cannot be read ({file_access.reason(error)})"
-        raise UnreadableFile(problem, file.path) from error
+        raise FileReadError(problem, file.path) from error
     if os.path.getsize(to) != file.size:
-        raise UnreadableFile(f"{file.path} ended early while it was copied", file.path)
+        raise FileReadError(f"{file.path} ended early while it was copied", file.path)

@@ -21,10 +21,10 @@ import grain
 import numpy as np
 from absl import flags
 
-from MaxText.config.data_sections import Data
-from MaxText.errors import StopWaiting, UserError
+from MaxText.config.data_sections import DataConfig
+from MaxText.errors import UserError, WaitCancelledError
 from MaxText.storage import file_access
-from MaxText.storage.errors import UnreadableFile, is_transient
+from MaxText.storage.errors import FileReadError, is_transient
 from MaxText.storage.file_access import is_url
 
 # Prefetched elements are whole batches, so a few suffice.
@@ -116,8 +116,8 @@ class Prefetcher:
     def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
         """Returns the next batch within `timeout` seconds (None: no limit).
 
-        Raises ReadTimeout, StopWaiting if `stopping` returns true, WorkerDiedError, or any error
-        from reading the batch.
+        Raises ReadTimeout, WaitCancelledError if `stopping` returns true, WorkerDiedError, or any
+        error from reading the batch.
         """
         result = _get(self._ready, timeout, stopping, "no batch came")
         self._wanted.put(None)
@@ -205,7 +205,7 @@ def _get(
             left = until - time.monotonic()
             return ready.get(timeout=max(0.0, min(left, _SECONDS_BETWEEN_LOOKS)))
         if stopping():
-            raise StopWaiting
+            raise WaitCancelledError
         if time.monotonic() >= until:
             raise ReadTimeout(f"{problem} within {timeout:g} s")
 
@@ -215,7 +215,7 @@ def call_with_timeout(
 ) -> _Value:
     """Calls a function, abandoning it if it hangs.
 
-    Raises ReadTimeout, or StopWaiting if `stopping` returns true.
+    Raises ReadTimeout, or WaitCancelledError if `stopping` returns true.
     """
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -233,11 +233,11 @@ def call_with_timeout(
 
 
 def interruptible_sleep(seconds: float, stopping: Callable[[], bool]) -> None:
-    """Sleeps; raises StopWaiting if `stopping` is or becomes true."""
+    """Sleeps; raises WaitCancelledError if `stopping` is or becomes true."""
     until = time.monotonic() + seconds
     while True:
         if stopping():
-            raise StopWaiting
+            raise WaitCancelledError
         left = until - time.monotonic()
         if left <= 0:
             return
@@ -275,7 +275,7 @@ class RetryPolicy:
     timeout: float = 0.0  # seconds without a batch that count as a failure; 0 is unlimited
 
     @classmethod
-    def of(cls, data: Data) -> "RetryPolicy":
+    def of(cls, data: DataConfig) -> "RetryPolicy":
         return cls(data.data_retry.attempts, data.data_retry.delay, data.data_retry.timeout)
 
     def call(
@@ -292,7 +292,7 @@ class RetryPolicy:
 
         `attempt` takes the attempt number, from 1. Errors for which `is_worth_it` is false are
         raised at once. Raises UserError, starting with `what` and ending with `hint`, after the
-        last attempt, and StopWaiting if `stopping` returned true.
+        last attempt, and WaitCancelledError if `stopping` returned true.
         """
         began, delay, number = time.monotonic(), self.seconds, 0
         while True:
@@ -382,7 +382,8 @@ class RetryingReader:
     def read(self, step: int) -> dict[str, Any]:
         """Returns the arrays of the next step, or of any step after `close`.
 
-        Raises UserError after all retries or if the data does not fit the model, or StopWaiting.
+        Raises UserError after all retries or if the data does not fit the model, or
+        WaitCancelledError.
         """
         interruptible_sleep(0.0, self.stopping)
 
@@ -400,7 +401,7 @@ class RetryingReader:
         arrays = self._policy.call(
             f"Step {step} of the {self._what} could not be read",
             attempt,
-            is_worth_it=lambda error: isinstance(error, (UnreadableFile, OSError)),
+            is_worth_it=lambda error: isinstance(error, (FileReadError, OSError)),
             hint=self._hint,
             log=self._log,
             stopping=self.stopping,
@@ -423,12 +424,12 @@ class RetryingReader:
     def _reopen(self) -> None:
         """Reopens all files; rereads the last batch to see whether they changed.
 
-        Raises UnreadableFile if they did, because they may be put back.
+        Raises FileReadError if they did, because they may be put back.
         """
         for one in self._opened:
             for store in (one.data.store, one.data.labels):
                 if store is not None:
-                    file_access.forget(store.files)
+                    file_access.invalidate_cache(store.files)
         if self._last_batch is None:
             return
         step, arrays = self._last_batch
@@ -436,11 +437,11 @@ class RetryingReader:
             again = self.source[step]
             if all(np.array_equal(again[name], arrays[name]) for name in arrays):
                 return
-        except UnreadableFile:
+        except FileReadError:
             raise
         except UserError:  # ids beyond vocab_size
             pass
-        raise UnreadableFile(
+        raise FileReadError(
             f"The files changed: step {step}, read again, gives another batch. Restore the files "
             "that the run was started with, or start a new run (another run_name).",
             "",

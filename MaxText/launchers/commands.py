@@ -51,10 +51,10 @@ def train_command() -> list[str]:
     return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
 
 
-class RetryPolicy(NamedTuple):
-    """Retries for lack of capacity: `tries` in total, `seconds` apart."""
+class CapacityRetry(NamedTuple):
+    """Retries for lack of capacity, `seconds` apart."""
 
-    tries: int
+    max_attempts: int
     seconds: float
 
 
@@ -65,7 +65,7 @@ class Commands:
         self._show = show
         self.dry_run = dry_run
 
-    def run(self, command: Sequence[str], *, retry: RetryPolicy | None = None) -> None:
+    def run(self, command: Sequence[str], *, retry: CapacityRetry | None = None) -> None:
         """Runs a command with its output on the terminal.
 
         With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises
@@ -74,9 +74,9 @@ class Commands:
         self._show(f"+ {shlex.join(command)}")
         if self.dry_run:
             return
-        tries = retry.tries if retry else 1
+        max_attempts = retry.max_attempts if retry else 1
         kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"} if retry else {}
-        for number in range(1, tries + 1):
+        for number in range(1, max_attempts + 1):
             done = self._start(command, **kept)
             if done.stderr:
                 self._show(done.stderr.rstrip())
@@ -84,11 +84,11 @@ class Commands:
                 return
             errors = done.stderr or ""
             is_full = _NO_CAPACITY.search(errors) and not _QUOTA.search(errors)
-            if retry is None or not is_full or number == tries:
-                many = f" (attempt {number}/{tries})" if is_full else ""
+            if retry is None or not is_full or number == max_attempts:
+                many = f" (attempt {number}/{max_attempts})" if is_full else ""
                 code = done.returncode
                 raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
-            self._show(f"No capacity. Attempt {number + 1}/{tries} in {retry.seconds:g} s.")
+            self._show(f"No capacity. Attempt {number + 1}/{max_attempts} in {retry.seconds:g} s.")
             time.sleep(retry.seconds)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:

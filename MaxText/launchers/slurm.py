@@ -43,7 +43,7 @@ def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
         *job.options,
     ]
     devices = job.nodes * job.gpus_per_node
-    codes = "|".join(str(code) for code in exit_codes.WORTH_A_RESTART)
+    codes = "|".join(str(code) for code in exit_codes.RESTARTABLE)
     return "\n".join(
         [
             "#!/bin/bash",
@@ -78,7 +78,7 @@ def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) ->
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"cannot write {path}: {error}. Set --logs to another folder."
+                f"cannot write {path}: {error}. Set --log-dir to another folder."
             ) from error
     answer = commands.output(["sbatch", "--parsable", str(path)])
     number = answer.partition(";")[0]

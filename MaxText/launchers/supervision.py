@@ -49,20 +49,20 @@ def combined_exit_code(codes: Sequence[int | None]) -> int:
     signals, 76, SIGABRT, 75 and 0. SIGABRT ranks below 76 because jax aborts processes whose
     coordinator exited first. Processes that had to be stopped (None) are ignored.
     """
-    first = [exit_codes.USER_MISTAKE, exit_codes.DIVERGED]
-    last = [exit_codes.STUCK, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.DONE]
+    first = [exit_codes.USER_ERROR, exit_codes.DIVERGED]
+    last = [exit_codes.STALLED, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.SUCCESS]
     known = {code: rank for rank, code in enumerate([*first, "error", "signal", *last])}
     own = [code for code in codes if code is not None]
 
     def order(code: int) -> int:
         return known.get(code, known["error" if code > 0 else "signal"])
 
-    return min(own, key=order, default=exit_codes.STUCK)
+    return min(own, key=order, default=exit_codes.STALLED)
 
 
 def is_restartable(code: int) -> bool:
     """Returns whether the same command may succeed: after 75, 76 and signals."""
-    return code < 0 or code in exit_codes.WORTH_A_RESTART
+    return code < 0 or code in exit_codes.RESTARTABLE
 
 
 def newest_checkpoint(run_folder: str | None) -> int:
@@ -154,7 +154,7 @@ def _words(code: int) -> str:
         return f"a process was killed by {signal.Signals(-code).name}"
     reasons = {
         exit_codes.PREEMPTED: "stopped by SIGTERM or a preemption notice",
-        exit_codes.STUCK: "stalled, or a peer process died",
+        exit_codes.STALLED: "stalled, or a peer process died",
     }
     return f"exit code {code}: {reasons.get(code, 'failed')}"
 

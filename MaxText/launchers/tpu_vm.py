@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.cost.hardware import find
+from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands, RetryPolicy
+from MaxText.launchers.commands import CapacityRetry, Commands
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -31,7 +31,7 @@ class TpuVm(NamedTuple):
     accelerator_type: str = ""  # such as v5p-32; for create and queue
     version: str = ""  # runtime version, for create and queue
     spot: bool = False
-    retry: RetryPolicy = RetryPolicy(1, 60.0)
+    retry: CapacityRetry = CapacityRetry(1, 60.0)
     flags: tuple[str, ...] = ()  # further gcloud flags for create and queue
 
     @property
@@ -62,7 +62,7 @@ class TpuVmLaunch:
     def queue(self) -> None:
         """Requests a queued resource until it is active; retries if refused."""
         tpu = self._require_accelerator_type("queue")
-        for number in range(1, tpu.retry.tries + 1):
+        for number in range(1, tpu.retry.max_attempts + 1):
             self._commands.run(
                 [
                     *self._queued("create", tpu.name),
@@ -78,11 +78,11 @@ class TpuVmLaunch:
                 return
             # A refused or preempted resource keeps its name taken.
             self._commands.run([*self._queued("delete", tpu.name), "--force", "--quiet"])
-            if number < tpu.retry.tries:
+            if number < tpu.retry.max_attempts:
                 time.sleep(tpu.retry.seconds)
         raise UserError(
-            f"the request for {tpu.name} ended in state {state}, {tpu.retry.tries} times. Use "
-            "another zone or type, or more --tries."
+            f"the request for {tpu.name} ended in state {state}, {tpu.retry.max_attempts} times. "
+            "Use another zone or type, or more --max-attempts."
         )
 
     def _wait_in_queue(self) -> str:
@@ -116,7 +116,7 @@ class TpuVmLaunch:
         launch = [
             *self._expected_devices(),
             ".venv/bin/python", "MaxText/launch.py", "local", "1", "--supervise",
-            f"--max-restarts={max_restarts}", f"--logs={_LOGS}", "--", *arguments,
+            f"--max-restarts={max_restarts}", f"--log-dir={_LOGS}", "--", *arguments,
         ]  # fmt: skip
         self._ssh(
             f"cd {FOLDER} && mkdir -p {_LOGS} && "
@@ -127,9 +127,9 @@ class TpuVmLaunch:
         )
 
     def _expected_devices(self) -> list[str]:
-        """Returns a command prefix with the device count, if --type is known."""
+        """Returns a command prefix with the device count, if it is known."""
         try:
-            number = find(self._tpu.accelerator_type).num_devices
+            number = find_hardware(self._tpu.accelerator_type).num_devices
         except UserError:  # no type given, or newer than the table
             return []
         return ["env", f"{NUM_DEVICES_VARIABLE}={number}"]
@@ -174,8 +174,9 @@ class TpuVmLaunch:
         tpu = self._tpu
         if not (tpu.accelerator_type and tpu.version):
             raise UserError(
-                f"{action} requires --type and --version, e.g. --type=v5p-32 "
-                "--version=v2-alpha-tpuv5 (gcloud compute tpus versions list)."
+                f"{action} requires --accelerator-type and --version, e.g. "
+                "--accelerator-type=v5p-32 --version=v2-alpha-tpuv5 "
+                "(gcloud compute tpus versions list)."
             )
         return tpu
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.layers.weights import Init, constant, weight
+from MaxText.layers.params import Init, constant, param
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -93,7 +93,7 @@ def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
     return jnp.where(x >= 0, x, slope * x)
 
 
-def _aria(x, *, lower, upper, offset, factor, rate, root):
+def _aria2(x, *, lower, upper, offset, factor, rate, root):
     """ARiA: x times Richards' curve (Patwardhan et al. 2018)."""
     # Clamped against overflow; the curve is 0 there.
     growth = jnp.exp(jnp.minimum(rate * x / (1 + jax.nn.softplus(root)), 60))
@@ -120,7 +120,7 @@ def _proottanh(x, *, power, offset, root):
 
 LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # initial scalars
     "aria": (
-        _aria,
+        _aria2,
         {"lower": 0.0, "upper": 1.0, "offset": 0.0, "factor": 1.0, "rate": -1.0, "root": 0.0},
     ),
     "prelu": (_prelu, {"slope": 0.2}),
@@ -137,7 +137,7 @@ class LearnedActivation(nnx.Module):
         self.function, first_values = LEARNED[name]
         self.names = tuple(first_values)
         for parameter, value in first_values.items():
-            number = weight(rngs, (), (), constant(value), dtype=init.weight_dtype)
+            number = param(rngs, (), (), constant(value), dtype=init.weight_dtype)
             setattr(self, parameter, number)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -6,21 +6,20 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from MaxText.config.layer_sections import Attention as AttentionSection
-from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.layer_sections import AttentionConfig, Dimensions
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import lookup, register
 from MaxText.layers.attention_core import AttentionSpec, PersistentKV, dot_product_attention
 from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.flash_attention import TILE, flash_attention, supports_shape
-from MaxText.layers.key_value_cache import KeyValueCache, SlidingWindowCache
+from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import apply_rotary
-from MaxText.layers.weights import Init, weight
 from MaxText.parallelism.logical_sharding import constrain, current_sharding, split_axes
 
 QUERY_AXES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
@@ -43,7 +42,7 @@ class Attention(Mixer):
     has_softmax = True
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
-    def __init__(self, model: ModelSection, init: Init, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, init: Init, rngs: nnx.Rngs):
         section = model.attention
         D, N, K, H = init.dimensions[:4]
         draw = init.initializers
@@ -66,7 +65,7 @@ class Attention(Mixer):
         )
         memories = section.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
-            weight(
+            param(
                 rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.memory,
                 dtype=init.weight_dtype,
             )
@@ -79,12 +78,12 @@ class Attention(Mixer):
         self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
 
     @classmethod
-    def sliding_window(cls, section: AttentionSection) -> int | None:
+    def sliding_window(cls, section: AttentionConfig) -> int | None:
         """Returns the window, a query's own token included, or None."""
         return None
 
     @classmethod
-    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         section, per_key = keys.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
         window = cls.sliding_window(section)
         memories = section.num_mem_kv if cls.has_memories else 0
@@ -98,7 +97,7 @@ class Attention(Mixer):
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         bytes_per_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
         if (window := cls.sliding_window(keys.attention)) is not None:
@@ -226,11 +225,11 @@ class LocalAttention(Attention):
     has_memories = False
 
     @classmethod
-    def sliding_window(cls, section: AttentionSection) -> int | None:
+    def sliding_window(cls, section: AttentionConfig) -> int | None:
         return section.sliding_window_size
 
     @classmethod
-    def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
+    def notes(cls, keys: ModelConfig, length: int) -> tuple[str, str]:
         window, causal = keys.attention.sliding_window_size, keys.attention.causal
         counted = average_keys_visible(length, causal=causal, window=window)
         multiplied = average_keys_computed(keys.attention, length, window)

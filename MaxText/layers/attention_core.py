@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dense import einsum_f32
@@ -160,7 +160,7 @@ def _local_attention(
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 
-def softmax_windows(section: Model) -> list[int | None]:
+def softmax_windows(section: ModelConfig) -> list[int | None]:
     """Returns W of each layer with softmax attention; None is full attention."""
     mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
     return [

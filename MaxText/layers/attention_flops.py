@@ -1,6 +1,6 @@
 """Average number of keys per query, by MFU rule and as executed."""
 
-from MaxText.config.layer_sections import Attention as AttentionSection
+from MaxText.config.layer_sections import AttentionConfig
 from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
 from MaxText.layers.flash_attention import TILE
 from MaxText.layers.flash_attention import average_keys_computed as flash_keys_multiplied
@@ -13,7 +13,7 @@ def average_keys_visible(length: int, *, causal: bool, window: int | None = None
 
 
 def average_keys_computed(
-    section: AttentionSection, length: int, window: int | None = None
+    section: AttentionConfig, length: int, window: int | None = None
 ) -> float:
     """Returns the average keys multiplied per query, masked ones included."""
     if section.attention == "flash" and length % TILE == 0:
@@ -28,7 +28,7 @@ def average_keys_computed(
     return sum((end - start) * end for start, end in ends) / length
 
 
-def query_block(section: AttentionSection, length: int) -> int:
+def query_block(section: AttentionConfig, length: int) -> int:
     """Returns the query rows per block of dot_product_attention."""
     if section.attention == "dot_product" or not section.causal:
         return length

@@ -14,7 +14,7 @@ class Batch:
 
     tokens_BT: Any  # int32 input ids
     targets_BT: Any  # int32 ids to predict
-    weights_BT: Any  # float32, 1 if the target counts in the loss, 0 at padding and boundaries
+    loss_mask_BT: Any  # float32, 1 if the target counts in the loss, 0 at padding and boundaries
     positions_BT: Any = None  # int32 position within the document; None is 0..T-1
     segments_BT: Any = None  # int32 document from 1, bounds attention; 0: padding; None: only one
 

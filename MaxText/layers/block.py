@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from MaxText.config.model_sections import Layer
+from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import lookup
 from MaxText.layers.capture import scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
-from MaxText.layers.part import FeedForward, Inputs, Mixer, Scalars, check_output
-from MaxText.layers.weights import Init
+from MaxText.layers.params import Init
+from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars, check_output
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, constrain
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
@@ -25,7 +25,7 @@ class Block(nnx.Module):
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
 
-    def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         section = layer.section
         self.dropout_rate = section.dropout.rate("residual")
         self.path_rate = section.dropout.rate("path")
@@ -34,27 +34,27 @@ class Block(nnx.Module):
         self.build_mixer(layer, init, rngs)
         self.build_feed_forward(layer, init, rngs)
 
-    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+    def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         self.pre_self_attention_layer_norm = self.norm(layer, init, rngs)
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
     @classmethod
-    def mixer_class(cls, layer: Layer) -> type[Mixer]:
+    def mixer_class(cls, layer: LayerConfig) -> type[Mixer]:
         return lookup("mixer", layer.section.block.mixer)
 
-    def build_feed_forward(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+    def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         self.pre_mlp_layer_norm = self.norm(layer, init, rngs)
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
 
-    def feed_forward_class(self, layer: Layer) -> type[FeedForward]:
+    def feed_forward_class(self, layer: LayerConfig) -> type[FeedForward]:
         return lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
 
-    def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
         own = layer.section.block
         return make_norm(own, init, rngs, parametric=own.block_norm_parametric)
 
     def __call__(
-        self, inputs: Inputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         """Returns y_BTD, scalars to sum over layers, and the mixer's decode state."""
         out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
@@ -63,7 +63,7 @@ class Block(nnx.Module):
         y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, add_scalars(scalars, more), state
 
-    def mixer_input(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         y_BTD = self.pre_self_attention_layer_norm(inputs.q)
         return y_BTD, y_BTD, y_BTD
 

@@ -7,19 +7,19 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.config.model_sections import Layer
+from MaxText.config.model_sections import LayerConfig
 from MaxText.layers.block import ATTENTION, MLP, Block, add_scalars
 from MaxText.layers.context import Context
 from MaxText.layers.mlp import MLP as PlainMLP
-from MaxText.layers.part import Inputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.params import Init, param, zeros
+from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.layers.static_sgu import BesideStaticSGU
-from MaxText.layers.weights import Init, weight, zeros
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
 _MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the others
 
 
-def block_class(layer: Layer) -> type[Block]:
+def block_class(layer: LayerConfig) -> type[Block]:
     own = layer.section.block
     bases: list[type[Block]] = [ParallelBlock if own.block_arrangement == "parallel" else Block]
     if own.mixer == "none":
@@ -41,7 +41,7 @@ def combine(*bases: type) -> Any:
     return bases[0] if len(bases) == 1 else types.new_class(bases[0].__name__, bases)
 
 
-def mixer_class(layer: Layer) -> type[Mixer] | None:
+def mixer_class(layer: LayerConfig) -> type[Mixer] | None:
     if layer.section.block.mixer == "none":
         return None
     return block_class(layer).mixer_class(layer)
@@ -52,7 +52,7 @@ class ParallelBlock(Block):
 
     not_recomputed = ("self_attention", "mlp")
 
-    def build_feed_forward(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+    def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         if not layer.section.block.parallel_residual_shared_norm:
             return super().build_feed_forward(layer, init, rngs)
         self.pre_mlp_layer_norm = None
@@ -60,7 +60,7 @@ class ParallelBlock(Block):
         return None
 
     def __call__(
-        self, inputs: Inputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         normed = self.mixer_input(inputs)
         out, scalars, state = self.mix(normed, context, state)
@@ -76,12 +76,12 @@ class ParallelBlock(Block):
 class BlockWithoutMixer(Block):
     """y = x + mlp(norm(x))."""
 
-    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
-        self.doubles = layer.section.attention.none_doubles_residual
+    def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        self.doubles = layer.section.attention.gpt_neo_none_attention_bug
         self.is_parallel = layer.section.block.block_arrangement == "parallel"
 
     def __call__(
-        self, inputs: Inputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
         out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
@@ -93,19 +93,19 @@ class WithStaticSGU(Block):
     """Static SGU on half of the channels, the mixer on the other half."""
 
     @classmethod
-    def mixer_class(cls, layer: Layer) -> Any:
+    def mixer_class(cls, layer: LayerConfig) -> Any:
         return combine(BesideStaticSGU, super().mixer_class(layer))
 
 
 class WithSeparateNorms(Block):
     """Separate inputs and norms of q, k and v."""
 
-    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
+    def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         for way in "qkv":
             setattr(self, self._name(way), self.norm(layer, init, rngs))
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
-    def mixer_input(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BTD, k_BTD, v_BTD = (
             x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(way))(x)
             for way, x in zip("qkv", inputs[:3], strict=True)
@@ -125,7 +125,7 @@ class WithSeparateNorms(Block):
 class Macaron(Block):
     """Half a feed-forward before and after the mixer (Lu et al. 2019)."""
 
-    def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
         section = layer.section
         self.macaron_mlp = PlainMLP(section.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
@@ -133,11 +133,11 @@ class Macaron(Block):
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
     def __call__(
-        self, inputs: Inputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
         x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
-        y_BTD, more, state = super().__call__(Inputs.all(x_BTD), context, state)
+        y_BTD, more, state = super().__call__(LayerInputs.all(x_BTD), context, state)
         return y_BTD, add_scalars(scalars, more), state
 
     def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
@@ -150,7 +150,7 @@ class ReZero(Block):
 
     not_recomputed = ()  # gates read all outputs
 
-    def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
         own = layer.section.block
         if own.mixer != "none":
@@ -159,7 +159,7 @@ class ReZero(Block):
         if own.use_macaron and own.macaron_prenorm:
             self.macaron_gate = ReZeroScale(init, rngs)
 
-    def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
         return Identity()
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
@@ -181,7 +181,7 @@ class ReZeroScale(nnx.Module):
     rows = "gates"
 
     def __init__(self, init: Init, rngs: nnx.Rngs):
-        self.scale = weight(rngs, (), (), zeros, dtype=init.weight_dtype)
+        self.scale = param(rngs, (), (), zeros, dtype=init.weight_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x * self.scale[...].astype(x.dtype)

@@ -76,5 +76,5 @@ class Context:
             key = jax.random.fold_in(key, index)
         return dataclasses.replace(self, dropout_key=key, layer=index, shared=Shared(shared or {}))
 
-    def key_for(self, place: int) -> jax.Array | None:
-        return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, place)
+    def key_for(self, stream: int) -> jax.Array | None:
+        return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, stream)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.model_sections import NO_STAGES, Layer, RematPolicy
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import NO_STAGES, LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
@@ -21,6 +20,7 @@ from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
+from MaxText.layers.params import Init, initializers
 from MaxText.layers.part import Scalars, describe
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
@@ -31,7 +31,6 @@ from MaxText.layers.stack import (
     apply_unrolled,
     stack,
 )
-from MaxText.layers.weights import Init, initializers
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain, current_num_stages
 
 States = tuple[Any, ...]  # decode states: one per layer, then the head's
@@ -44,7 +43,7 @@ class Decoder(nnx.Module):
 
     rows: ClassVar = {"token_embedder": "token embedding"}
 
-    def __init__(self, section: ModelSection, rngs: nnx.Rngs):
+    def __init__(self, section: ModelConfig, rngs: nnx.Rngs):
         assert section.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
         dimensions = section.shape.dimensions
@@ -63,7 +62,7 @@ class Decoder(nnx.Module):
         scale = math.sqrt(D) if section.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if section.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole = Layer(section, dimensions)
+        whole = LayerConfig(section, dimensions)
         position = lookup("position", section.position.position_embedding)
         self.position_embedder = position.build(whole, init, rngs)
         layers = section.layers
@@ -75,7 +74,7 @@ class Decoder(nnx.Module):
             return quantizer.quantize(block_class(layer)(layer, own, rngs))
 
         self.layers, self.blueprint = stack(
-            block, section.layer_plan, rngs, shared=section.block.share_parameters
+            block, section.layer_plan, rngs, shared=section.block.share_layer_params
         )
         quantizer.check()
         self.connections = lookup("connection", section.connection).build(whole, init, rngs)
@@ -90,10 +89,10 @@ class Decoder(nnx.Module):
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V]."""
-        h_BTD, _ = self.hidden(batch)
+        h_BTD, _ = self.hidden_states(batch)
         return self.logits(h_BTD, self.head_state(h_BTD, batch))
 
-    def hidden(
+    def hidden_states(
         self,
         batch: Batch,
         dropout_key: jax.Array | None = None,
@@ -208,7 +207,8 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        # Read inside the rematerialized layer, so that its inputs are recomputed, not saved.
+        # With a residual stream all inputs are `carried`, and y_BTD is carried on. Read inside the
+        # rematerialized layer, so that inputs are recomputed, not saved.
         inputs, rest = self.connections.read(index, carried, layer.stream_norms)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)

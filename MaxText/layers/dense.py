@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
-from MaxText.layers.weights import Init, Initializer, Shape, weight, zeros
+from MaxText.layers.params import Init, Initializer, Shape, param, zeros
 
 Axes = tuple[str | None, ...]
 
@@ -32,12 +32,12 @@ class Dense(nnx.Module):
         self.dot_general = jax.lax.dot_general  # replaced in quantized layers
         self.is_quantizable = used_in is None
         dtype = init.weight_dtype
-        self.kernel = weight(
+        self.kernel = param(
             rngs, inputs + outputs, axes, initializer,
             dtype=dtype, num_in_dims=len(inputs), used_in=self.dtype,
         )  # fmt: skip
         self.bias = (
-            weight(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
+            param(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -62,7 +62,7 @@ def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | Non
 
 @register("projection", "dense")
 def projection(
-    model: ModelSection,
+    model: ModelConfig,
     init: Init,
     rngs: nnx.Rngs,
     place: str,

@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.config.dense_connections_section import DenseConnections as DenseSection
+from MaxText.config.dense_connections_section import DenseConfig
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.dense import Dense, einsum_f32
@@ -28,8 +28,8 @@ from MaxText.layers.depth_aggregate import (
     supports_fused_norms,
 )
 from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms, rms_normalize
-from MaxText.layers.part import Connection, Flops, Inputs, PreNormalized
-from MaxText.layers.weights import Init, Shape, constant, weight, zeros
+from MaxText.layers.params import Init, Shape, constant, param, zeros
+from MaxText.layers.part import Connection, Flops, LayerInputs, PreNormalized
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
 
@@ -56,7 +56,7 @@ class DenseConnections(Connection):
     rows = "dense connections"
     not_recomputed = ("after",)
 
-    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs) -> None:
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
         section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
         self.section = section
         self.epsilon = epsilon
@@ -71,14 +71,14 @@ class DenseConnections(Connection):
         )
         # The last aggregation is read outside of the layers, and so saved anyway.
         made_again = [one for one in self.after.values() if one.depth < num_layers]
-        for one in made_again[max(0, len(made_again) - section.dense_kept_sums) :]:
+        for one in made_again[max(0, len(made_again) - section.dense_saved_aggregates) :]:
             one.kept = True
         self.source_norm = (
             PreNormScales((num_layers + 1, D), init, rngs) if section.mudd_prenorm else None
         )
 
     @classmethod
-    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         section, num_layers = keys.dense_connections, dimensions.num_layers
         sums = {
             depth: 2.0
@@ -90,7 +90,7 @@ class DenseConnections(Connection):
         }
         # The backward pass of the last aggregation does not read its result.
         kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
-        if section.dense_kept_sums:
+        if section.dense_saved_aggregates:
             kept = math.nan
         return {"depth aggregation": Flops(sum(sums.values()), kept=kept)}
 
@@ -99,15 +99,15 @@ class DenseConnections(Connection):
 
     def read(
         self, index: int, carried: LayerOutputs, norms: Mapping[str, nnx.Module]
-    ) -> tuple[Inputs, LayerOutputs]:
+    ) -> tuple[LayerInputs, LayerOutputs]:
         """Returns layer `index`'s inputs, fusing `norms` if profitable."""
         sources, x_BTD = carried, carried[-1].x_BTD
         if str(index) not in self.after:
-            return Inputs.all(x_BTD), sources
+            return LayerInputs.all(x_BTD), sources
         scales = None if self.source_norm is None else self.source_norm.factors()
         sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
-        return Inputs(*(sums.get(way, rest) for way in Inputs._fields)), sources
+        return LayerInputs(*(sums.get(way, rest) for way in LayerInputs._fields)), sources
 
     def write(
         self, index: int, carried: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
@@ -124,7 +124,7 @@ class PreNormScales(nnx.Module):
     def __init__(self, shape: Shape, init: Init, rngs: nnx.Rngs):
         self.zero_centered = init.zero_centered_norms
         initial = constant(0.0 if self.zero_centered else 1.0)
-        self.scale = weight(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype)
+        self.scale = param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype)
 
     def factors(self) -> jax.Array:
         return effective_scale(self.scale, self.zero_centered)
@@ -144,7 +144,7 @@ class DepthAggregate(nnx.Module):
     not_recomputed = ("wi",)  # every policy saves x W1
 
     def __init__(
-        self, section: DenseSection, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs
+        self, section: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs
     ):
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.section = section
@@ -157,14 +157,14 @@ class DepthAggregate(nnx.Module):
         if not section.dense_dynamic:
             self.norm = self.wi = self.wo = None
         else:
-            width = C * S * (section.dense_last_expand if depth == num_layers else 1)
+            width = C * S * (section.dynamic_dense_last_layer_expand if depth == num_layers else 1)
             K = _round_hidden_width(width, section.dense_hidden_rounding)
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=section.mudd_prenorm)
             draw = init.initializers.connection
             self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)
             self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
         self.static = (
-            weight(rngs, (C, S), (None, None), constant(self._identity()), dtype=init.weight_dtype)
+            param(rngs, (C, S), (None, None), constant(self._identity()), dtype=init.weight_dtype)
             if section.dense_static
             else None
         )
@@ -196,7 +196,7 @@ class DepthAggregate(nnx.Module):
         kernel_DK = self.wi.kernel[...]
         if self.norm.scale is not None:
             kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
-        hidden_BTK = ACTIVATIONS[self.section.dense_activation](
+        hidden_BTK = ACTIVATIONS[self.section.dynamic_dense_act_cls](
             rms_norm_matmul(
                 x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
             )
@@ -220,7 +220,7 @@ class DepthAggregate(nnx.Module):
         mixed = aggregate(
             weights_BTCS,
             [source.x_BTD for source in chosen],
-            self.section.dense_mixing,
+            self.section.dense_aggregation_impl,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
@@ -261,7 +261,7 @@ class DepthAggregate(nnx.Module):
         if (
             not chosen
             or self.section.adds
-            or not supports_fused_norms(self.section.dense_mixing, x_BTD)
+            or not supports_fused_norms(self.section.dense_aggregation_impl, x_BTD)
         ):
             return NO_NORMS, None
         places, modules = zip(*chosen, strict=True)
@@ -275,8 +275,8 @@ class DepthAggregate(nnx.Module):
         return LayerOutput(scale_grad_only(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
 
 
-def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]:
-    return ("r",) if depth == num_layers else section.dense_ways
+def _ways(section: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
+    return ("r",) if depth == num_layers else section.dense_streams
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

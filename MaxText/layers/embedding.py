@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.layers.weights import Init, weight
+from MaxText.layers.params import Init, param
 
 
 class Embedding(nnx.Module):
@@ -25,7 +25,7 @@ class Embedding(nnx.Module):
         self.scale = scale
         draw = init.initializers
         initial = draw.position if row_axis == "position" else draw.embedding
-        self.embedding = weight(
+        self.embedding = param(
             rngs, (num_rows, D), (row_axis, "embed"), initial,
             dtype=init.weight_dtype, used_in=used_in or init.dtype,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.errors import first_line
 from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_windows
 from MaxText.parallelism.logical_sharding import platform, split_axes
@@ -31,7 +31,7 @@ _KEPT = "context"  # name of the kernel's residuals in remat policies
 
 
 def kernel_unsupported_reason(
-    section: ModelSection, backend: str, num_length_parts: int = 1, num_stages: int = 1
+    section: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
     attention, d = section.attention, section.shape.dimensions
@@ -73,7 +73,7 @@ def kernel_unsupported_reason(
     return next((reason for holds, reason in refused if holds), None)
 
 
-def cudnn_failure_reason(section: ModelSection, devices: Iterable[Any]) -> str | None:
+def cudnn_failure_reason(section: ModelConfig, devices: Iterable[Any]) -> str | None:
     """Returns why cuDNN cannot compile the attention of a model, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):

@@ -7,22 +7,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.model_sections import Layer, Model
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup, register
 from MaxText.layers.dense import Dense
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Head, Init
 
 
-def head_and_layer(section: Model) -> tuple[type[Head], Layer]:
-    return lookup("head", section.head.name), Layer(section, section.shape.dimensions)
+def head_and_layer(section: ModelConfig) -> tuple[type[Head], LayerConfig]:
+    return lookup("head", section.head.name), LayerConfig(section, section.shape.dimensions)
 
 
 @register("head", "linear")
 class LinearHead(Head):
     """An output matrix or the tied token table, with scaling and soft cap."""
 
-    def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.section = head = keys.head
         self.dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else init.dtype
         D, V = init.dimensions.emb_dim, init.dimensions.vocab_size
@@ -53,5 +53,5 @@ class LinearHead(Head):
         return logits_BTV
 
     @classmethod
-    def reads_table(cls, keys: Model) -> bool:
+    def reads_table(cls, keys: ModelConfig) -> bool:
         return keys.head.logits_via_embedding

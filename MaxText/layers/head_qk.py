@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import LinearHead
+from MaxText.layers.params import orthogonal, zeros
 from MaxText.layers.part import Flops, Init
-from MaxText.layers.weights import orthogonal, zeros
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class HeadQK(LinearHead):
     rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
     not_recomputed = ("head_qk",)
 
-    def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(keys, init, rngs)
         self.head_qk = HeadQKScores(keys.head.head_qk_dim, init, rngs)
 
@@ -76,21 +76,21 @@ class HeadQK(LinearHead):
         context: Context,
         earlier: HeadQKCache | None = None,
     ) -> HeadQKCache:
-        new = self.head_qk.pointers(h_BTD, tokens_BT, context.segments_BT)
+        new = self.head_qk.cache(h_BTD, tokens_BT, context.segments_BT)
         if earlier is not None:
             assert context.positions_BT is not None
             return earlier.append(new, context.positions_BT)
         return new if context.capacity is None else new.with_capacity(context.capacity)
 
     @classmethod
-    def flops(cls, keys: Model, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         width = 2 * keys.head.head_qk_dim
         by_rule = width * average_keys_visible(length, causal=True)
         return {"Head-QK scores": Flops(by_rule, float(width * length))}
 
     @classmethod
     def state_bytes(
-        cls, keys: Model, dimensions: Dimensions, length: int, itemsize: int
+        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         return keys.head.head_qk_dim * itemsize + 4, 0  # a key and an id
 
@@ -107,7 +107,7 @@ class HeadQKScores(nnx.Module):
         self.query = Dense((D,), (width,), axes, zeros, init, rngs)
         self.key = Dense((D,), (width,), axes, orthogonal(0.1), init, rngs)
 
-    def pointers(
+    def cache(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, segments_BT: jax.Array | None = None
     ) -> HeadQKCache:
         return HeadQKCache(self.key(h_BTD), tokens_BT, segments_BT)
@@ -116,22 +116,22 @@ class HeadQKScores(nnx.Module):
         self,
         logits_BTV: jax.Array,
         h_BTD: jax.Array,
-        pointers: HeadQKCache,
+        cache: HeadQKCache,
         positions_BT: jax.Array,
     ) -> jax.Array:
         """Adds scores of tokens up to `positions_BT`; B may be 1."""
         query_BTE = self.query(h_BTD)
-        scores_BTS = einsum_f32("bte,bse->bts", query_BTE, pointers.keys_BSE, self.precision)
-        sees_BTS = positions_BT[:, :, None] >= jnp.arange(pointers.capacity)
-        if pointers.segments_BS is not None:
+        scores_BTS = einsum_f32("bte,bse->bts", query_BTE, cache.keys_BSE, self.precision)
+        sees_BTS = positions_BT[:, :, None] >= jnp.arange(cache.capacity)
+        if cache.segments_BS is not None:
             shape = (len(h_BTD), positions_BT.shape[1])
             own_BT = jnp.take_along_axis(
-                pointers.segments_BS, jnp.broadcast_to(positions_BT, shape), axis=1
+                cache.segments_BS, jnp.broadcast_to(positions_BT, shape), axis=1
             )
-            sees_BTS = sees_BTS & (own_BT[:, :, None] == pointers.segments_BS[:, None])
+            sees_BTS = sees_BTS & (own_BT[:, :, None] == cache.segments_BS[:, None])
         scores_BTS = jnp.where(sees_BTS, scores_BTS, 0.0) / query_BTE.shape[-1]
 
         def add(logits_TV, scores_TS, tokens_S):
             return logits_TV.at[:, tokens_S].add(scores_TS)
 
-        return jax.vmap(add)(logits_BTV, scores_BTS, pointers.tokens_BS)
+        return jax.vmap(add)(logits_BTV, scores_BTS, cache.tokens_BS)

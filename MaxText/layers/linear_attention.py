@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention import Attention, tag_context
 from MaxText.layers.context import Context
@@ -219,7 +219,7 @@ class LinearAttention(Attention):
     has_memories = False
 
     @classmethod
-    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
         adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
         if not keys.attention.causal:
@@ -236,12 +236,12 @@ class LinearAttention(Attention):
         }
 
     @classmethod
-    def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
+    def notes(cls, keys: ModelConfig, length: int) -> tuple[str, str]:
         return "a linear layer has sums of fixed size in their place", ""
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         K, H = dimensions.num_kv_heads, dimensions.head_dim
         return 0, 4 * (K * (H * H + H + 1) + 1)

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.config.layer_sections import FeedForward as FeedForwardSection
-from MaxText.config.model_sections import Layer
+from MaxText.config.layer_sections import FeedForwardConfig
+from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.activations import (
     ACTIVATIONS,
@@ -19,8 +19,8 @@ from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.moe import RoutedMoE
+from MaxText.layers.params import Init
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.layers.weights import Init
 from MaxText.parallelism.logical_sharding import constrain
 
 _RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
@@ -37,7 +37,7 @@ class MLP(FeedForward):
     not_recomputed = ("wo",)
 
     @classmethod
-    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
+    def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
         section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
         if experts.num_experts > 1:
             return RoutedMoE(experts, section.mlp_activations, init, rngs)
@@ -45,7 +45,7 @@ class MLP(FeedForward):
 
     def __init__(
         self,
-        section: FeedForwardSection,
+        section: FeedForwardConfig,
         init: Init,
         rngs: nnx.Rngs,
         place: int = _RANDOM_SLOPES,  # RNG stream id within a layer

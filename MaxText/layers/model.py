@@ -9,11 +9,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from MaxText.config.model_sections import Layer
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.decoder import Decoder
+from MaxText.layers.params import AbstractRngs
 from MaxText.layers.stack import unstack_params
-from MaxText.layers.weights import AbstractRngs
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 Parameters = dict  # nested, leaves are arrays
@@ -49,9 +48,16 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
 
 
 class Model:
-    """The decoder of a configuration."""
+    """The decoder of a configuration, without values.
 
-    def __init__(self, section: ModelSection):
+    Attributes:
+      section: The keys of the model, with `auto` values resolved.
+      blueprint: Which layers are stacked, and under which names.
+      abstract: The parameters as jax.ShapeDtypeStruct.
+      parameters: Shape, logical axes, and more by name, such as "layers/mlp/wo/kernel".
+    """
+
+    def __init__(self, section: ModelConfig):
         self.section = section
         module = Decoder(section, AbstractRngs())
         self.blueprint = module.blueprint
@@ -59,8 +65,8 @@ class Model:
         for path, parameter in nnx.to_flat_state(state):
             parameter.set_metadata(**_declared(module, path))
         state = nnx.State(_as_stored(state))
-        self.abstract: Parameters = nnx.to_pure_dict(state)  # of jax.ShapeDtypeStruct
-        self.parameters: dict[str, ParamSpec] = {}  # by name, such as "layers/mlp/wo/kernel"
+        self.abstract: Parameters = nnx.to_pure_dict(state)
+        self.parameters: dict[str, ParamSpec] = {}
         for path, parameter in nnx.to_flat_state(state):
             name, value = "/".join(map(str, path)), parameter.get_value()
             metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
@@ -88,7 +94,7 @@ class Model:
         run, _, within = within.partition("/")
         return within, plan.layers_of(int(run))
 
-    def layer_of(self, name: str) -> Layer | None:
+    def layer_of(self, name: str) -> LayerConfig | None:
         """Returns the first layer of a parameter, or None."""
         layers = self.placed(name)[1]
         return None if layers is None else self.section.layers[layers[0]]

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from MaxText.config.layer_sections import MixtureOfExperts as MoESection
+from MaxText.config.layer_sections import MoEConfig
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
+from MaxText.layers.params import Init, Initializer, param
 from MaxText.layers.part import Scalars
-from MaxText.layers.weights import Init, Initializer, weight
 from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
 
 
-def expert_capacity(section: MoESection, length: int, factor: float) -> tuple[int, int]:
+def expert_capacity(section: MoEConfig, length: int, factor: float) -> tuple[int, int]:
     """Returns the tokens of a group and C; the factor counts tokens (GShard)."""
     group = length
     if section.moe_group_size != -1 and length % section.moe_group_size == 0:
@@ -51,7 +51,7 @@ class Experts(nnx.Module):
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(activations))]
 
         def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
-            return weight(
+            return param(
                 rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
                 dtype=init.weight_dtype, num_in_dims=1, used_in=init.dtype,
             )  # fmt: skip
@@ -90,7 +90,7 @@ class RoutedMoE(nnx.Module):
 
     def __init__(
         self,
-        section: MoESection,
+        section: MoEConfig,
         activations: tuple[str, ...],
         init: Init,
         rngs: nnx.Rngs,
@@ -117,7 +117,7 @@ class RoutedMoE(nnx.Module):
         factor = section.capacity_factor if context.training else section.eval_capacity_factor
         group, capacity = expert_capacity(section, length, factor)
         if context.is_decoding or not context.drops_tokens:
-            factor, capacity = self._without_drops(factor), group
+            factor, capacity = self._factor_without_drops(factor), group
         x = x_BTD.reshape(-1, group, width)
         logits = self.gate(x)
         p = jax.nn.softmax(logits, axis=-1)
@@ -128,14 +128,14 @@ class RoutedMoE(nnx.Module):
         if section.num_experts_per_tok > 1:
             gates = gates / (gates.sum(-1, keepdims=True) + 1e-9)
         kept = real[..., None] & self._policy(gates, context)
-        scalars = self._losses(logits, p, choices, real)
+        scalars = self._auxiliary_losses(logits, p, choices, real)
         if factor < 0:
             y = self._dropless(x, gates, choices, kept)
         else:
-            y = self._with_capacity(x, gates, choices, kept, capacity)
+            y = self._capacity_dispatch(x, gates, choices, kept, capacity)
         return y.reshape(batch, length, width), scalars
 
-    def _without_drops(self, factor: float) -> float:
+    def _factor_without_drops(self, factor: float) -> float:
         """Returns -1, or `factor` if experts are sharded and need a capacity."""
         found = current_batch_axes("activation_exp")
         return factor if found is not None and found[1][0] else -1.0
@@ -160,7 +160,7 @@ class RoutedMoE(nnx.Module):
             return followed
         return followed.at[..., 1].set(wanted)
 
-    def _losses(
+    def _auxiliary_losses(
         self, logits: jax.Array, p: jax.Array, choices: jax.Array, real: jax.Array
     ) -> Scalars:
         """Returns weighted load balance and router z losses, summed over tokens.
@@ -182,7 +182,7 @@ class RoutedMoE(nnx.Module):
             scalars["moe_z_loss"] = section.router_z_loss_weight * z.sum()
         return scalars
 
-    def _with_capacity(
+    def _capacity_dispatch(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array, capacity: int
     ) -> jax.Array:
         num_groups, _, width = x.shape

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.layer_sections import Block
+from MaxText.config.layer_sections import BlockConfig
 from MaxText.config.registry import lookup, register
-from MaxText.layers.weights import Init, constant, weight, zeros
+from MaxText.layers.params import Init, constant, param, zeros
 
 
 class RMSNorm(nnx.Module):
@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
         self.zero_centered = init.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
         dtype = init.weight_dtype
-        self.scale = weight(rngs, (size,), ("norm",), stored, dtype=dtype) if parametric else None
+        self.scale = param(rngs, (size,), ("norm",), stored, dtype=dtype) if parametric else None
 
     def factors(self) -> jax.Array:
         if self.scale is None:
@@ -87,7 +87,7 @@ def effective_scale(scale: nnx.Param, zero_centered: bool) -> jax.Array:
 
 
 def make_norm(
-    section: Block,
+    section: BlockConfig,
     init: Init,
     rngs: nnx.Rngs,
     *,
@@ -100,29 +100,29 @@ def make_norm(
 
 
 @register("norm", "rms_norm")
-def rms_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+def rms_norm(section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     epsilon = section.normalization_layer_epsilon
     return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
 
 
 @register("norm", "layer_norm")
-def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+def layer_norm(section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
     norm = LayerNorm(size, epsilon, init, rngs, parametric=parametric)
     if section.normalization_bias and parametric:
-        norm.bias = weight(rngs, (size,), ("norm",), zeros, dtype=init.weight_dtype)
+        norm.bias = param(rngs, (size,), ("norm",), zeros, dtype=init.weight_dtype)
     return norm
 
 
 @register("norm", "scale_norm")
-def scale_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+def scale_norm(section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     epsilon, initial = section.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
     return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)
 
 
 @register("norm", "scale_norm_centered")
 def scale_norm_centered(
-    section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool
+    section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool
 ) -> nnx.Module:
     """Builds GPT-Neo's scalenorm, a LayerNorm with one scale and no bias."""
     return LayerNorm(1, section.normalization_layer_epsilon, init, rngs, parametric=parametric)

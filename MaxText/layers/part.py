@@ -4,7 +4,7 @@ A part is a class registered under a kind and a name (config/registry.py)::
 
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
-        def __init__(self, keys, init, rngs): ...      # declares weights: layers/weights.py, Dense
+        def __init__(self, keys, init, rngs): ...      # declares weights: layers/params.py, Dense
         def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
 
 It declares here all that the rest of the program needs to know; nothing else is edited.
@@ -19,15 +19,15 @@ import jax
 from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Layer
+from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register, registrations
 from MaxText.errors import UserError
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
-from MaxText.layers.weights import Init
+from MaxText.layers.params import Init
 
 __all__ = [
-    "Connection", "FeedForward", "Flops", "Head", "Init", "Inputs", "Mixer", "Nothing", "Part",
+    "Connection", "FeedForward", "Flops", "Head", "Init", "LayerInputs", "Mixer", "Nothing", "Part",
     "Position", "Scalars", "register", "tag",
 ]  # fmt: skip
 
@@ -70,12 +70,12 @@ class Part(nnx.Module):
         """Declares weights; `keys` are those of `keys_of`."""
 
     @classmethod
-    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
+    def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:
         """Builds the part of a layer, or of the model from its keys and sizes."""
         return cls(cls.keys_of(layer), init, rngs)
 
     @classmethod
-    def keys_of(cls, layer: Layer) -> Any:
+    def keys_of(cls, layer: LayerConfig) -> Any:
         """Returns the part's own keys in a layer, or else the model's."""
         keys = layer.section.parts.of(cls)
         return layer.section if keys is None else keys
@@ -174,7 +174,7 @@ class PreNormalized(NamedTuple):
     x_BTD: jax.Array
 
 
-class Inputs(NamedTuple):
+class LayerInputs(NamedTuple):
     """Inputs x_BTD of queries, keys, values and residual stream of a layer."""
 
     q: jax.Array | PreNormalized
@@ -183,7 +183,7 @@ class Inputs(NamedTuple):
     r: jax.Array
 
     @classmethod
-    def all(cls, x_BTD: jax.Array) -> "Inputs":
+    def all(cls, x_BTD: jax.Array) -> "LayerInputs":
         return cls(x_BTD, x_BTD, x_BTD, x_BTD)
 
 
@@ -199,7 +199,9 @@ class Connection(Part):
         """Returns the state for the first layer, from the embedding."""
         return x_BTD
 
-    def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
+    def read(
+        self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]
+    ) -> tuple[LayerInputs, Any]:
         """Returns the inputs of a layer, and the state to carry on.
 
         Args:
@@ -234,8 +236,10 @@ class Connection(Part):
 class ResidualStream(Connection):
     """Residual stream: a layer reads the previous output (He et al. 2016)."""
 
-    def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
-        return Inputs.all(carried), carried
+    def read(
+        self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]
+    ) -> tuple[LayerInputs, Any]:
+        return LayerInputs.all(carried), carried
 
     def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
         return y_BTD

@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.layer_sections import Pattention as PattentionSection
-from MaxText.config.layer_sections import SlotPlace
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.layer_sections import PattentionConfig, SlotPlace
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.normalization import rms_normalize
+from MaxText.layers.params import Init, Initializer, Shape
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.layers.weights import Init, Initializer, Shape
 from MaxText.parallelism.logical_sharding import constrain
 
 _LAYER_NORM_EPSILON = 1e-6  # the default of flax, which the JAX program uses
@@ -64,7 +63,7 @@ def _called(places: Sequence[SlotPlace | None]) -> str:
 class Theta:
     """The configured function from scores to slot weights."""
 
-    section: PattentionSection
+    section: PattentionConfig
     place: SlotPlace
     emb_dim: int
 
@@ -110,7 +109,7 @@ class Pattention(nnx.Module):
 
     def __init__(
         self,
-        section: PattentionSection,
+        section: PattentionConfig,
         init: Init,
         rngs: nnx.Rngs,
         place: SlotPlace,
@@ -143,7 +142,7 @@ class PattentionProjection(Pattention):
 
     def __init__(
         self,
-        model: ModelSection,
+        model: ModelConfig,
         init: Init,
         rngs: nnx.Rngs,
         place: SlotPlace,
@@ -168,7 +167,7 @@ class PattentionFeedForward(FeedForward, Pattention):
 
     not_recomputed = Pattention.not_recomputed
 
-    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         D, use_bias = init.dimensions.emb_dim, keys.feed_forward.ffn_bias
         Pattention.__init__(self, keys.pattention, init, rngs, "ffn", D, D, use_bias)
 

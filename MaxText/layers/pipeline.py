@@ -82,13 +82,13 @@ def pipeline_apply(
 
     def entered(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
-        next_SbT = _at(waiting_SMbT, turn % num_microbatches)
+        next_SbT = _index(waiting_SMbT, turn % num_microbatches)
         return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
     def kept(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         # Until the first microbatch arrives, the slot that was just read takes what no one reads.
         place = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
-        return shard_over_stages(_put(waiting_SMbT, arrived_SbT, place), waits=True)
+        return shard_over_stages(_set_at(waiting_SMbT, arrived_SbT, place), waits=True)
 
     def one_step(carry: tuple[Any, Any], turn: jax.Array):
         arrived, waiting = carry
@@ -112,7 +112,7 @@ def pipeline_apply(
         return constrain(merge_batch(constrain(waiting_SMbT[0], None, *axes)), *axes)
 
     waiting = jax.tree.map(begin, carried)
-    carry = (jax.tree.map(lambda w: _at(w, 0), waiting), waiting)
+    carry = (jax.tree.map(lambda w: _index(w, 0), waiting), waiting)
     (_, waiting), scalars = jax.lax.scan(one_step, carry, jnp.arange(schedule.num_turns))
     return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
 
@@ -146,27 +146,27 @@ def _axes(num_dims: int) -> tuple[str | None, ...]:
     return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))
 
 
-def _at(waiting_SMbT: jax.Array, place: jax.Array | int) -> jax.Array:
+def _index(waiting_SMbT: jax.Array, place: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(waiting_SMbT, place, 1, keepdims=False)
 
 
 @jax.custom_vjp
-def _put(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, place: jax.Array) -> jax.Array:
+def _set_at(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, place: jax.Array) -> jax.Array:
     """Replaces a slot, in the backward pass without a copy of all slots."""
     return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, place, 1)
 
 
-def _put_forward(waiting_SMbT, arrived_SbT, place):
-    return _put(waiting_SMbT, arrived_SbT, place), place
+def _set_at_forward(waiting_SMbT, arrived_SbT, place):
+    return _set_at(waiting_SMbT, arrived_SbT, place), place
 
 
-def _put_backward(place, gradient_SMbT):
+def _set_at_backward(place, gradient_SMbT):
     # XLA would otherwise read the slot after it is cleared, from a copy.
     arrived_SbT, rest_SMbT = jax.lax.optimization_barrier(
-        (_at(gradient_SMbT, place), gradient_SMbT)
+        (_index(gradient_SMbT, place), gradient_SMbT)
     )
     cleared = jnp.zeros_like(arrived_SbT)
     return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, place, 1), arrived_SbT, None
 
 
-_put.defvjp(_put_forward, _put_backward)
+_set_at.defvjp(_set_at_forward, _set_at_backward)

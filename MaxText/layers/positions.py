@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Init, Position
@@ -17,7 +17,7 @@ from MaxText.layers.part import Init, Position
 class LearnedPositions(Embedding, Position):
     """A table with a row for each position (GPT-2)."""
 
-    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         num_rows = keys.position.trainable_position_size
         if num_rows == -1:
             num_rows = init.dimensions.max_target_length
@@ -34,7 +34,7 @@ class AxialPositions(Position):
     Ho et al. 2019 with the mean of GPT-Neo; (a, b) is axial_pos_shape.
     """
 
-    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         first, second = keys.position.axial_pos_shape
         self.first = Embedding(first, "position", init, rngs)
         self.second = Embedding(second, "position", init, rngs)
@@ -50,7 +50,7 @@ class AxialPositions(Position):
 class ALiBi(Position):
     """ALiBi: attention scores fall with distance (Press et al. 2022)."""
 
-    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.num_heads = init.dimensions.num_query_heads
         self.max_bias = keys.position.alibi_max_bias
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.model_sections import Numerics, Quantization
+from MaxText.config.model_sections import NumericsConfig, Quantization
 from MaxText.errors import UserError
 
 Dims = jax.lax.DotDimensionNumbers
@@ -105,7 +105,7 @@ def _as_tuples(dims: Dims) -> Dims:
 class Quantizer:
     """Quantizes matmuls of layers by `quantization` and `quantization_rules`."""
 
-    def __init__(self, numerics: Numerics):
+    def __init__(self, numerics: NumericsConfig):
         self._numerics = numerics
         self._paths: set[str] = set()  # of modules that rules can choose
 

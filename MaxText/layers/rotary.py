@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from MaxText.config.layer_sections import Position as PositionSection
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.layer_sections import PositionConfig
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.part import Init, Position
 from MaxText.parallelism.logical_sharding import platform
@@ -22,7 +22,7 @@ from MaxText.parallelism.logical_sharding import platform
 class Rotary(Position):
     """Rotates queries and keys by angles proportional to the position."""
 
-    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.section = keys.position
         self.num_dims = int(init.dimensions.head_dim * keys.position.rotary_pct)
 
@@ -31,7 +31,7 @@ class Rotary(Position):
 
 
 def rotary_table(
-    positions_BT: jax.Array, num_dims: int, section: PositionSection
+    positions_BT: jax.Array, num_dims: int, section: PositionConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sin and cos of position * frequency, float32 [B, T, 1, R/2].
 
@@ -51,7 +51,7 @@ def rotary_table(
     return sin, cos
 
 
-def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarray:
+def frequencies(num_dims: int, section: PositionConfig) -> jax.Array | np.ndarray:
     """Returns radians per token of each pair of dimensions, float32 [R/2].
 
     default   f_i = theta^(-2i/R)

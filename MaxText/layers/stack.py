@@ -19,8 +19,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.model_sections import RematPolicy
+from MaxText.layers.params import AbstractRngs
 from MaxText.layers.part import Scalars
-from MaxText.layers.weights import AbstractRngs
 from MaxText.parallelism.logical_sharding import platform, with_token_major_layout
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
@@ -36,7 +36,7 @@ _SAVED: dict[str, tuple[str, ...]] = {  # policy -> names of checkpoint_name
 _ALWAYS_SAVED = (
     "depth_product",
     "depth_aggregate",
-)  # costly to recompute; dense_kept_sums
+)  # costly to recompute; dense_saved_aggregates
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,

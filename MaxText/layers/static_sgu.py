@@ -15,8 +15,7 @@ import numpy as np
 from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Layer
-from MaxText.config.model_sections import Model as ModelSection
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.attention_flops import average_keys_visible
 from MaxText.layers.context import Context
 from MaxText.layers.dense import einsum_f32
@@ -61,7 +60,7 @@ class BesideStaticSGU(Mixer):
     sgu_precision: str | None
 
     @classmethod
-    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
+    def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:
         width = init.dimensions.emb_dim // 2
         half = init.dimensions._replace(emb_dim=width)
         made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
@@ -70,7 +69,7 @@ class BesideStaticSGU(Mixer):
         return made
 
     @classmethod
-    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
         rows, num_blocks = sgu_blocks(kernel, length)
         sums = Flops(
@@ -82,7 +81,7 @@ class BesideStaticSGU(Mixer):
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         bytes_per_token, fixed = super().state_bytes(keys, dimensions, length, itemsize)
         kept = keys.attention.static_sgu_kernel * dimensions.emb_dim // 2

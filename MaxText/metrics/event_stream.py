@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
 from MaxText.metrics.sinks.background import BackgroundSink
@@ -21,7 +21,7 @@ _FLUSHED = ("start", "resume", "checkpoint")
 _SECONDS_WHEN_PREEMPTED = 10.0
 
 
-class EventStream:
+class EventLog:
     """Sends each event to every sink.
 
     A run that resumes at step s first removes older rows of step s and later, so that each step
@@ -105,7 +105,7 @@ class EventStream:
 
 def open_stream(
     run_folder: str | epath.Path,
-    monitoring: Monitoring,
+    monitoring: MonitoringConfig,
     run_name: str,
     config_flat: Mapping[str, Any],
     *,
@@ -113,14 +113,14 @@ def open_stream(
     first_evaluation: int | None = None,
     terminal: Sink,
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
-) -> EventStream:
+) -> EventLog:
     """Opens the event stream of a new or resumed run.
 
     Process 0 records rows with `run_name`, after removing those from `first_step`
     (`first_evaluation`) on. The other processes feed only the terminal.
     """
     if jax.process_index() != 0:
-        return EventStream([terminal], callbacks=callbacks)
+        return EventLog([terminal], callbacks=callbacks)
     folder = epath.Path(run_folder)
     sinks: list[Sink] = [terminal]
     if monitoring.enable_wandb and monitoring.wandb.mode != "disabled":
@@ -133,7 +133,7 @@ def open_stream(
         sinks.append(
             BackgroundSink(TensorBoardSink(folder, config_flat, first_step), "TensorBoard")
         )
-    return EventStream(
+    return EventLog(
         sinks,
         attempt=events.attempt,
         lost=events.lost,

@@ -25,7 +25,7 @@ PHASES: dict[str, str] = {
     "compile": "compile",
     "step": "train",
     "skip": "train",
-    "rewind": "train",
+    "rollback": "train",
     "retry": "train",
     "growth": "start_up",
     "evaluation": "evaluation",
@@ -35,7 +35,7 @@ PHASES: dict[str, str] = {
 }
 
 # Kinds repeated by an attempt that resumes before the last step of the previous one.
-REPEATED = ("step", "skip", "rewind", "retry", "evaluation", "checkpoint", "sample")
+REPEATED = ("step", "skip", "rollback", "retry", "evaluation", "checkpoint", "sample")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ SMALLEST_SHARE = 0.0002  # smallest share shown: times are stored in millisecond
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class Launch:
     """A start of the program in a run folder; times in seconds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Goodput:
     """Time of a run; `seconds` of each of PARTS add up to the running time."""
 
     seconds: Mapping[str, float]
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Launch, ...]
 
     @property
     def running_seconds(self) -> float:
@@ -134,9 +134,9 @@ def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
 
 def _attempts(
     by_attempt: Sequence[tuple[int, Sequence[Mapping[str, Any]]]],
-) -> tuple[tuple[Attempt, ...], float]:
+) -> tuple[tuple[Launch, ...], float]:
     """Returns the attempts, and their time without rows."""
-    found: list[Attempt] = []
+    found: list[Launch] = []
     other = pending = 0.0
     next_launch = None
     # Backwards, because each attempt reports the losses of earlier ones.
@@ -152,7 +152,7 @@ def _attempts(
         in_attempt = min(pending - in_gap, unnamed)
         other += unnamed - in_attempt
         seconds = ended - launched + in_gap
-        found.append(Attempt(number, rows[0], launched, 0.0, seconds, gap - in_gap, stopped))
+        found.append(Launch(number, rows[0], launched, 0.0, seconds, gap - in_gap, stopped))
         pending += _recomputed_seconds(rows[0]) - in_gap - in_attempt
         next_launch = launched
     found.reverse()

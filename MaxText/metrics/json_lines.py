@@ -205,7 +205,15 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):
+            if row.get("event") == "rewind":
+                row = current_rollback(row) | {"event": "rollback"}
             yield line, row
+
+
+def current_rollback(row: dict[str, Any]) -> dict[str, Any]:
+    """Renames the fields of a rollback of earlier versions, a `rewind`."""
+    names = {"to": "restored_step", "noticed": "detected_step", "began": "onset_step"}
+    return {names.get(name, name): value for name, value in row.items()}
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 
 # Tag, key of a device's statistics, field of the process in KiB.
 _MEMORY = (
@@ -19,7 +19,7 @@ _PROCESS_STATUS = pathlib.Path("/proc/self/status")
 class StepProfiler:
     """Traces some steps on process 0, if `profiler` is set."""
 
-    def __init__(self, monitoring: Monitoring, folder: Any, first_step: int):
+    def __init__(self, monitoring: MonitoringConfig, folder: Any, first_step: int):
         self._folder = str(folder)
         active = monitoring.profiler == "xplane" and jax.process_index() == 0
         self._start = first_step + monitoring.profiler_window.skip if active else None

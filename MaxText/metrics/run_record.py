@@ -34,7 +34,7 @@ _LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
 
 
 @dataclasses.dataclass(frozen=True)
-class RunRecord:
+class RunHistory:
     """Recorded data of a run; rows are those of events.jsonl.
 
     `facts` is the newest start or resume row, `events` all rows except steps and evaluations.
@@ -109,7 +109,7 @@ class RunRecord:
         return (lineage[-1].get(name) or 0.0) if lineage else 0.0
 
 
-def read_run(folder: str | PathLike[str]) -> RunRecord:
+def read_run(folder: str | PathLike[str]) -> RunHistory:
     """Reads a run, ignoring a partial last line."""
     path = parse_path(str(folder), "RUN")
     file = path / EVENTS_FILE
@@ -130,7 +130,7 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
     # Earlier versions record a run as completed whatever its loss was.
     if state == "completed" and LossTrend(facts.get("unigram_entropy")).add_rows(steps).diverged:
         state = "diverged"
-    return RunRecord(
+    return RunHistory(
         folder=path,
         name=str(facts.get("run_name") or path.name),
         config=_read_config(path / CONFIG_FILE),
@@ -190,8 +190,8 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
 
     for index, row in enumerate(rows):
         kind = row["event"]
-        if kind == "rewind" and isinstance(row.get("to"), int):
-            roll_back(("step", "evaluation"), row["to"])
+        if kind == "rollback" and isinstance(row.get("restored_step"), int):
+            roll_back(("step", "evaluation"), row["restored_step"])
         elif kind in standing:
             roll_back((kind,), row["step"])
             standing[kind].append((row["step"], index))

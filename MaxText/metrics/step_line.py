@@ -32,7 +32,7 @@ _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReport:
+class StepMetrics:
     """Report of a train step.
 
     Attributes:

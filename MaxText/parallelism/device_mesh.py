@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from MaxText.config.axis_rules import MESH_AXES, size_key
-from MaxText.config.training_sections import Mesh as MeshSection
+from MaxText.config.training_sections import MeshConfig
 from MaxText.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class MeshSizes(NamedTuple):
         return [inner * outer for inner, outer in zip(*self, strict=True)]
 
 
-def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
+def mesh_sizes(section: MeshConfig, devices: Sequence[Any]) -> MeshSizes:
     """Returns the sizes with -1 resolved; raises UserError if they misfit."""
     num_slices = len(_slices(section, devices))
     across = _fill_sizes(section, "dcn", num_slices)
@@ -46,7 +46,7 @@ def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
     return MeshSizes(within, across)
 
 
-def create_device_mesh(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
+def create_device_mesh(section: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
     """Returns the devices as a mesh, close ones adjacent.
 
     Along each axis slices are contiguous: of 2 slices of 4, the first has positions 0 to 3.
@@ -85,7 +85,7 @@ def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool
     return np.array(devices).reshape(sizes)
 
 
-def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:
+def _slices(section: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
     known: dict[int, list[Any]] = {}
     for device in devices:
         known.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
@@ -107,11 +107,11 @@ def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:
     return [known[index] for index in sorted(known)]
 
 
-def _sizes(section: MeshSection, network: str) -> list[int]:
+def _sizes(section: MeshConfig, network: str) -> list[int]:
     return [getattr(section, size_key(axis, network)) for axis in MESH_AXES]
 
 
-def _fill_sizes(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
+def _fill_sizes(section: MeshConfig, network: str, number: int) -> tuple[int, ...] | None:
     """Returns the sizes with -1 resolved; None if they do not multiply."""
     sizes = _sizes(section, network)
     fixed = math.prod(size for size in sizes if size != -1)
@@ -121,7 +121,7 @@ def _fill_sizes(section: MeshSection, network: str, number: int) -> tuple[int, .
 
 
 def _size_error(
-    section: MeshSection, network: str, number: int, present: str, things: str
+    section: MeshConfig, network: str, number: int, present: str, things: str
 ) -> UserError:
     sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)

@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.config.axis_rules import MESH_AXES
-from MaxText.config.model_sections import Pipeline
-from MaxText.config.training_sections import Batch as BatchSection
-from MaxText.config.training_sections import Mesh as MeshSection
+from MaxText.config.model_sections import PipelineConfig
+from MaxText.config.training_sections import BatchConfig, MeshConfig
 from MaxText.errors import UserError
 from MaxText.parallelism.device_mesh import create_device_mesh
 from MaxText.parallelism.logical_sharding import ParamSpec, Rules, axis_rules, logical_to_mesh_axes
@@ -22,12 +21,12 @@ HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
 
 
-def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
+def make_mesh(section: MeshConfig, devices: Sequence[Any]) -> Mesh:
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
     return Mesh(create_device_mesh(section, devices), MESH_AXES)
 
 
-class Layout:
+class ShardingPlan:
     """A mesh with the logical axis rules of the configuration."""
 
     def __init__(
@@ -35,14 +34,14 @@ class Layout:
         mesh: Mesh,
         rules: Rules,
         optimizer_state_axis: str = "",  # mesh axis that also splits the optimizer state, if any
-        pipeline: Pipeline | None = None,
+        pipeline: PipelineConfig | None = None,
         *,
         offloads_optimizer: bool = False,  # whether the optimizer state is in host memory
     ):
         self.mesh = mesh
         self.rules = rules
         self.optimizer_state_axis = optimizer_state_axis
-        self.pipeline = pipeline or Pipeline()
+        self.pipeline = pipeline or PipelineConfig()
         self.offloads_optimizer = offloads_optimizer
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -252,15 +251,15 @@ def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) 
     return distinct.index(tuple(sorted(held[process]))), len(distinct)
 
 
-def make_layout(
-    section: MeshSection, devices: Sequence[Any], pipeline: Pipeline | None = None
-) -> Layout:
+def make_sharding_plan(
+    section: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
+) -> ShardingPlan:
     """Returns the layout; raises UserError if the devices do not support it."""
     offloads = section.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
     axis = "data" if section.shard_optimizer_over_data else ""
-    return Layout(
+    return ShardingPlan(
         make_mesh(section, devices),
         section.logical_axis_rules,
         axis,
@@ -282,20 +281,20 @@ def _check_host_memory(device: Any) -> None:
         )
 
 
-def global_batch_size(section: BatchSection, layout: Layout, per_device: float) -> int:
+def global_batch_size(section: BatchConfig, layout: ShardingPlan, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
     key = "per_device_batch_size"
     rows = _rows(layout, per_device, key)
     return rows * section.gradient_accumulation_steps
 
 
-def microbatch_size(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
+def microbatch_size(section: BatchConfig, layout: ShardingPlan, per_device: float = 0.0) -> int:
     """Returns sequences per microbatch; raises UserError if not divisible."""
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
     return _rows(layout, per_device or section.per_device_batch_size, key)
 
 
-def _rows(layout: Layout, per_device: float, key: str) -> int:
+def _rows(layout: ShardingPlan, per_device: float, key: str) -> int:
     num_devices = layout.mesh.size
     rows = per_device * num_devices
     parts, multiple = layout.num_batch_parts, layout.batch_divisor
@@ -312,7 +311,7 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
     return int(rows)
 
 
-def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
+def check_lengths(longest: int, section: BatchConfig, layout: ShardingPlan) -> None:
     """Raises UserError if the mesh does not divide the sequence lengths."""
     lengths = {f"max_target_length={longest}": longest}
     for _, length in section.sequence_length_stages:
@@ -328,7 +327,9 @@ def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
             )
 
 
-def check_sharding(parameters: Mapping[str, ParamSpec], layout: Layout, tolerance: float) -> float:
+def check_sharding(
+    parameters: Mapping[str, ParamSpec], layout: ShardingPlan, tolerance: float
+) -> float:
     """Returns the replicated share; raises UserError above `tolerance`."""
     if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
@@ -359,7 +360,7 @@ def check_sharding(parameters: Mapping[str, ParamSpec], layout: Layout, toleranc
     return share
 
 
-def _indivisible_dims(info: ParamSpec, layout: Layout) -> str:
+def _indivisible_dims(info: ParamSpec, layout: ShardingPlan) -> str:
     first_rule: dict[str, Sequence[str]] = {}
     for name, axes in layout.rules:
         first_rule.setdefault(name, axes)

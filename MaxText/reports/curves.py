@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import time_unit
 from MaxText.reports.chart import Axis, AxisName, Kind, Series
 from MaxText.reports.downsampling import downsample, running_median
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 class Axes:
     """The horizontal axes of a report, shared by all runs, in button order."""
 
-    def __init__(self, runs: Sequence[RunRecord]):
+    def __init__(self, runs: Sequence[RunHistory]):
         longest = max(run.goodput.running_seconds for run in runs)
         self._seconds, unit = time_unit(longest)  # two units, so that the axis has labels
         inherited = any(run.inherited_tokens or run.inherited_flops for run in runs)
@@ -33,7 +33,7 @@ class Axes:
     def axis(self, name: AxisName) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
 
-    def places(self, run: RunRecord, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
+    def places(self, run: RunHistory, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
         """Returns the positions of rows on each axis: float [N], NaN if unknown."""
         return {
             "tokens": _column(rows, "progress/tokens") + run.inherited_tokens,
@@ -46,8 +46,8 @@ class Axes:
 def curve(
     entry: Entry,
     axes: Axes,
-    rows_of: Callable[[RunRecord], Sequence[Row]],
-    value: Callable[[RunRecord, Sequence[Row]], np.ndarray],
+    rows_of: Callable[[RunHistory], Sequence[Row]],
+    value: Callable[[RunHistory, Sequence[Row]], np.ndarray],
     *,
     label: str,
     kind: Literal["smooth", "exact", "dots"],
@@ -124,12 +124,12 @@ def _column(rows: Sequence[Row], name: str) -> np.ndarray:
     return np.array([row.get(name) for row in rows], float)
 
 
-def column(name: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
+def column(name: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
     """Returns a function for a field of rows."""
     return lambda _run, rows: _column(rows, name)
 
 
-def ratio(name: str, other: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
+def ratio(name: str, other: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
     """Returns a function dividing one field of rows by another.
 
     The ratio is NaN where the divisor is zero.

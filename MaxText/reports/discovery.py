@@ -11,7 +11,7 @@ from MaxText.config.problems import close_matches
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
-from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
+from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.storage.paths import natural_key, parse_path
 
 COMPARISON_FILE = "comparison.json"
@@ -27,7 +27,7 @@ class DiscoveredRuns:
       problems: One line per unreadable run inside a named folder.
     """
 
-    runs: list[RunRecord]
+    runs: list[RunHistory]
     groups: dict[str, list[str]]
     problems: list[str]
 
@@ -55,7 +55,7 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     return discovered
 
 
-def _groups_by_key(runs: Sequence[RunRecord], key: str) -> dict[str, list[str]]:
+def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]:
     """Returns a group per value of a key; UserError if no run has it."""
     groups: dict[str, list[str]] = {}
     for run in runs:

@@ -7,7 +7,7 @@ from typing import Any
 
 from MaxText.config.serialization import diff_configs
 from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
-from MaxText.metrics.run_record import RunRecord, resolve_run_dir
+from MaxText.metrics.run_record import RunHistory, resolve_run_dir
 
 _NAMES_OF_RUNS = ("run_name",)  # keys that always differ
 
@@ -22,12 +22,12 @@ class Entry:
 
     label: str
     color: int
-    runs: Mapping[str, RunRecord]
+    runs: Mapping[str, RunHistory]
     is_group: bool = False
 
 
 def group_runs(
-    runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
+    runs: Sequence[RunHistory], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[Entry]:
     """Groups runs and labels everything uniquely; groups come first.
 
@@ -57,7 +57,7 @@ def group_runs(
     ]
 
 
-def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
+def all_runs(entries: Sequence[Entry]) -> dict[str, RunHistory]:
     """Returns the runs of all entries by name."""
     return {name: run for entry in entries for name, run in entry.runs.items()}
 
@@ -74,7 +74,7 @@ def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     }
 
 
-def alike(entries: Sequence[Entry], fact: Callable[[RunRecord], Any]) -> list[tuple[str, Any]]:
+def alike(entries: Sequence[Entry], fact: Callable[[RunHistory], Any]) -> list[tuple[str, Any]]:
     """Returns (names of the runs, value) for each distinct value of a fact."""
     values: list[tuple[list[str], Any]] = []
     for name, run in all_runs(entries).items():
@@ -90,7 +90,7 @@ def alike(entries: Sequence[Entry], fact: Callable[[RunRecord], Any]) -> list[tu
     return [(", ".join(names), value) for names, value in values]
 
 
-def shown_parts(runs: Iterable[RunRecord]) -> dict[str, str]:
+def shown_parts(runs: Iterable[RunHistory]) -> dict[str, str]:
     """Returns the visible parts of the time, with labels."""
     goodputs = [run.goodput for run in runs]
     return {
@@ -100,7 +100,7 @@ def shown_parts(runs: Iterable[RunRecord]) -> dict[str, str]:
     }
 
 
-def _names(runs: Sequence[RunRecord]) -> list[str]:
+def _names(runs: Sequence[RunHistory]) -> list[str]:
     """Returns run names, with parent folders where several runs have the same."""
     names = []
     for run in runs:
@@ -113,7 +113,7 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def averaged(entry: Entry) -> list[RunRecord]:
+def averaged(entry: Entry) -> list[RunHistory]:
     """Returns the runs in an entry's means, without diverged ones."""
     if not entry.is_group:
         return [*entry.runs.values()]

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
 from MaxText.reports.entries import Entry, alike, all_runs, differing_peaks
-from MaxText.reports.page import Section, Table, Verbatim
+from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 _RULES = ("mfu_rule", "attention_rule", "attention_computed")  # cost facts that are sentences
 
@@ -15,7 +15,7 @@ _MAX_SAMPLES = 5
 _MAX_OPEN_SAMPLES = 4
 
 
-def cost(entries: Sequence[Entry]) -> list[Section]:
+def cost(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns parameters and FLOPs of each part of the model."""
     costs = alike(entries, lambda run: run.facts.get("cost"))
     if not costs:
@@ -40,10 +40,14 @@ def cost(entries: Sequence[Entry]) -> list[Section]:
     header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
     if len(costs) == 1:
         header, rows = header[1:], [row[1:] for row in rows]
-    return [Section("Parameters and operations", list(dict.fromkeys(notes)), Table(header, rows))]
+    return [
+        PageSection(
+            "Parameters and operations", list(dict.fromkeys(notes)), PageTable(header, rows)
+        )
+    ]
 
 
-def _peak(run: RunRecord) -> tuple[float, str] | None:
+def _peak(run: RunHistory) -> tuple[float, str] | None:
     peak = run.facts.get("peak_tflops")
     return (peak, str(run.facts.get("peak_source") or "of unknown origin")) if peak else None
 
@@ -54,7 +58,7 @@ def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -
     return [name, formatting.whole(parameters), held, short_count(flops), spent]
 
 
-def memory(entries: Sequence[Entry]) -> list[Section]:
+def memory(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns memory of the state, of the compiled step, and of the KV cache."""
     runs = all_runs(entries)
     columns = [_memory_of(run) for run in runs.values()]
@@ -67,10 +71,10 @@ def memory(entries: Sequence[Entry]) -> list[Section]:
         "State and cache are of the whole model. The compiled step is per device, as planned by "
         "the compiler; aliased arguments are also outputs."
     )
-    return [Section("Memory", [note], Table(header, rows))]
+    return [PageSection("Memory", [note], PageTable(header, rows))]
 
 
-def _memory_of(run: RunRecord) -> dict[str, str]:
+def _memory_of(run: RunHistory) -> dict[str, str]:
     found = run.facts.get("cost") or {}
     rows = {
         f"state: {name}": formatting.size(value)
@@ -92,7 +96,7 @@ def _memory_of(run: RunRecord) -> dict[str, str]:
     return rows
 
 
-def lineage(entries: Sequence[Entry]) -> list[Section]:
+def lineage(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns the ancestry of runs as a tree; none without ancestors."""
     runs = all_runs(entries)
     if not any(run.facts.get("lineage") for run in runs.values()):
@@ -106,7 +110,7 @@ def lineage(entries: Sequence[Entry]) -> list[Section]:
         branch[f"{name}: {run.state}, {spent}"] = {}
     note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
     lines = [line for root, below in tree.items() for line in (root, *_branches(below))]
-    return [Section("Lineage", [note], texts=[Verbatim("\n".join(lines))])]
+    return [PageSection("Lineage", [note], texts=[Verbatim("\n".join(lines))])]
 
 
 def _ancestor(ancestor: Mapping[str, Any]) -> str:
@@ -129,7 +133,7 @@ def _branches(tree: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def samples(entries: Sequence[Entry]) -> list[Section]:
+def samples(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns sampled texts, the newest of a few runs unfolded."""
     texts, runs = [], all_runs(entries)
     for name, run in runs.items():
@@ -139,7 +143,7 @@ def samples(entries: Sequence[Entry]) -> list[Section]:
             caption = name if step is None else f"{name}, step {step:,}"
             is_open = age == 0 and len(runs) <= _MAX_OPEN_SAMPLES
             texts.append(Verbatim(str(row["text"]), caption, is_open))
-    return [Section("Samples", texts=texts)] if texts else []
+    return [PageSection("Samples", texts=texts)] if texts else []
 
 
 def warnings(entries: Sequence[Entry]) -> list[str]:

@@ -22,7 +22,7 @@ _CROWDED = 4  # with more runs, raw values and checkpoints are hidden at first
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class PageTable:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -56,7 +56,7 @@ class Plot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of the page: plain text, never interpreted as HTML.
 
     A table of a single run is shown as facts, like `facts`.
@@ -64,7 +64,7 @@ class Section:
 
     title: str
     paragraphs: Sequence[str] = ()
-    table: Table | None = None
+    table: PageTable | None = None
     texts: Sequence[Verbatim] = ()
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     plots: Sequence[Plot] = ()
@@ -85,7 +85,7 @@ class Page:
     title: str
     made: str
     warnings: Sequence[str]
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     controls: str
     colors: Mapping[str, int]
     links: Mapping[str, str]
@@ -208,7 +208,7 @@ def _plot(plot: Plot) -> str:
     )
 
 
-def _section(section: Section, page: Page, controls: str) -> str:
+def _section(section: PageSection, page: Page, controls: str) -> str:
     facts, table = section.facts, section.table
     if table is not None and table.header[0] == "run" and len(table.rows) == 1:
         facts, table = dict(zip(table.header[1:], table.rows[0][1:], strict=True)), None
@@ -233,7 +233,7 @@ def _section(section: Section, page: Page, controls: str) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def _table(table: Table, page: Page) -> str:
+def _table(table: PageTable, page: Page) -> str:
     kinds = [_kind([row[column] for row in table.rows]) for column in range(len(table.header))]
 
     def cell(tag: str, kind: str, text: str, content: str, is_run: bool) -> str:

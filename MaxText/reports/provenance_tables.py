@@ -5,13 +5,13 @@ from typing import Any
 
 from MaxText.config.values import to_yaml
 from MaxText.metrics.provenance import MAIN_KEYS
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.entries import Entry, alike, all_runs
 from MaxText.reports.formatting import ABSENT
-from MaxText.reports.page import Section, Table, Verbatim
+from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 
-def provenance(entries: Sequence[Entry]) -> list[Section]:
+def provenance(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns the table of command, code, packages, host and data.
 
     Several runs have a row per distinct value.
@@ -25,10 +25,10 @@ def provenance(entries: Sequence[Entry]) -> list[Section]:
     header = ["fact", "value", "runs"]
     if len(runs) == 1:
         header, rows = header[:2], [row[:2] for row in rows]
-    return [Section("Provenance", table=Table(header, rows))] if rows else []
+    return [PageSection("Provenance", table=PageTable(header, rows))] if rows else []
 
 
-def _facts(run: RunRecord) -> dict[str, str]:
+def _facts(run: RunHistory) -> dict[str, str]:
     facts, found = run.facts, run.facts.get("provenance") or {}
     data = facts.get("data") or {}
     packages = found.get("packages") or {"jax": facts["jax"]} if facts.get("jax") else {}
@@ -46,7 +46,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 def configuration(
     entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
-) -> list[Section]:
+) -> list[PageSection]:
     """Returns the keys of one run, or `differences` between runs.
 
     One run has its main, its changed and all keys.
@@ -57,8 +57,8 @@ def configuration(
             [key, *(to_yaml(values[name]) if name in values else ABSENT for name in runs)]
             for key, values in differences.items()
         ]
-        table = Table(["key", *runs], rows)
-        return [Section("Configuration differences", table=table)] if rows else []
+        table = PageTable(["key", *runs], rows)
+        return [PageSection("Configuration differences", table=table)] if rows else []
     (run,) = runs.values()
     if not run.config:
         return []
@@ -68,4 +68,4 @@ def configuration(
     facts = {key: known[key] + default for key in MAIN_KEYS if key in known} | changed
     everything = "\n".join(f"{key}: {value}" for key, value in known.items())
     texts = [Verbatim(everything, f"All {len(known)} keys", is_open=False)]
-    return [Section("Configuration", facts=facts, texts=texts)]
+    return [PageSection("Configuration", facts=facts, texts=texts)]

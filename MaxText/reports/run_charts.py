@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.metrics.goodput import is_step_skip
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
 from MaxText.reports.curves import Axes, column, curve, ratio
 from MaxText.reports.downsampling import median_window
@@ -138,7 +138,7 @@ def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
     return [tag for tag in found if "/" in tag and not tag.startswith(own)]
 
 
-def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Returns tokens per second over all devices of each attempt."""
     devices = {
         attempt.number: attempt.first_row.get("num_devices") or 1
@@ -155,7 +155,7 @@ def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
     return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
 
 
-def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -> list[Annotation]:
+def _marks(entry: Entry, run: RunHistory, axes: Axes, series: Sequence[Series]) -> list[Annotation]:
     """Returns the events of a run, placed on its entry's curve."""
     line = next((s for s in series if s.owner == entry.label and s.kind == "line"), None)
     if line is None or not run.steps:
@@ -189,7 +189,7 @@ def _mark_kind(row: Mapping[str, Any]) -> str:
         return f"skipped {'step' if is_step_skip(row) else 'record'}"
     if kind == "stop":
         return "diverged or failed" if row.get("reason") in ("diverged", "error") else ""
-    return {"checkpoint": kind, "rewind": "rollback", "growth": kind}.get(kind, "")
+    return {"checkpoint": kind, "rollback": kind, "growth": kind}.get(kind, "")
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:

@@ -8,18 +8,18 @@ from typing import Any
 
 from MaxText.config.values import to_yaml
 from MaxText.metrics.goodput import is_step_skip
-from MaxText.metrics.run_record import RunRecord
+from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
 from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks, shown_parts
-from MaxText.reports.page import Section, Table
+from MaxText.reports.page import PageSection, PageTable
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
 
 _MAX_LISTED = 40  # maximum events listed per run, the last ones
 
 
-def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) -> Table:
+def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) -> PageTable:
     """Returns one row per run; groups have mean and deviation first.
 
     `keys` are hyperparameters with their values by run.
@@ -45,7 +45,7 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
                 for values in keys.values()
             ]
             rows.append([name, *row])
-    return Table(header, rows)
+    return PageTable(header, rows)
 
 
 def _seeds(losses: Sequence[float | None]) -> str:
@@ -60,7 +60,7 @@ def _spread(losses: Iterable[float | None]) -> str:
     return f"{statistics.mean(known):.4f} \u00b1 {statistics.stdev(known):.4f}"
 
 
-def _overview_row(run: RunRecord, comparable_mfu: bool) -> list[str]:
+def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     facts = run.facts
     recent = run.steps[-_RECENT_ROWS:]
     speed = _median(recent, "perf/per_device_tokens_per_sec")
@@ -84,7 +84,7 @@ def _overview_row(run: RunRecord, comparable_mfu: bool) -> list[str]:
     ]
 
 
-def _training_loss(run: RunRecord) -> str:
+def _training_loss(run: RunHistory) -> str:
     if run.training_loss is None:
         return formatting.ABSENT
     loss, updates = run.training_loss
@@ -95,7 +95,7 @@ def _with_ancestors(own: float, inherited: float, words) -> str:
     return f"{words(own)} + {words(inherited)} of ancestors" if inherited else words(own)
 
 
-def _state(run: RunRecord, done: int, recent: Sequence[Mapping[str, Any]]) -> str:
+def _state(run: RunHistory, done: int, recent: Sequence[Mapping[str, Any]]) -> str:
     """Returns the state, with the remaining time of a run in progress."""
     seconds = _median(recent, "perf/step_time_seconds")
     planned = run.facts.get("num_steps")
@@ -109,7 +109,7 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def goodput_table(entries: Sequence[Entry]) -> Table:
+def goodput_table(entries: Sequence[Entry]) -> PageTable:
     """Returns the time of each part, per run."""
     runs = all_runs(entries)
     present = shown_parts(runs.values())
@@ -128,10 +128,10 @@ def goodput_table(entries: Sequence[Entry]) -> Table:
         ]
         for name, run in runs.items()
     ]
-    return Table(header, rows)
+    return PageTable(header, rows)
 
 
-def event_table(entries: Sequence[Entry]) -> list[Section]:
+def event_table(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns starts, stops, skipped steps, and other unusual events."""
     rows, omitted = [], 0
     for name, run in all_runs(entries).items():
@@ -147,7 +147,7 @@ def event_table(entries: Sequence[Entry]) -> list[Section]:
     if len(all_runs(entries)) == 1:
         header, rows = header[1:], [row[1:] for row in rows]
     note = [f"{omitted:,} earlier rows are omitted."] if omitted else []
-    return [Section("Events", note, Table(header, rows))]
+    return [PageSection("Events", note, PageTable(header, rows))]
 
 
 def event_text(row: Mapping[str, Any]) -> str:
@@ -163,8 +163,8 @@ def event_text(row: Mapping[str, Any]) -> str:
         count = row.get("count") or 1
         what = "step" if is_step_skip(row) else "record"
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
-    if kind == "rewind":
-        return f"rollback to step {row.get('to')}: {reason}"
+    if kind == "rollback":
+        return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":
         known = ("time", "event", "phase", "attempt", "step", "seconds")
         return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)

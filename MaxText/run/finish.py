@@ -12,10 +12,10 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
-from MaxText.errors import Diverged
+from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.iterator import BatchIterator
-from MaxText.parallelism.mesh import Layout
-from MaxText.run.records import Records
+from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.run.records import RunLogger
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
@@ -23,17 +23,17 @@ from MaxText.training.objective import is_in_nats
 def write_final_artifacts(
     run_folder: epath.Path,
     config: Config,
-    records: Records,
+    records: RunLogger,
     batches: BatchIterator,
     built: TrainSetup,
     state: Any,
-    layout: Layout,
+    layout: ShardingPlan,
     eval_loss: float | None,
 ) -> None:
     """Prints and writes the final outputs of a run.
 
-    `eval_loss` is that of the last evaluation in nats per token, None without one. Raises Diverged
-    if the training loss diverged.
+    `eval_loss` is that of the last evaluation in nats per token, None without one. Raises
+    TrainingDivergedError if the training loss diverged.
     """
     line, model = records.terminal.line, built.model
     entropy = batches.unigram_entropy if is_in_nats(model.section.objective) else None
@@ -50,7 +50,7 @@ def write_final_artifacts(
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
         with _optional("loss curve", line):
-            from MaxText.reports.writing import write_loss_curve
+            from MaxText.reports.report_writer import write_loss_curve
 
             records.events.flush()
             line(f"Loss curve: {write_loss_curve(run_folder)}")
@@ -62,7 +62,7 @@ def write_final_artifacts(
     for text in _next_steps(run_folder, can_generate, config.run.import_modules):
         line(text)
     if diverged := records.trend.diverged:
-        raise Diverged(
+        raise TrainingDivergedError(
             f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
             "inspect the data."
         )

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from MaxText import exit_codes
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.schema import Config
-from MaxText.errors import Diverged, StopWaiting
+from MaxText.errors import TrainingDivergedError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.parallelism.mesh import Layout
-from MaxText.run.records import Records
+from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.run.records import RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
 from MaxText.run.step_log import MetricLogger
 from MaxText.runtime import processes
-from MaxText.runtime.compiled_steps import CompiledSteps
+from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
@@ -56,16 +56,16 @@ class Loop:
     """
 
     config: Config
-    layout: Layout
+    layout: ShardingPlan
     plan: BatchSchedule
-    eval_rows: int
+    eval_batch_size: int
     batches: BatchIterator
     eval_batches: EvalBatches | None
-    train_step: CompiledSteps
+    train_step: ShapeSpecializedStep
     eval_step: Callable[..., Any]
     checkpoints: CheckpointManager
     metadata: Mapping[str, Any]
-    records: Records
+    records: RunLogger
     rollback: RollbackController
     watchdog: Watchdog
     stop: PreemptionHandler
@@ -121,7 +121,7 @@ class Loop:
         """Returns the next step's batch on the devices; None on a stop request."""
         self.watchdog.enter("data", self.step)
         batch = None
-        with contextlib.suppress(StopWaiting), self.log.waiting_for_data():
+        with contextlib.suppress(WaitCancelledError), self.log.waiting_for_data():
             rows = self.plan.rows(self.plan.at(self.step))
             batch = self.layout.to_global_batch(next(self.batches), rows)
         self.records.log_data_events(self.batches, self.step)
@@ -132,7 +132,7 @@ class Loop:
         if not self.train_step.fits(batch):
             self.watchdog.enter("compile", self.step)
             with (
-                self.log.paused(),
+                self.log.exclude_time(),
                 self.records.events.timed("compile", step=self.step) as facts,
             ):
                 facts |= dataclasses.asdict(self.train_step.prepare(batch))
@@ -154,11 +154,11 @@ class Loop:
         self.eval_loss = None
         watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (
-            contextlib.suppress(StopWaiting),
-            self.log.paused(),
+            contextlib.suppress(WaitCancelledError),
+            self.log.exclude_time(),
             self.records.events.timed("evaluation", step=step) as facts,
         ):
-            placed = (self.layout.to_global_batch(batch, self.eval_rows) for batch in watched)
+            placed = (self.layout.to_global_batch(batch, self.eval_batch_size) for batch in watched)
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)
@@ -169,10 +169,10 @@ class Loop:
     def save(self, step: int, **facts: Any) -> None:
         self.watchdog.enter("checkpoint", step)
         records, events = self.records, self.records.events
-        with self.log.paused(complete=True):
+        with self.log.exclude_time(complete=True):
             events.flush()
             kept = {**self.metadata, **records.lineage.metadata(step), **facts}
-            kept |= {"rewinds": self.rollback.num_rollbacks, "loss_trend": records.trend.state}
+            kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": records.trend.state}
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.position, kept)
 
@@ -182,12 +182,12 @@ class End:
     """The end of a run."""
 
     reason: str = "error"
-    exit_code: int = exit_codes.DONE
+    exit_code: int = exit_codes.SUCCESS
     message: str = ""  # for stderr
 
 
 @contextlib.contextmanager
-def recorded_end(records: Records, log: MetricLogger, watchdog: Watchdog) -> Iterator[End]:
+def recorded_end(records: RunLogger, log: MetricLogger, watchdog: Watchdog) -> Iterator[End]:
     """Records how the block ended the run.
 
     A diverged run ends normally, with its exit code. After any other failure, one process of
@@ -196,7 +196,7 @@ def recorded_end(records: Records, log: MetricLogger, watchdog: Watchdog) -> Ite
     end, failure = End(), None
     try:
         yield end
-    except Diverged as error:
+    except TrainingDivergedError as error:
         end.reason, end.exit_code = "diverged", exit_codes.DIVERGED
         end.message = f"error: {error}"
     except BaseException as error:

@@ -16,7 +16,7 @@ from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_facts, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.metrics.event_stream import EventStream, open_stream
+from MaxText.metrics.event_stream import EventLog, open_stream
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.provenance import provenance
@@ -34,10 +34,10 @@ START_FILE = "start.txt"
 
 
 @dataclasses.dataclass(frozen=True)
-class Records:
+class RunLogger:
     """All records of a run."""
 
-    events: EventStream
+    events: EventLog
     terminal: Terminal
     profiler: StepProfiler
     stats: TrainingStats
@@ -72,7 +72,7 @@ def open_records(
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     show: Callable[[str], None] = print,
-) -> Records:
+) -> RunLogger:
     """Opens the records of a run, and records this start.
 
     `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
@@ -109,7 +109,7 @@ def open_records(
     emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))
-    return Records(events, terminal, profiler, stats, lineage, trend)
+    return RunLogger(events, terminal, profiler, stats, lineage, trend)
 
 
 def run_metadata(
@@ -143,7 +143,7 @@ def run_metadata(
     }
 
 
-def emit_start(events: EventStream, start: RestoreResult, facts: Mapping[str, Any]) -> None:
+def emit_start(events: EventLog, start: RestoreResult, facts: Mapping[str, Any]) -> None:
     """Emits "resume" (from the run's own checkpoint) or "start".
 
     A changed configuration and a growth are events of their own.

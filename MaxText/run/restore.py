@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
-from MaxText.config.training_sections import Checkpoint
-from MaxText.conversion.initial_weights import open_parameters
+from MaxText.config.training_sections import CheckpointingConfig
+from MaxText.conversion.initial_weights import open_pretrained
 from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError
 from MaxText.growth.initialize import grow_opt_state, grow_params
@@ -53,7 +53,7 @@ class RestoreResult(NamedTuple):
 
 def restore_or_initialize(
     checkpoints: CheckpointManager,
-    section: Checkpoint,
+    section: CheckpointingConfig,
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
@@ -109,7 +109,7 @@ def restore_or_initialize(
 
 
 def _show_order(
-    checkpoints: CheckpointManager, section: Checkpoint, steps: list[int], show: Show
+    checkpoints: CheckpointManager, section: CheckpointingConfig, steps: list[int], show: Show
 ) -> None:
     full, params = section.load_full_state_path, section.load_parameters_path
     if not section.enable_checkpointing:
@@ -169,7 +169,7 @@ def _resume(
 
 
 def _load_full_state(
-    section: Checkpoint, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
+    section: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> RestoreResult:
     path = section.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
@@ -179,7 +179,7 @@ def _load_full_state(
             position = stored.position()
         else:
             show(f"  {stored} has no data position: data begins at its step")
-        state = reading.restore_state(
+        state = checkpoint_reader.restore_state(
             stored, abstract_state, config_flat, show, storage=section.checkpoint_storage
         )
     return RestoreResult(
@@ -195,7 +195,7 @@ def _load_parameters(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> RestoreResult:
-    given = open_parameters(path, "load_parameters_path", abstract_state.params, config_flat, show)
+    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, show)
     # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())
@@ -241,7 +241,7 @@ def restore_data_position(
         if batches.exclude_if_new(first, end):
             show(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
-                f"{rollback.noticed} (rewinds.json): {rollback.reason}"
+                f"{rollback.detected_step} (rollbacks.json): {rollback.reason}"
             )
     return final_step(batches, steps)
 

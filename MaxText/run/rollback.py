@@ -17,8 +17,8 @@ from jax.sharding import SingleDeviceSharding
 
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback
-from MaxText.config.training_sections import Guard
-from MaxText.errors import Diverged
+from MaxText.config.training_sections import GuardConfig
+from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.run.restore import RestoreResult, active_rollbacks
 
@@ -33,8 +33,8 @@ _RISE_FACTOR = 1.1
 class RollbackTrigger:
     """Reason for a rollback, its step, and the first suspicious step."""
 
-    noticed: int
-    began: int
+    detected_step: int
+    onset_step: int
     reason: str
 
 
@@ -57,18 +57,19 @@ class RollbackController:
 
     def __init__(
         self,
-        section: Guard,
+        section: GuardConfig,
         checkpoints: CheckpointManager,
         emit: Callable[..., None],
         batches: BatchIterator,
         abstract_state: Any,
         start: RestoreResult,
     ):
-        """Reads the rollbacks of earlier starts; `emit` is EventStream.emit."""
+        """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
         self.trigger: RollbackTrigger | None = None
         recorded = active_rollbacks(start, batches)
-        known = [int(start.metadata.get("rewinds", 0)), *(rollback.number for rollback in recorded)]
-        self.num_rollbacks = max(known)
+        # Earlier versions saved it as "rewinds".
+        saved = start.metadata.get("rollbacks", start.metadata.get("rewinds", 0))
+        self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._batches = batches
         self._abstract_state = abstract_state
         self._section = section
@@ -81,8 +82,8 @@ class RollbackController:
         self._begin(start.state)
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
-            if rollback.to >= start.first_step:
-                emit("rewind", step=rollback.to, again=True, **rollback.facts())
+            if rollback.restored_step >= start.first_step:
+                emit("rollback", step=rollback.restored_step, again=True, **rollback.facts())
 
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
@@ -91,17 +92,17 @@ class RollbackController:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last `guard_healthy_steps` steps were all applied."""
+        """Whether the last `healthy_after_steps` steps were all applied."""
         if self.trigger is not None:
             return False
         return self._last_skipped < 0 or (
-            self._seen - self._last_skipped >= self._section.guard_healthy_steps
+            self._seen - self._last_skipped >= self._section.healthy_after_steps
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Processes the metrics of a report, of all steps since the last one.
 
-        Raises Diverged if training cannot continue and rollback is disabled.
+        Raises TrainingDivergedError if training cannot continue and rollback is disabled.
         """
         skipped = int(metrics.get("num_skipped", 0)) - self._num_skipped
         if skipped:
@@ -137,7 +138,7 @@ class RollbackController:
             reason = f"the loss rose to {rise:.0%} above its lowest median"
             return RollbackTrigger(step, int(metrics["rise_began"]), reason)
         if recent == window:
-            raise Diverged(
+            raise TrainingDivergedError(
                 f"all of the last {window} steps were skipped, up to step {step}: stopped. Lower "
                 "the learning rate, or inspect the data."
             )
@@ -155,31 +156,32 @@ class RollbackController:
     def roll_back(self) -> Any:
         """Rolls back to the last healthy state and excludes the suspicious data.
 
-        Returns the restored state. Raises Diverged without a healthy one, or at rollback.maximum.
+        Returns the restored state. Raises TrainingDivergedError without a healthy one, or at
+        rollback.maximum.
         """
         trigger, batches = self.trigger, self._batches
         assert trigger is not None
-        signs = self._warning_signs(trigger.began)
+        signs = self._warning_signs(trigger.onset_step)
         if self.num_rollbacks >= self._section.rollback.maximum:
-            healthy = self._checkpoints.last_healthy(before=trigger.began)
+            healthy = self._checkpoints.last_healthy(before=trigger.onset_step)
             if healthy is not None:
                 # A restart takes the newest checkpoint, which must predate the divergence.
                 self._checkpoints.roll_back_to(healthy)
                 signs = f"{signs} A restart resumes from step {healthy}."
-            raise Diverged(
-                f"step {trigger.noticed}: {trigger.reason}, and the run has rolled back "
+            raise TrainingDivergedError(
+                f"step {trigger.detected_step}: {trigger.reason}, and the run has rolled back "
                 f"{self.num_rollbacks} times (rollback.maximum): stopped. {signs} Lower the "
                 "learning rate, inspect the data, or start again from an earlier checkpoint."
             )
         target, source, state, position = self._last_healthy(trigger, signs)
         excluded = batches.position.get("excluded", ())
-        began = max(target + 1, trigger.began - self._section.rollback.margin)
-        first, end = batches.sample_range(began)[0], batches.sample_range(trigger.noticed)[1]
+        began = max(target + 1, trigger.onset_step - self._section.rollback.margin)
+        first, end = batches.sample_range(began)[0], batches.sample_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
-            to=target + 1,
-            noticed=trigger.noticed,
-            began=trigger.began,
+            restored_step=target + 1,
+            detected_step=trigger.detected_step,
+            onset_step=trigger.onset_step,
             samples=(first, end),
             source=source,
             reason=f"{trigger.reason}. {signs}".strip(),
@@ -200,24 +202,24 @@ class RollbackController:
         self.num_rollbacks = rollback.number
         self.trigger = None
         self._begin(state)
-        self._emit("rewind", step=rollback.to, **rollback.facts())
+        self._emit("rollback", step=rollback.restored_step, **rollback.facts())
         return state
 
     def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:
         """Returns step, source, state and position of the healthy state."""
-        snapshot = next((s for s in reversed(self._snapshots) if s.step < trigger.began), None)
+        snapshot = next((s for s in reversed(self._snapshots) if s.step < trigger.onset_step), None)
         while True:
-            healthy = self._checkpoints.last_healthy(before=trigger.began)
+            healthy = self._checkpoints.last_healthy(before=trigger.onset_step)
             if snapshot is not None and (healthy is None or snapshot.step >= healthy):
                 state = copy_to_devices(snapshot.shards, self._abstract_state)
                 source = f"copy of step {snapshot.step} in memory"
                 return snapshot.step, source, state, snapshot.position
             if healthy is None:
-                raise Diverged(
-                    f"step {trigger.noticed}: {trigger.reason}, and there is no healthy state "
-                    f"before step {trigger.began} to roll back to: stopped. {signs} Lower the "
-                    "learning rate, inspect the data, or save more often (checkpoint_period, "
-                    "rollback.snapshot_period)."
+                raise TrainingDivergedError(
+                    f"step {trigger.detected_step}: {trigger.reason}, and there is no healthy "
+                    f"state before step {trigger.onset_step} to roll back to: stopped. {signs} "
+                    "Lower the learning rate, inspect the data, or save more often "
+                    "(checkpoint_period, rollback.snapshot_period)."
                 )
             restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
             if restored is not None:

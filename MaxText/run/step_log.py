@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
-from MaxText.errors import Diverged
+from MaxText.errors import TrainingDivergedError
 from MaxText.metrics.profiler import memory_row
-from MaxText.metrics.step_line import StepReport
-from MaxText.run.records import Records
+from MaxText.metrics.step_line import StepMetrics
+from MaxText.run.records import RunLogger
 from MaxText.runtime import process_start
 
 _AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
@@ -29,7 +29,7 @@ class MetricLogger:
 
     def __init__(
         self,
-        records: Records,
+        records: RunLogger,
         config: Config,
         last_step: int,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
@@ -79,7 +79,7 @@ class MetricLogger:
         return time.perf_counter() - self._since
 
     def flush(self) -> None:
-        """Blocks on a pending step and reports it; Diverged on a bad loss."""
+        """Reports a pending step; raises TrainingDivergedError on a bad loss."""
         if not self._waiting:
             return
         self._waiting = False
@@ -93,7 +93,7 @@ class MetricLogger:
         seconds = elapsed / updates
         self._since, self._reported_step = now, step
         stats = self._records.stats
-        report = StepReport(
+        report = StepMetrics(
             step=step,
             seconds=seconds,
             metrics=shown,
@@ -142,7 +142,7 @@ class MetricLogger:
             self._data_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def paused(self, *, complete: bool = False) -> Iterator[None]:
+    def exclude_time(self, *, complete: bool = False) -> Iterator[None]:
         """Reports a pending step, then excludes the time inside.
 
         Waits for the newest step first, or its computation would count as part of the pause.
@@ -159,7 +159,7 @@ class MetricLogger:
 
     def _check(self, step: int, loss: float) -> None:
         if not math.isfinite(loss) and self._guard.abort_on_nan_loss:
-            raise Diverged(
+            raise TrainingDivergedError(
                 f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
                 f"resume from the last checkpoint, or set abort_on_nan_loss=false to continue "
                 "training."

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from MaxText.config.training_sections import Batch
+from MaxText.config.training_sections import BatchConfig
 from MaxText.cost.flops import FlopCount, count_flops
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -16,7 +16,7 @@ class TrainingStats:
     """Sizes of a run; `peak` is per device."""
 
     model: Model
-    batch: Batch
+    batch: BatchConfig
     plan: BatchSchedule
     num_devices: int
     num_steps: int

@@ -51,7 +51,7 @@ class Cluster:
     is_certain: bool = True
 
 
-def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
+def find_cluster(environment: Mapping[str, str], hardware: str) -> Cluster | None:
     """Returns the cluster in the environment, None for a single process."""
     for count_name, rank_name in (*_EXPLICIT, _SLURM, *_MPI):
         pair = (count_name, rank_name)

@@ -12,7 +12,7 @@ import platform as machine
 import threading
 from typing import Any
 
-from MaxText.config.training_sections import Run
+from MaxText.config.training_sections import RunConfig
 
 FOLDER = "jax_cache"
 
@@ -24,7 +24,7 @@ _HIT = "/jax/compilation_cache/cache_hits"
 _hits = collections.Counter[int]()  # thread -> programs loaded from the cache
 
 
-def enable(run: Run, platform: str, *, may_make: bool = True) -> str:
+def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
     """Enables the compilation cache and returns a log line.
 
     CPU programs go to a folder per processor type, because they use its instructions. `may_make`:

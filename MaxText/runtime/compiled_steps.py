@@ -24,7 +24,7 @@ class Compilation:
     memory: dict[str, int]
 
 
-class CompiledSteps:
+class ShapeSpecializedStep:
     """(state, batch) -> (state, metrics), compiled per batch shape."""
 
     def __init__(

@@ -74,7 +74,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     if _count == 1:
         return
     lost = is_peer_failure(error)
-    code = exit_codes.STUCK if lost else _code_of(error)
+    code = exit_codes.STALLED if lost else _code_of(error)
     if watchdog is not None and not isinstance(error, SystemExit):
         watchdog.fail(None if lost else error)
     if isinstance(error, UserError) and not lost:
@@ -120,7 +120,7 @@ def _code_of(error: BaseException) -> int:
         return exit_codes.INTERRUPTED
     if isinstance(error, SystemExit):
         if error.code is None:
-            return exit_codes.DONE
+            return exit_codes.SUCCESS
         return error.code if isinstance(error.code, int) else 1
     return 1
 

@@ -38,7 +38,7 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     because data preparation varies. From here on JAX swallows SIGTERM, which
     `PreemptionHandler.requested` reports.
     """
-    found = cluster.find(os.environ, hardware)
+    found = cluster.find_cluster(os.environ, hardware)
     if found is None:
         return []
     import jax

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from MaxText.exit_codes import STUCK
+from MaxText.exit_codes import STALLED
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.paths import is_object_store_path
 
@@ -56,7 +56,7 @@ class Watchdog:
     With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
     {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
     After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
-    every thread's stack to stderr and exits with exit_codes.STUCK. The phases `start_up` (the
+    every thread's stack to stderr and exits with exit_codes.STALLED. The phases `start_up` (the
     first), `compile` and `finish` may take six times as long, and so may steps of processes that
     wait for it.
     """
@@ -196,7 +196,7 @@ class Watchdog:
     def _end(self, phase: str, step: int | None, silent: float) -> None:
         self._state = _STUCK
         # Exits even if printing blocks, e.g. on a full pipe.
-        last_resort = threading.Timer(self._read_seconds + _MIN_WRITE_SECONDS, os._exit, (STUCK,))
+        last_resort = threading.Timer(self._read_seconds + _MIN_WRITE_SECONDS, os._exit, (STALLED,))
         last_resort.daemon = True
         last_resort.start()
         with contextlib.suppress(Exception):
@@ -212,7 +212,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         self._write_now()
-        os._exit(STUCK)
+        os._exit(STALLED)
 
     def _write_now(self) -> None:
         if self._folder is not None:

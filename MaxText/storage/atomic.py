@@ -31,12 +31,12 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def writing_name(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """Returns a temporary path for `publish`, unique per writer."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{WRITING_SUFFIX}")
 
 
-def publish(writing: Path, path: Path) -> None:
+def atomic_rename(writing: Path, path: Path) -> None:
     """Renames a complete file once its contents are on disk."""
     sync_file(writing)
     writing.replace(path)
@@ -48,10 +48,10 @@ def atomic_write_text(path: Path | epath.Path, contents: str) -> None:
         path.write_text(contents)
         return
     path = Path(path)
-    writing = writing_name(path)
+    writing = temporary_name(path)
     try:
         writing.write_text(contents, encoding="utf-8")
-        publish(writing, path)
+        atomic_rename(writing, path)
     except OSError:
         writing.unlink(missing_ok=True)
         raise

@@ -49,7 +49,7 @@ class ObjectStoreError(OSError, UserError):
         return type(self), (self.strerror, self.errno == errno.EIO)
 
 
-class UnreadableFile(UserError):
+class FileReadError(UserError):
     """A file unreadable now: missing, not permitted, or storage failed."""
 
     def __init__(self, message: str, path: str = ""):
@@ -57,7 +57,7 @@ class UnreadableFile(UserError):
         self.path = path
 
 
-class BadRecord(UserError):
+class BadRecordError(UserError):
     """A damaged record, fatal unless bad_records.action=skip.
 
     `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are

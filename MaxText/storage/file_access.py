@@ -18,7 +18,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
-from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.errors import FileReadError
 from MaxText.storage.paths import natural_key, register_filesystems
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -272,8 +272,8 @@ def reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-def _unreadable(path: str, error: Exception) -> UnreadableFile:
-    return UnreadableFile(
+def _unreadable(path: str, error: Exception) -> FileReadError:
+    return FileReadError(
         f"{path} cannot be read ({reason(error)}). Check the path and that you may read it.", path
     )
 
@@ -299,7 +299,7 @@ def _descriptor(path: str) -> _Descriptor:
         raise _unreadable(path, error) from error
 
 
-def forget(paths: Sequence[str]) -> None:
+def invalidate_cache(paths: Sequence[str]) -> None:
     """Drops open files, and cached listings of these paths."""
     _descriptor.cache_clear()
     for url in {path.split("://")[0]: path for path in paths if is_url(path)}.values():
@@ -325,7 +325,7 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.
             while done < array.nbytes:
                 rest = array.reshape(-1).view(np.uint8)[done:]
                 if not (more := os.preadv(descriptor.number, (rest.data,), offset + done)):
-                    raise _cut_short(path, offset + done, len(rest))
+                    raise _is_truncated(path, offset + done, len(rest))
                 done += more
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -347,19 +347,19 @@ def _read_remote(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np
         if isinstance(content, Exception):
             raise _unreadable(path, content) from content
         if missing := array.nbytes - len(content):
-            raise _cut_short(path, end - missing, missing)
+            raise _is_truncated(path, end - missing, missing)
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
 
 
-def _cut_short(path: str, size: int, missing: int) -> UnreadableFile:
-    return UnreadableFile(
+def _is_truncated(path: str, size: int, missing: int) -> FileReadError:
+    return FileReadError(
         f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was truncated. "
         "Copy it again.",
         path,
     )
 
 
-def names_below(files: Sequence[str]) -> Iterator[str]:
+def relative_names(files: Sequence[str]) -> Iterator[str]:
     """Yields each file's path relative to the common folder."""
     paths = [file.split("/") for file in files]
     folders = zip(*(path[:-1] for path in paths), strict=False)
@@ -369,6 +369,6 @@ def names_below(files: Sequence[str]) -> Iterator[str]:
 
 def fingerprint(files: Sequence[FileInfo], contents: list) -> str:
     """Returns a location-independent digest of names, sizes, `contents`."""
-    names = names_below([file.path for file in files])
+    names = relative_names([file.path for file in files])
     sizes = [[name, file.size] for name, file in zip(names, files, strict=True)]
     return hashlib.sha256(json.dumps([sizes, contents]).encode()).hexdigest()[:16]

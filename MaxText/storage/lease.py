@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 
 from MaxText.errors import UserError
-from MaxText.exit_codes import USER_MISTAKE
+from MaxText.exit_codes import USER_ERROR
 
 
 class Lease:
@@ -118,7 +118,7 @@ class Lease:
                 "there.\n"
             )
             sys.stderr.flush()
-            os._exit(USER_MISTAKE)
+            os._exit(USER_ERROR)
 
 
 def describe_holder(holder: Any) -> str:

@@ -14,7 +14,7 @@ from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.compiler_options import compiler_options
-from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
+from MaxText.parallelism.mesh import ShardingPlan, check_lengths, check_sharding
 from MaxText.training import backend_defaults
 from MaxText.training import step as steps
 from MaxText.training.objective import per_token_losses
@@ -38,7 +38,7 @@ class TrainSetup(NamedTuple):
 
 def setup_train(
     config: Config,
-    layout: Layout,
+    layout: ShardingPlan,
     existing_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
     old_slots_learning_rate: float = 1.0,  # factor of their updates
 ) -> TrainSetup:

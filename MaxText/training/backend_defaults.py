@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-from MaxText.config.model_sections import Model
+from MaxText.config.model_sections import ModelConfig
 from MaxText.layers import flash_attention
 from MaxText.layers.depth_aggregate import kernel_unsupported_reason, vmem_bytes_per_token
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): unrolled layers are 20 % faster at
 # 6 layers of width 384 and 2 times slower at 12 layers of width 768.
@@ -19,8 +19,8 @@ _VOCABULARY = "a multiple of 128 is faster (GPT-2 small on an H100: 23 %)"
 
 
 def resolve_auto(
-    section: Model, backend: str, layout: Layout | None = None
-) -> tuple[Model, list[str]]:
+    section: ModelConfig, backend: str, layout: ShardingPlan | None = None
+) -> tuple[ModelConfig, list[str]]:
     """Returns the section without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
     lines = []
@@ -63,12 +63,16 @@ def resolve_auto(
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
     if dense.dense_conn:
-        choose("dense_mixing", dense.dense_mixing, mixing, why)
-        if dense.dense_mixing not in ("auto", mixing):
-            lines.append(f"dense_mixing: {dense.dense_mixing} -> {mixing} ({why})")
+        choose("dense_aggregation_impl", dense.dense_aggregation_impl, mixing, why)
+        if dense.dense_aggregation_impl not in ("auto", mixing):
+            lines.append(
+                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {mixing} ({why})"
+            )
         if mixing == "kernel" and on_cpu:
-            lines.append("dense_mixing=kernel is interpreted on CPU: for tests, not for training")
-        dense = dense.model_copy(update={"dense_mixing": mixing})
+            lines.append(
+                "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
+            )
+        dense = dense.model_copy(update={"dense_aggregation_impl": mixing})
     resolved = section.model_copy(
         update={
             "dense_connections": dense,
@@ -90,7 +94,7 @@ def resolve_auto(
     return resolved.model_copy(update={"attention": attention}), lines
 
 
-def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str | None:
+def _flash_refused(section: ModelConfig, backend: str, layout: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
@@ -104,10 +108,12 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
     return flash_attention.cudnn_failure_reason(section, layout.mesh.devices.flat)
 
 
-def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
+def _mixing(
+    section: ModelConfig, backend: str, dtype: str, layout: ShardingPlan | None
+) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
     dense = section.dense_connections
-    asked, on_cpu = dense.dense_mixing, backend == "cpu"
+    asked, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):
         return asked, "asked for"
     if on_cpu:
@@ -121,7 +127,7 @@ def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> 
     refused = kernel_unsupported_reason(
         dimensions.emb_dim,
         backend,
-        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_ways), of_state),
+        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), of_state),
         device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
     )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from MaxText.config.model_sections import Objective
+from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.config.registry import lookup, register
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
@@ -83,7 +83,9 @@ def num_tokens(batch: Batch) -> jax.Array:
 
 
 @register("objective", "cross_entropy")
-def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
+def cross_entropy_losses(
+    keys: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array
+) -> Losses:
     """Returns cross entropy in nats, and z-loss (PaLM, section 5)."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     z_losses_BT = keys.z_loss_multiplier * jnp.square(log_z_BT)
@@ -91,7 +93,7 @@ def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax
 
 
 @register("objective", "entmax")
-def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
+def entmax_losses(keys: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
     """Returns the alpha-entmax loss; alpha = 1 is softmax."""
     if keys.entmax_alpha > 1:
         return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, keys.entmax_alpha)}, None
@@ -99,7 +101,9 @@ def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array)
     return {"entmax_loss": losses_BT}, log_z_BT
 
 
-def per_token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
+def per_token_losses(
+    logits_BTV: jax.Array, targets_BT: jax.Array, section: ObjectiveConfig
+) -> Losses:
     """Returns the losses of the registered objective at each target.
 
     An objective is a function of its keys (or the section, without keys of its own), float32 logits
@@ -121,7 +125,7 @@ def per_token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, section: Obje
     return found
 
 
-def is_in_nats(section: Objective) -> bool:
+def is_in_nats(section: ObjectiveConfig) -> bool:
     """Returns whether a loss is in nats and has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     losses, _ = jax.eval_shape(functools.partial(per_token_losses, section=section), *shapes)
@@ -131,30 +135,30 @@ def is_in_nats(section: Objective) -> bool:
 def loss_sums(
     decoder: Decoder,
     batch: Batch,
-    section: Objective,
+    section: ObjectiveConfig,
     dropout_key: jax.Array | None = None,
     *,
     training: bool = False,
     count_correct: bool = False,
 ) -> LossSums:
     """Returns the losses as sums, to add up microbatches."""
-    h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
+    h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
     head_state = decoder.head_state(h_BTD, batch)
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
-    def sums(h_BTD, targets_BT, weights_BT, positions_BT):
+    def sums(h_BTD, targets_BT, loss_mask_BT, positions_BT):
         logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
         losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, section)
-        summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
-        log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)
+        summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}
+        log_z = None if log_z_BT is None else jnp.sum(log_z_BT * loss_mask_BT)
         if not count_correct:
             return summed, None, log_z
         correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
-        return summed, jnp.sum(correct_BT * weights_BT), log_z
+        return summed, jnp.sum(correct_BT * loss_mask_BT), log_z
 
     num_chunks = section.num_vocab_tiling
     if num_chunks == 1:
-        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.weights_BT, positions_BT)
+        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT)
     else:
 
         def in_chunks(x_BT):
@@ -165,7 +169,7 @@ def loss_sums(
         # The backward pass recomputes a chunk's logits instead of saving all of them.
         chunk_sums = jax.lax.map(
             lambda chunk: jax.checkpoint(sums)(*chunk),
-            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, positions_BT))),
+            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT))),
         )
         summed, correct, log_z = jax.tree.map(jnp.sum, chunk_sums)
     return LossSums(summed, scalars, correct, log_z)

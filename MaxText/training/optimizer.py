@@ -11,17 +11,17 @@ import optax.contrib
 from flax import traverse_util
 
 from MaxText.config.registry import lookup, register
-from MaxText.config.training_sections import Optimizer
+from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
 from MaxText.parallelism.logical_sharding import ParamSpec
 
-Names = Mapping[str, ParamSpec]
+ParamSpecs = Mapping[str, ParamSpec]
 
 BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments and their counts
 
 
 def make_optimizer(
-    section: Optimizer, schedule: optax.Schedule, parameters: Names
+    section: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
 ) -> optax.GradientTransformation:
     """Chains clipping, the rule's direction, decay, and learning rate.
 
@@ -49,7 +49,7 @@ def make_optimizer(
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(section),
-        rule(section.parts.of(rule) or section, trained),
+        rule(section.parts.of(rule) or section, trained),  # a custom rule gets its own keys
         _add_decayed_weights(decay_of),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
         optax.scale_by_learning_rate(schedule),
@@ -58,7 +58,7 @@ def make_optimizer(
 
 
 def _freeze_untrained(
-    optimizer: optax.GradientTransformation, trained: Names
+    optimizer: optax.GradientTransformation, trained: ParamSpecs
 ) -> optax.GradientTransformation:
     """Restricts `optimizer` to some parameters; others have no state."""
 
@@ -77,7 +77,7 @@ def _freeze_untrained(
 
 def scale_existing_slot_updates(
     optimizer: optax.GradientTransformation,
-    parameters: Names,
+    parameters: ParamSpecs,
     existing_slots: Mapping[str, int] | None,
     factor: float,
 ) -> optax.GradientTransformation:
@@ -104,7 +104,7 @@ def scale_existing_slot_updates(
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def map_param_names(parameters: Names, value_of: Callable[[str], Any]) -> dict:
+def map_param_names(parameters: ParamSpecs, value_of: Callable[[str], Any]) -> dict:
     """Returns a dict like the parameters, with `value_of(name)` as leaves."""
     return traverse_util.unflatten_dict({name: value_of(name) for name in parameters}, sep="/")
 
@@ -129,7 +129,8 @@ def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
     )
 
 
-def _clipping(section: Optimizer) -> optax.GradientTransformation:
+def _clipping(section: OptimizerConfig) -> optax.GradientTransformation:
+    """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
     bound = section.gradient_clipping_threshold
     if bound == 0:
         return optax.identity()
@@ -139,7 +140,7 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
 
 
 @register("optimizer", "adamw")
-def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def adamw(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
     if not section.adam_bias_correction:
         return _adam_without_bias_correction(section)
@@ -153,19 +154,19 @@ def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation
 
 
 @register("optimizer", "lion")
-def lion(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def lion(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     mu_dtype = section.mu_dtype or None
     return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
 
 
 @register("optimizer", "sgd")
-def sgd(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def sgd(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     return optax.trace(decay=section.momentum, nesterov=section.nesterov)
 
 
 @register("optimizer", "muon")
-def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def muon(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
     # A learning rate of -1 makes optax's complete rule return its direction unchanged.
     return optax.contrib.muon(
@@ -185,7 +186,7 @@ def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     )
 
 
-def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransformation:
+def _adam_without_bias_correction(section: OptimizerConfig) -> optax.GradientTransformation:
     """Adam as in BERT and GPT-Neo, with the state of scale_by_adam."""
     adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
 
@@ -203,7 +204,7 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
 
 
 @register("optimizer", "adafactor")
-def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+def adafactor(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
 
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the

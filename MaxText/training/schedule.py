@@ -5,10 +5,10 @@ import itertools
 import jax.numpy as jnp
 import optax
 
-from MaxText.config.training_sections import Schedule
+from MaxText.config.training_sections import ScheduleConfig
 
 
-def learning_rate_schedule(section: Schedule) -> optax.Schedule:
+def learning_rate_schedule(section: ScheduleConfig) -> optax.Schedule:
     """Returns warm-up from 0, the body, then 0 or the last value.
 
     With a warm-up the first update has learning rate 0, as in MaxText. The body follows it, or with
@@ -28,7 +28,7 @@ def learning_rate_schedule(section: Schedule) -> optax.Schedule:
     return _ending(section, pieces, total)
 
 
-def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
+def _body(section: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
     peak, fraction = section.learning_rate, section.learning_rate_final_fraction
     final = peak * fraction
     if section.lr_schedule_type == "wsd":
@@ -45,7 +45,7 @@ def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
 
 
 def _ending(
-    section: Schedule, pieces: list[tuple[optax.Schedule, int]], total: int
+    section: ScheduleConfig, pieces: list[tuple[optax.Schedule, int]], total: int
 ) -> optax.Schedule:
     schedules, lengths = zip(*pieces, strict=True)
     boundaries = list(itertools.accumulate(lengths))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from MaxText.config.training_sections import Guard
+from MaxText.config.training_sections import GuardConfig
 
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
 # Floor of the deviation relative to the median: nearly constant values would otherwise have
@@ -58,7 +58,7 @@ class SkipDecision(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-def initial_state(section: Guard) -> GuardState | None:
+def initial_state(section: GuardConfig) -> GuardState | None:
     if not section.skip_step_on_spikes:
         return None
     return _empty_state(section.skip_step_interval)
@@ -77,7 +77,7 @@ def _empty_state(window: int) -> GuardState:
 
 
 def decide(
-    section: Guard,
+    section: GuardConfig,
     state: GuardState,
     step: jax.Array,
     *,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.config.training_sections import Guard
+from MaxText.config.training_sections import GuardConfig
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import platform, split_batch
@@ -17,11 +17,11 @@ from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
 
-_NO_GUARD = Guard(skip_step_on_spikes=False)
+_NO_GUARD = GuardConfig(skip_step_on_spikes=False)
 
 
 def make_initialize(
-    model: Model, optimizer: optax.GradientTransformation, guard: Guard = _NO_GUARD
+    model: Model, optimizer: optax.GradientTransformation, guard: GuardConfig = _NO_GUARD
 ) -> Callable[[jax.Array], TrainState]:
     """Returns a pure function from a random key to a fresh state."""
 
@@ -44,9 +44,9 @@ def make_train_step(
     *,
     num_microbatches: int,  # parts of a batch whose gradients are accumulated one by one
     dropout_seed: int,
-    guard: Guard = _NO_GUARD,  # that of the state
+    guard: GuardConfig = _NO_GUARD,  # that of the state
     repeat_update: bool = True,
-    offloads_opt_state: bool = False,  # from host memory; Layout.compile_step decides where they go
+    offloads_opt_state: bool = False,  # from host memory, where ShardingPlan puts them
     log_layer_norms: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
@@ -89,7 +89,7 @@ def make_train_step(
         dropout_key = None
         if model.section.is_random:
             dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
-        total_weight = jnp.sum(batch.weights_BT)
+        total_weight = jnp.sum(batch.loss_mask_BT)
         # A batch of only padding has loss 0 and no gradient.
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated

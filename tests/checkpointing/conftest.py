@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from tests.checkpointing.small_state import CONFIG, fresh_state, on_host, update
 
 
@@ -14,7 +14,7 @@ from tests.checkpointing.small_state import CONFIG, fresh_state, on_host, update
 def saved_run(tmp_path_factory):
     """A finished run with checkpoints of steps 0, 2 and 4: (its folder, host copies by step)."""
     folder = tmp_path_factory.mktemp("saved") / "run"
-    checkpoints = CheckpointManager(folder / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(folder / "checkpoints", CheckpointingConfig())
     state, kept = fresh_state(seed=1), {}
     for step in range(5):
         state = update(state)

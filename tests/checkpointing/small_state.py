@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.run.restore import RestoreResult, restore_or_initialize
 from MaxText.training.state import TrainState
@@ -65,14 +65,14 @@ def assert_bit_equal(got: TrainState, wanted: TrainState) -> None:
 
 def start(
     folder: Path,
-    section: Checkpoint | None = None,
+    section: CheckpointingConfig | None = None,
     state: TrainState | None = None,
     config: Mapping[str, Any] = CONFIG,
     initialize: Callable[[], TrainState] | None = None,
     resolved: ResolvedGrowth | None = None,
 ) -> tuple[RestoreResult, list[str]]:
     """Starts a run with checkpoints in `folder`: (Start, printed lines)."""
-    section, lines = section or Checkpoint(), []
+    section, lines = section or CheckpointingConfig(), []
     state = fresh_state() if state is None else state
     checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(

@@ -14,10 +14,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from MaxText.checkpointing import checkpoint_files, reading
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.stored_arrays import LazyCheckpointReader
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
@@ -43,7 +43,7 @@ def collected():
 
 def restored(run):
     """State, position and metadata of step 4."""
-    checkpoints = CheckpointManager(run / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(run / "checkpoints", CheckpointingConfig())
     return checkpoints.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
 
 
@@ -109,7 +109,7 @@ def test_truncated_arrays(run, kept, tmp_path):
     assert "step 4" in next(line for line in lines if "WARNING:" in line)
     # A path that the user names is never replaced by an older step.
     with pytest.raises(UserError, match=r"^load_full_state_path"):
-        start(tmp_path / "new", Checkpoint(load_full_state_path=str(run)))
+        start(tmp_path / "new", CheckpointingConfig(load_full_state_path=str(run)))
     assert contents(run) == before
     # With no readable checkpoint there is an error, and no new run.
     for step in ("0", "2"):
@@ -129,7 +129,7 @@ def silently_damaged(run, tmp_path):
     array = np.array(state.params[name])
     array.view(np.uint32)[3, 5] ^= 1 << 20
     state.params[name] = jnp.asarray(array)
-    checkpoints = CheckpointManager(tmp_path / "flipped", Checkpoint())
+    checkpoints = CheckpointManager(tmp_path / "flipped", CheckpointingConfig())
     checkpoints.save(4, state, None, {})
     checkpoints.close()
     items = run / "checkpoints" / "4" / "items"
@@ -146,14 +146,14 @@ def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path)
     assert f"step 4: params/{name}: float32[" in "\n".join(lines)
     for key in ("load_full_state_path", "load_parameters_path"):
         with pytest.raises(UserError, match=rf"{key}: .*params/{name}: float32"):
-            start(tmp_path / "new", Checkpoint(**{key: str(run)}))
+            start(tmp_path / "new", CheckpointingConfig(**{key: str(run)}))
     # Arrays that are cast, and arrays that are read one by one.
     stored = checkpoint_files.resolve_checkpoint(str(run / "checkpoints" / "4"), "test")
     halved = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), fresh_state().params
     )
     with pytest.raises(checkpoint_files.CheckpointCorruptedError, match=f"params/{name}"):
-        reading.restore_params(stored, halved, CONFIG, lambda line: None)
+        checkpoint_reader.restore_params(stored, halved, CONFIG, lambda line: None)
     arrays = LazyCheckpointReader(stored.items)
     with pytest.raises(UserError, match=f"params/{name}: "):
         arrays.read(f"params/{name}")
@@ -211,11 +211,13 @@ def failing(monkeypatch):
 
 @pytest.mark.parametrize("error", OUTAGES, ids=str)
 def test_storage_that_fails_is_asked_again_and_then_ends_the_program(saved_run, failing, error):
-    checkpoints = CheckpointManager(saved_run[0] / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(saved_run[0] / "checkpoints", CheckpointingConfig())
     failing([error] * 9)
     wanted = abstract(fresh_state())
     with pytest.raises(ObjectStoreError):
-        restore_or_initialize(checkpoints, Checkpoint(), wanted, pytest.fail, CONFIG, print)
+        restore_or_initialize(
+            checkpoints, CheckpointingConfig(), wanted, pytest.fail, CONFIG, print
+        )
     assert checkpoints.steps_to_resume() == [4, 2, 0]
     left = failing([error, error])
     assert start(saved_run[0])[0].first_step == 5
@@ -227,5 +229,5 @@ def test_damage_is_not_read_again(failing, saved_run, error):
     left = failing([error, None])
     stored = checkpoint_files.resolve_checkpoint(str(saved_run[0]), "test")
     with pytest.raises(checkpoint_files.CheckpointCorruptedError):
-        reading.restore_params(stored, abstract(fresh_state()).params, CONFIG, print)
+        checkpoint_reader.restore_params(stored, abstract(fresh_state()).params, CONFIG, print)
     assert left == [None]

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from tests.checkpointing.small_state import (
     CONFIG,
     abstract,
@@ -36,7 +36,7 @@ _FORMAT = {"use_zarr3": True, "use_ocdbt": False, "concurrent_gb": 1, "timeout":
 
 @pytest.mark.parametrize("storage", [None, _FORMAT])
 def test_what_was_saved_comes_back(tmp_path, storage):
-    section = Checkpoint.model_validate(
+    section = CheckpointingConfig.model_validate(
         {"checkpoint_storage": storage or {}, "async_checkpointing": storage is None}
     )
     checkpoints = CheckpointManager(tmp_path, section)
@@ -57,14 +57,14 @@ def test_what_was_saved_comes_back(tmp_path, storage):
     checkpoints.close()
     folders = sorted(path.name for path in (tmp_path / "10").iterdir() if path.is_dir())
     assert folders == ["items", "iter", "metadata"]
-    off = CheckpointManager(tmp_path, Checkpoint(enable_checkpointing=False))
+    off = CheckpointManager(tmp_path, CheckpointingConfig(enable_checkpointing=False))
     assert off.latest_step() is None
     assert off.save(0, state, None, {}) is False
     off.close()
 
 
 def test_donating_steps_right_after_an_asynchronous_save_do_not_disturb_it(tmp_path):
-    checkpoints = CheckpointManager(tmp_path, Checkpoint())
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig())
     state = update(fresh_state(rows=50_000))  # 5 MB with moments
     expected = on_host(state)
     checkpoints.save(0, state, None, {})
@@ -79,7 +79,7 @@ def test_donating_steps_right_after_an_asynchronous_save_do_not_disturb_it(tmp_p
 
 def test_when_a_checkpoint_is_due():
     def due(last_step=25, **keys):
-        checkpoints = CheckpointManager("unused", Checkpoint(checkpoint_period=10, **keys))
+        checkpoints = CheckpointManager("unused", CheckpointingConfig(checkpoint_period=10, **keys))
         return [step for step in range(last_step + 1) if checkpoints.should_save(step, last_step)]
 
     assert due() == [0, 10, 20, 25]
@@ -90,7 +90,7 @@ def test_when_a_checkpoint_is_due():
 
 
 def test_retention_keeps_the_newest_and_every_keep_period(tmp_path):
-    checkpoints = CheckpointManager(tmp_path, Checkpoint(max_to_keep=2, keep_period=4))
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig(max_to_keep=2, keep_period=4))
     save_steps(checkpoints, fresh_state(), [2, 4, 6, 7])
     checkpoints.close()
     assert checkpoints.steps() == [4, 6, 7]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint, Guard
+from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
@@ -28,7 +28,9 @@ def state_after(step, mark=0):
 
 
 def open_run(folder, healthy_steps=3, **keys):
-    return CheckpointManager(folder / "checkpoints", Checkpoint(**keys), healthy_steps, [].append)
+    return CheckpointManager(
+        folder / "checkpoints", CheckpointingConfig(**keys), healthy_steps, [].append
+    )
 
 
 def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
@@ -43,7 +45,7 @@ def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
 def resume(checkpoints, state=None):
     lines = []
     start = restore_or_initialize(
-        checkpoints, Checkpoint(), abstract(state or state_after(0)), pytest.fail, CONFIG,
+        checkpoints, CheckpointingConfig(), abstract(state or state_after(0)), pytest.fail, CONFIG,
         lines.append,
     )  # fmt: skip
     return start, "\n".join(lines)
@@ -84,7 +86,7 @@ def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     checkpoints.close()
     assert checkpoints.steps() == [0, 4, 5]
     names = {path.name for path in folder.iterdir()}
-    assert names == {"0", "4", "5", "8.unreadable", "good.json"}
+    assert names == {"0", "4", "5", "8.unreadable", "healthy.json"}
     checkpoints = open_run(killed)
     checkpoints.resume_from(0)
     train(checkpoints, [1])
@@ -150,7 +152,7 @@ def test_retention_never_deletes_the_last_good_one(tmp_path):
 def test_a_guard_comes_back_or_stays_fresh(tmp_path):
     def with_guard(value, size=8):
         """As after some steps; of a fresh guard the value is 0."""
-        fresh = initial_state(Guard(skip_step_interval=size))
+        fresh = initial_state(GuardConfig(skip_step_interval=size))
         guard = dataclasses.replace(fresh, num_sound=jnp.int32(value))
         return dataclasses.replace(state_after(0), guard=guard)
 
@@ -199,15 +201,15 @@ def test_the_file(tmp_path, monkeypatch):
     def full_disk(descriptor):
         raise OSError(errno.ENOSPC, "full")
 
-    good, file = healthy_checkpoints(tmp_path), tmp_path / "good.json"
+    good, file = healthy_checkpoints(tmp_path), tmp_path / "healthy.json"
     assert not good.changed
     for step in (2, 9, 5):
         good.promote(step)
     assert good.changed
     good.write(lambda step: step != 9)
     assert good.changed  # 9 is on its way
-    assert [path.name for path in tmp_path.iterdir()] == ["good.json"]
-    assert json.loads(file.read_text())["good"] == [2, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["healthy.json"]
+    assert json.loads(file.read_text())["healthy"] == [2, 5]
     again = healthy_checkpoints(tmp_path)
     assert again.steps == {2, 5}
     assert not again.changed
@@ -222,12 +224,12 @@ def test_the_file(tmp_path, monkeypatch):
     assert good.changed
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match=r"good\.json"):
+    with pytest.raises(UserError, match=r"healthy\.json"):
         healthy_checkpoints(tmp_path).steps  # noqa: B018
 
 
 def test_with_a_damaged_file_nothing_is_good(tmp_path):
-    good, file = healthy_checkpoints(tmp_path), tmp_path / "good.json"
+    good, file = healthy_checkpoints(tmp_path), tmp_path / "healthy.json"
     good.promote(100)
     good.write(lambda step: True)
     content = file.read_bytes()

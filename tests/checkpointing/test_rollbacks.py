@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
+from MaxText.checkpointing.healthy import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks
-from MaxText.config.data_sections import Data
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.data_sections import DataConfig
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -18,10 +19,11 @@ from MaxText.run.restore import (
     restore_data_position,
     restore_or_initialize,
 )
+from MaxText.storage.atomic import write_json_with_digest
 
 
 def batches(seed=0):
-    data = Data(dataset_type="synthetic", data_shuffle_seed=seed)
+    data = DataConfig(dataset_type="synthetic", data_shuffle_seed=seed)
     return make_train_iterator(data, schedule=BatchSchedule.constant(4, 8), vocab_size=50)
 
 
@@ -30,10 +32,10 @@ def rollback(number=1, to=6, samples=(28, 36)):
 
 
 def recorded(folder, *rollbacks, **keys):
-    checkpoints = CheckpointManager(folder, Checkpoint(**keys))
+    checkpoints = CheckpointManager(folder, CheckpointingConfig(**keys))
     for each in rollbacks:
         checkpoints.record_rollback(each)
-    return CheckpointManager(folder, Checkpoint(**keys)).rollbacks()
+    return CheckpointManager(folder, CheckpointingConfig(**keys)).rollbacks()
 
 
 def test_a_restart_finds_them_all(tmp_path):
@@ -45,12 +47,23 @@ def test_a_restart_finds_them_all(tmp_path):
     assert recorded(folder, first, second) == (first, second)
     third = rollback(3)
     assert recorded(folder, third) == (first, second, third)
-    assert [path.name for path in folder.iterdir()] == ["rewinds.json"]
+    assert [path.name for path in folder.iterdir()] == ["rollbacks.json"]
     # Also one without a checkpoint.
-    start = restore_or_initialize(
-        CheckpointManager(folder, Checkpoint()), Checkpoint(), None, lambda: None, {}, [].append
-    )
+    section = CheckpointingConfig()
+    checkpoints = CheckpointManager(folder, section)
+    start = restore_or_initialize(checkpoints, section, None, lambda: None, {}, [].append)
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
+
+
+def test_the_file_of_earlier_versions(tmp_path):
+    row = {"number": 1, "to": 6, "noticed": 8, "began": 7, "samples": [28, 36], "source": "a"}
+    row |= {"reason": "b", "data": {}}
+    write_json_with_digest(epath.Path(tmp_path / "rewinds.json"), "rewinds", [row])
+    assert read_rollbacks(epath.Path(tmp_path), pytest.fail) == (
+        Rollback(1, 6, 8, 7, (28, 36), "a", "b", {}),
+    )
+    write_json_with_digest(epath.Path(tmp_path / "good.json"), "good", [6])
+    assert HealthyCheckpoints(epath.Path(tmp_path), 1, pytest.fail).steps == {6}
 
 
 @pytest.mark.parametrize(
@@ -58,13 +71,13 @@ def test_a_restart_finds_them_all(tmp_path):
 )
 def test_a_damaged_file_counts_as_none(tmp_path, change):
     recorded(tmp_path, rollback())
-    folder, file, lines = epath.Path(tmp_path), tmp_path / "rewinds.json", []
+    folder, file, lines = epath.Path(tmp_path), tmp_path / "rollbacks.json", []
     file.write_text(change(file.read_text()))
     assert read_rollbacks(folder, lines.append) == ()
-    assert "rewinds.json" in lines[0]
+    assert "rollbacks.json" in lines[0]
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match=r"rewinds\.json"):
+    with pytest.raises(UserError, match=r"rollbacks\.json"):
         read_rollbacks(folder, print)
 
 

@@ -82,7 +82,7 @@ FULL = """
     # jax.distributed.initialize, which comes later, refuses once a backend is up.
     assert not xla_bridge.backends_are_initialized()
     from MaxText.checkpointing.manager import CheckpointManager
-    from MaxText.config.training_sections import Checkpoint
+    from MaxText.config.training_sections import CheckpointingConfig
     from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
     from tests.checkpointing.small_state import on_host, update
 
@@ -92,7 +92,7 @@ FULL = """
     def tell(kind, text):
         print(kind, re.search(r"the checkpoint of step (\\d+)", str(text))[1], flush=True)
 
-    section = Checkpoint(async_checkpointing=sys.argv[2] == "async", max_to_keep=1)
+    section = CheckpointingConfig(async_checkpointing=sys.argv[2] == "async", max_to_keep=1)
     warn = lambda x: tell("warning", x)
     checkpoints = CheckpointManager(folder / "checkpoints", section, show=warn)
     state, kept = fresh_state(rows=1000), {}
@@ -126,5 +126,5 @@ def test_a_full_disk(tmp_path, mode):
     with started(FULL, str(tmp_path), mode) as process:
         code, output = ended(process)
     assert code == 0, output
-    expected = ["warning 1", "warning 4", "stopped 5", "[3]", "True", "['6', 'good.json']"]
+    expected = ["warning 1", "warning 4", "stopped 5", "[3]", "True", "['6', 'healthy.json']"]
     assert output.splitlines() == expected

@@ -163,7 +163,7 @@ TINY = [
 def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
     def refused(program, *words):
         done = run(program, words, tmp_path, users_environment)
-        assert done.returncode == exit_codes.USER_MISTAKE, done.stdout + done.stderr
+        assert done.returncode == exit_codes.USER_ERROR, done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr
         assert done.stderr.count("error:") == 1
         return done.stderr

@@ -95,10 +95,10 @@ def test_a_dense_baseline_of_a_file_with_experts(write):
 def test_what_is_trained_on_was_named_last(write):
     """A stronger layer beats a weaker one; two choices of one layer are a contradiction."""
     path = write("dataset_path: corpus\n")
-    mixed = configure(path, dataset_mix=[["a", 1.0]]).data
-    assert (mixed.dataset_path, mixed.dataset_mix) == ("", (("a", 1.0),))
-    path = write("dataset_mix: [[a, 1]]\n")
-    assert configure(path, grain_train_files="b").data.dataset_mix == ()
+    mixed = configure(path, data_mixture_weights=[["a", 1.0]]).data
+    assert (mixed.dataset_path, mixed.data_mixture_weights) == ("", (("a", 1.0),))
+    path = write("data_mixture_weights: [[a, 1]]\n")
+    assert configure(path, grain_train_files="b").data.data_mixture_weights == ()
 
 
 def test_the_place_is_that_of_the_key_at_fault(write):

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax.serialization import msgpack_serialize
 
 from MaxText.config.loading import load
-from MaxText.conversion.fattorib_checkpoint import FattoribWeights
+from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.weight_source import WeightSource, unflatten
@@ -65,7 +65,7 @@ class Golden(NamedTuple):
         """The converter's view of what `store` wrote."""
         if self.source == "hf":
             return HFWeights(path)
-        reader = MaxTextWeights if self.source == "maxtext" else FattoribWeights
+        reader = MaxTextWeights if self.source == "maxtext" else FattoribCheckpoint
         return reader(str(path), load(self.arguments).config)
 
     def ours(self, path: Path, tensors: Arrays) -> dict[str, Any]:

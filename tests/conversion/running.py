@@ -7,7 +7,7 @@ from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weight_source import abstract_model, unflatten
-from MaxText.run.growing import grow
+from MaxText.run.grow import grow
 
 EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
 

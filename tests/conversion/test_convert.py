@@ -14,7 +14,7 @@ from MaxText.config.loading import configure, load
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import find_family
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.initial_weights import open_parameters
+from MaxText.conversion.initial_weights import open_pretrained
 from MaxText.conversion.stored_arrays import LazyCheckpointReader, RunWeights
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
@@ -39,7 +39,7 @@ def test_an_import_is_verified_when_it_is_read(here):
     path.write_bytes((here / "b/checkpoints/0/metadata/metadata").read_bytes())
     weights = RunWeights("a")
     abstract = weights.model.abstract
-    given = open_parameters("a", "load_parameters_path", abstract, {}, lambda line: None)
+    given = open_pretrained("a", "load_parameters_path", abstract, {}, lambda line: None)
     for read in (lambda: weights.read("decoder_norm/scale"), given.read):
         with pytest.raises(UserError, match="params/decoder_norm/scale: "):
             read()

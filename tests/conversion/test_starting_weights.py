@@ -5,7 +5,7 @@ import pytest
 
 from MaxText.config.loading import configure
 from MaxText.config.serialization import flatten
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
@@ -17,7 +17,7 @@ from tests.growth.growing import by_name, program
 
 def start(folder, path, config):
     """Starts a run: (Start, lines)."""
-    made, section = program(config), Checkpoint(load_parameters_path=path)
+    made, section = program(config), CheckpointingConfig(load_parameters_path=path)
     return start_run(folder, section, made.abstract, flatten(config), made.random_state)
 
 
@@ -48,10 +48,11 @@ def test_layers_that_differ(tmp_path):
     params = by_name(result.state.params)
     for name in ("layers/1/mlp/wo/kernel", "connections/after/2/wi/kernel"):
         np.testing.assert_array_equal(params[name], weights.read(name).astype(np.float32))
-    config = config_of(weights, scan_layers=False, dense_first_norms="each", dense_last_expand=1)
+    keys = {"dense_first_layer_norms": "each", "dynamic_dense_last_layer_expand": 1}
+    config = config_of(weights, scan_layers=False, **keys)
     with pytest.raises(UserError) as caught:
         start(tmp_path / "other", str(folder), config)
-    for words in ("dense_first_norms: one -> each", "dense_last_expand: 4 -> 1"):
+    for words in ("dense_first_layer_norms: one -> each", "last_layer_expand: 4 -> 1"):
         assert words in str(caught.value)
 
 

@@ -103,7 +103,7 @@ def test_other_names_and_buffers_are_read(name, tmp_path):
 def test_every_key_of_the_model_is_decided(model_type):
     # A new key that a family neither fixes nor writes would be lost on export.
     only_how = {"attention", "attention_block_size", "context_parallel_load_balance",
-                "context_parallel_strategy", "dense_kept_sums", "dense_mixing",
+                "context_parallel_strategy", "dense_saved_aggregates", "dense_aggregation_impl",
                 "logits_dot_in_fp32", "linear_attention.chunk"}  # fmt: skip
     only_training = {"capacity_factor", "moe_group_size", "moe_second.policy",
                      "moe_second.threshold", "router_z_loss_weight"}  # fmt: skip
@@ -133,13 +133,13 @@ def test_every_key_of_the_model_is_decided(model_type):
         )
     }
     # No layer is linear or none, so what such layers read has no effect either.
-    switched_off |= {"none_doubles_residual", "linear_attention.epsilon"}
+    switched_off |= {"gpt_neo_none_attention_bug", "linear_attention.epsilon"}
     if "attention_types" in family.parts:
         switched_off |= {"sliding_window_size"}
     if "num_experts" in family.parts:
         switched_off |= {name for name, key in keys.items() if "experts" in key.section[-1]}
     if family.parts["dense_conn"]:
-        # What other values of dense_sources and rope_type would ask for.
+        # What other values of dense_sparsity and rope_type would ask for.
         switched_off |= {
             "dense_selection.dilation",
             "dense_selection.window",
@@ -319,12 +319,15 @@ MUDDFORMER = {"base_emb_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads"
         ("tokenformer", TOKENFORMER | {"slot_num": 24, "zoom_dim": 20.0}, ["zoom_dims.ffn=80.0"]),
         ("tokenformer", TOKENFORMER | {"normalize_type": "gelu", "logits_via_embedding": False},
          ["normalize_type=gelu", "logits_via_embedding=False"]),
-        ("muddformer", MUDDFORMER | {"dense_first_norms": "each", "rope_table_dtype": "float32"},
-         ["dense_first_norms=each", "rope_table_dtype=float32"]),
-        ("muddformer", MUDDFORMER | {"dense_ways": ("q", "k", "r"), "dense_sources": "window"},
-         ["dense_ways=['q', 'k', 'r']", "dense_sources=window"]),
-        ("muddformer", MUDDFORMER | {"dense_last_expand": 2, "base_num_kv_heads": 1, "head_dim": 4},
-         ["dense_last_expand=2", "base_num_kv_heads=1", "head_dim=4"]),
+        ("muddformer",
+         MUDDFORMER | {"dense_first_layer_norms": "each", "rope_table_dtype": "float32"},
+         ["dense_first_layer_norms=each", "rope_table_dtype=float32"]),
+        ("muddformer", MUDDFORMER | {"dense_streams": ("q", "k", "r"), "dense_sparsity": "window"},
+         ["dense_streams=['q', 'k', 'r']", "dense_sparsity=window"]),
+        ("muddformer",
+         MUDDFORMER
+         | {"dynamic_dense_last_layer_expand": 2, "base_num_kv_heads": 1, "head_dim": 4},
+         ["dynamic_dense_last_layer_expand=2", "base_num_kv_heads=1", "head_dim=4"]),
         ("muddpythia", MUDDFORMER | {"decoder_block": "muddpythia", "qkv_bias": False},
          ["qkv_bias=False", "rope_table_dtype=bfloat16"]),
         ("fattorib", {"decoder_block": "fattorib", "static_sgu": True}, ["static_sgu=True"]),
@@ -372,8 +375,8 @@ def test_keys_of_released_models():
     config = {name: value for name, value in config.items() if name not in left_out} | sizes
     keys = config_from_hf(FAMILIES["muddformer"], config, "here", {})
     wanted = {"decoder_block": "muddformer", "rope_table_dtype": "bfloat16", "head_dim": 80,
-              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dense_last_expand": 4,
-              "dense_hidden_rounding": "reference", "dense_first_norms": "one"}  # fmt: skip
+              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dynamic_dense_last_layer_expand": 4,
+              "dense_hidden_rounding": "reference", "dense_first_layer_norms": "one"}  # fmt: skip
     assert keys.items() >= wanted.items()
     # What transformers takes where nothing is said.
     config = {name: value for name, value in random("llama")[0].items() if name != "rope_theta"}

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from MaxText.config.layer_sections import Attention
+from MaxText.config.layer_sections import AttentionConfig
 from MaxText.config.loading import configure
 from MaxText.config.registry import lookup
 from MaxText.cost.cost_table import MFU_RULE, model_cost
-from MaxText.cost.flops import FlopCount, Part, count_flops
+from MaxText.cost.flops import FlopCount, PartFlops, count_flops
 from MaxText.experiments.conformance import products
 from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.model import Model
@@ -28,14 +28,15 @@ WIDE = {
 SMALL = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2, "scan_layers": False}
 SMALL |= {"attention": "dot_product"}
 FULL = {"remat_policy": "full"}
-MUDD = {"decoder_block": "muddformer", "base_num_decoder_layers": 3, "dense_activation": "gelu"}
+MUDD = {"decoder_block": "muddformer", "base_num_decoder_layers": 3}
+MUDD |= {"dynamic_dense_act_cls": "gelu"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
 COMPILED = {
     "experts": EXPERTS | {"base_num_kv_heads": 2},
-    "depth sums one by one": MUDD | {"dense_mixing": "sum"},
+    "depth sums one by one": MUDD | {"dense_aggregation_impl": "sum"},
 }
-DENSE = MUDD | FULL | {"dense_mixing": "sum", "mlp_dim_multiple": 16}
+DENSE = MUDD | FULL | {"dense_aggregation_impl": "sum", "mlp_dim_multiple": 16}
 SGU = {"static_sgu": True, "static_sgu_kernel": 8}
 MANY = EXPERTS | SGU | {"head_qk": True}
 # Beside the rows of the conformance suite: what is counted in a way of its own.
@@ -50,8 +51,8 @@ TRACED = {
     "experts in one layer": EXPERTS | FULL | {"moe_layers": [1], "moe_group_size": 8},
     "pre- and post-norm": DENSE | {"decoder_block": "muddformer_prepost"},
     "two ways of the last two outputs": DENSE
-    | {"dense_ways": ["q", "v"], "dense_static": False}
-    | {"dense_sources": "window", "dense_selection.window": 2},
+    | {"dense_streams": ["q", "v"], "dense_static": False}
+    | {"dense_sparsity": "window", "dense_selection.window": 2},
     "depth sums after every second layer, slots": DENSE
     | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2},
 }
@@ -152,22 +153,22 @@ def test_kinds_of_attention_by_hand():
     assert parts["attention output"].flops == 2 * N * H * D
     parts = parts_of(num_mem_kv=M)
     assert parts["attention scores"].flops == 3 * 2 * N * H * (T / 2 + M)
-    assert parts["memories"] == Part("memories", 3 * 2 * M * K * H, 0, 0)
+    assert parts["memories"] == PartFlops("memories", 3 * 2 * M * K * H, 0, 0)
 
 
 def test_experts_by_hand():
     L, D, F, E, k = 3, 32, 64, 8, 2
     keys = {"num_experts": E, "num_experts_per_tok": k}
     parts = parts_of(**keys, capacity_factor=1.5)
-    assert parts["router"] == Part("router", L * D * E, 2 * L * D * E, 2 * L * D * E)
+    assert parts["router"] == PartFlops("router", L * D * E, 2 * L * D * E, 2 * L * D * E)
     # 16 tokens: 1.5 * 16 / 8 = 3 places for each of 8 experts.
     one = 2 * L * 3 * D * F
-    assert parts["feed-forward"] == Part("feed-forward", one * E // 2, k * one, 24 / 16 * one)
+    assert parts["feed-forward"] == PartFlops("feed-forward", one * E // 2, k * one, 24 / 16 * one)
     assert parts_of(**keys)["feed-forward"].executed == k * one
 
 
 def test_shared_weights_are_held_once_and_macarons_twice():
-    alone, shared = parts_of(), parts_of(share_parameters=True)
+    alone, shared = parts_of(), parts_of(share_layer_params=True)
     assert 3 * shared["feed-forward"].parameters == alone["feed-forward"].parameters
     assert shared["feed-forward"].flops == alone["feed-forward"].flops
     assert parts_of(use_macaron=True)["feed-forward"].flops == 2 * alone["feed-forward"].flops
@@ -179,9 +180,9 @@ def test_static_sgu_and_head_qk_by_hand():
     count = count_flops(Model(config.model), T)
     parts = {part.name: part for part in count.parts}
     sums = L * D * (4 - 4**2 / (2 * T))  # half the channels, 2 operations
-    assert parts["static SGU"] == Part("static SGU", 0, sums, L * D * (16 + 3), 0, True)
-    assert parts["Head-QK"] == Part("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
-    pointing = Part("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T, 2, True)
+    assert parts["static SGU"] == PartFlops("static SGU", 0, sums, L * D * (16 + 3), 0, True)
+    assert parts["Head-QK"] == PartFlops("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
+    pointing = PartFlops("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T, 2, True)
     assert parts["Head-QK scores"] == pointing
     assert count.per_token == 3 * (count.forward - sums) + sums
     assert count.per_token == count.weights + count.attention
@@ -196,20 +197,20 @@ def test_a_part_of_ones_own_has_rows(monkeypatch):
     wanted = {"self_attention/into": 2 * D * D, "self_attention": D, "self_attention/out": D * D}
     for name, size in wanted.items():
         flops = 2 * L * size if "/" in name else 0
-        assert by_folder[name] == Part(name, L * size, flops, flops)
+        assert by_folder[name] == PartFlops(name, L * size, flops, flops)
     assert list(by_folder)[-3:] == ["self_attention", "self_attention/into", "self_attention/out"]
     average = lookup("mixer", "moving_average")
     monkeypatch.setattr(average, "rows", {"out": "attention output"})
     monkeypatch.setattr(average, "flops", classmethod(lambda *_: {"scan": Flops(5.0)}))
     declared = parts_of(**keys)
     assert declared["attention output"].parameters == L * D * D
-    assert declared["scan"] == Part("scan", 0, 15.0, 15.0, between_tokens=True)
+    assert declared["scan"] == PartFlops("scan", 0, 15.0, 15.0, between_tokens=True)
     assert list(declared).index("scan") + 1 == list(declared).index("attention output")
 
 
 def test_line_of_maxtext(told):
     flops = {"feed-forward": 8e9, "attention scores": 1e9, "depth aggregation": 1e9}
-    parts = tuple(Part(n, 1, x, x, between_tokens="scores" in n) for n, x in flops.items())
+    parts = tuple(PartFlops(n, 1, x, x, between_tokens="scores" in n) for n, x in flops.items())
     counts = [FlopCount(sequence_length=8, parts=of, recomputed=0.0) for of in (parts[:2], parts)]
     told("\n".join(count.line(1000) for count in counts))
 
@@ -240,7 +241,7 @@ def test_keys_by_rule():
     ],
 )
 def test_keys_multiplied(section, length, window, keys):
-    assert average_keys_computed(Attention(**section), length, window) == keys
+    assert average_keys_computed(AttentionConfig(**section), length, window) == keys
 
 
 def cost_of(**keys):
@@ -281,7 +282,7 @@ def test_cache_of_llama_2_7b():
             "sliding_window_size": 5, "dtype": "bfloat16",
         },
         {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4},
-        {"head_qk": True, "head_qk_dim": 6, "share_parameters": True},
+        {"head_qk": True, "head_qk_dim": 6, "share_layer_params": True},
     ],
 )  # fmt: skip
 def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):

@@ -24,7 +24,7 @@ def run(program: str, *given: str) -> list[list[str]]:
 TARGETS = """
 import itertools
 from MaxText.cost import targets
-from MaxText.config.training_sections import Mesh
+from MaxText.config.training_sections import MeshConfig
 from MaxText.parallelism.device_mesh import create_device_mesh
 
 targets.prepare_environment(targets.find("v5e-4"))
@@ -42,7 +42,7 @@ for name in targets.names():
                 continue
             for axes in ("tensor", "context"), ("pipeline", "tensor"), ("expert", "data"):
                 keys = (f"ici_{axis}_parallelism" for axis in axes)
-                found = create_device_mesh(Mesh(**dict(zip(keys, (one, other)))), all_devices)
+                found = create_device_mesh(MeshConfig(**dict(zip(keys, (one, other)))), all_devices)
                 assert len({device.id for device in found.flat}) == len(all_devices), (name, axes)
                 number += 1
     print(name, number, devices[0].device_kind)

@@ -7,14 +7,14 @@ import pytest
 
 from MaxText.config.program_options import read_options
 from MaxText.config.serialization import flatten
-from MaxText.cost import plan_report
+from MaxText.cost import plan_report, plan_search
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
-from MaxText.cost.hardware import CHIPS, find
-from MaxText.cost.job_plan import Plan, make_plan, peak_of
+from MaxText.cost.hardware import CHIPS, find_hardware
+from MaxText.cost.job_plan import JobPlan, make_plan, peak_of
 from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.plan_args import PlanOptions
-from MaxText.cost.plan_search import _Search, command_with_plan, find_fitting_plans, microbatches
+from MaxText.cost.plan_search import command_with_plan, find_fitting_plans, microbatches
 from MaxText.cost.step_memory import estimate_memory
 from MaxText.errors import UserError
 from tests.house.sources import run_main
@@ -24,9 +24,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0,
            "eval_capacity_factor": 2.0}  # fmt: skip
 
 
-def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> Plan:
+def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> JobPlan:
     keys = {"per_device_batch_size": 2, "remat_policy": "full"} | keys
-    place = find(hardware)
+    place = find_hardware(hardware)
     return make_plan(tiny_config(decoder_block, **keys), place, peak_of(place))
 
 
@@ -36,7 +36,8 @@ def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> Plan:
         ("llama2", {}),
         ("tokenformer", {"remat_policy": "none"}),
         pytest.param(
-            "muddformer", {"scan_layers": False, "dense_mixing": "sum", "mlp_dim_multiple": 8},
+            "muddformer",
+            {"scan_layers": False, "dense_aggregation_impl": "sum", "mlp_dim_multiple": 8},
             marks=pytest.mark.slow,
         ),
         ("gpt2", {"num_vocab_tiling": 4}),
@@ -197,13 +198,13 @@ def test_each_key_is_given_once_in_what_is_proposed():
 
 def test_rules_of_training_hold_for_what_is_proposed():
     # Samples are not drawn over stages; a rule that plan.py itself does not ask.
-    place = dataclasses.replace(find("8xH100"), num_slices=2)
+    place = dataclasses.replace(find_hardware("8xH100"), num_slices=2)
     for sample_tokens in (0, 4):
         config = tiny_config(
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
             sample_tokens=sample_tokens, prompt="a",
         )  # fmt: skip
-        meshes = _Search(flatten(config), place, peak_of(place)).meshes(config)
+        meshes = plan_search._PlanSearch(flatten(config), place, peak_of(place)).meshes(config)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
         assert stages == (sample_tokens == 0)
 
@@ -211,7 +212,7 @@ def test_rules_of_training_hold_for_what_is_proposed():
 @pytest.mark.slow
 def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("minimal", "full"))
-    place = find("2xH100")
+    place = find_hardware("2xH100")
     config = tiny_config(per_device_batch_size=2, base_num_decoder_layers=1)
     plans = find_fitting_plans(config, place, peak_of(place))
     assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
@@ -226,14 +227,14 @@ def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
 )
 def test_microbatches_end_with_single_sequences(sequences, steps):
     config = tiny_config(per_device_batch_size=sequences / 2)
-    found = microbatches(config, find("2xH100"))
+    found = microbatches(config, find_hardware("2xH100"))
     assert [one["gradient_accumulation_steps"] for one in found] == steps
     assert found[-1]["per_device_batch_size"] == 0.5
 
 
 def test_what_cannot_fit_is_said(monkeypatch):
     monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("full",))
-    place = find("2xH100")
+    place = find_hardware("2xH100")
     monkeypatch.setattr(type(place), "memory", 1000.0)
     config = tiny_config(per_device_batch_size=0.5, base_num_decoder_layers=1)
     with pytest.raises(UserError, match="2 x H100") as refused:
@@ -304,23 +305,23 @@ def test_stages_of_a_pipeline():
     ],
 )
 def test_names_of_hardware(name, chip, num_chips, num_devices, slices):
-    found = find(name)
+    found = find_hardware(name)
     assert found.chip is CHIPS[chip]
     sizes = (found.num_chips, found.num_devices, found.num_slices)
     assert sizes == (num_chips, num_devices, slices)
 
 
 def test_the_cpu_is_one_device_with_the_memory_of_the_machine():
-    found = find("cpu")
+    found = find_hardware("cpu")
     assert (found.chip.platform, found.num_devices) == ("cpu", 1)
     assert found.memory > 2**28
-    assert find("cpu-4").memory == found.memory / 4
+    assert find_hardware("cpu-4").memory == found.memory / 4
 
 
 @pytest.mark.parametrize("name", ["v5q-8", "H100", "0xH100", "v5p", "v5p-7", "v4-0", ""])
 def test_other_names_are_refused_with_a_remedy(name, told):
     with pytest.raises(UserError) as caught:
-        find(name)
+        find_hardware(name)
     told(caught.value)
 
 

@@ -32,13 +32,13 @@ def saved(planned, compiled, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "step")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(serialized_executable.KEY_VARIABLE, f"{path}.key")
-        saved_step.save(path, planned, compiled)
+        saved_step.save_compiled(path, planned, compiled)
         yield path
 
 
 def open_with(planned, **keys):
     config = unflatten(flatten(planned.config) | keys)
-    return saved_step.open_saved(config, planned.model.section, planned.layout, planned.state)
+    return saved_step.load_compiled(config, planned.model.section, planned.layout, planned.state)
 
 
 def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):
@@ -108,7 +108,7 @@ def test_memory_adds_up(planned, compiled):
 
 def test_the_report_names_all_costs(planned, compiled):
     program = HloModule(compiled.as_text())
-    target = targets.find("v5e-1")
+    target = targets.find_target("v5e-1")
     found = device_memory.memory_breakdown(planned, compiled)
     text = "\n".join(
         ahead_of_time.memory_lines(target, found, program)
@@ -124,7 +124,7 @@ def test_too_much_memory_is_a_message_with_remedies(planned, compiled, monkeypat
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
     program = HloModule(compiled.as_text())
     found = device_memory.memory_breakdown(planned, compiled)
-    target = targets.find("h100-1")._replace(memory=found.arguments + found.gradients + 4096)
+    target = targets.find_target("h100-1")._replace(memory=found.arguments + found.gradients + 4096)
     with pytest.raises(UserError) as caught:
         device_memory.check_fits(target, planned, found, program)
     remedies = ("remat_policy=full", "per_device_batch_size=1 gradient_accumulation_steps=2")
@@ -134,13 +134,13 @@ def test_too_much_memory_is_a_message_with_remedies(planned, compiled, monkeypat
     with pytest.raises(UserError, match="h100-1") as caught:
         device_memory.check_fits(target, planned, found, program)
     assert not any(remedy in str(caught.value) for remedy in remedies)
-    device_memory.check_fits(targets.find("h100-1"), planned, found, program)
+    device_memory.check_fits(targets.find_target("h100-1"), planned, found, program)
 
 
 def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
     error = RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (31.38G of 15.75G)")
     assert device_memory.is_out_of_memory(error)
-    message = str(device_memory.out_of_memory(targets.find("v5e-1"), planned, error))
+    message = str(device_memory.out_of_memory(targets.find_target("v5e-1"), planned, error))
     assert "Ran out of memory on HBM (31.38G of 15.75G)\n" in message
     # All layers' gradients of the wide feed-forward, by name of what made them.
     assert "float32" not in message
@@ -150,7 +150,7 @@ def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
 
 def test_gpus_are_not_given_whole(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    target = targets.find("h100-8")
+    target = targets.find_target("h100-8")
     assert device_memory.usable_bytes(target) == int(0.75 * target.memory)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
     assert device_memory.usable_bytes(target) == int(0.9 * target.memory)

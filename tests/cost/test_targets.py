@@ -29,21 +29,21 @@ from MaxText.errors import UserError
     ],
 )
 def test_names_that_users_know(name, topology, num_devices):
-    found = targets.find(name)
+    found = targets.find_target(name)
     assert (found.topology, found.num_devices) == (topology, num_devices)
 
 
 def test_plan_and_compiler_read_the_same_names():
     for name in ("v5p-8", "v5e-256", "2xv5litepod-16", "h100-8", "8xH100", "a100-8", "cpu-4"):
-        target, planned = targets.find(name), hardware.find(name)
+        target, planned = targets.find_target(name), hardware.find_hardware(name)
         assert target.num_slices * target.num_devices == planned.num_devices, name
         assert target.platform == planned.chip.platform
-    assert targets.find("v5e-16", num_slices=2) == targets.find("2xv5e-16")
+    assert targets.find_target("v5e-16", num_slices=2) == targets.find_target("2xv5e-16")
 
 
 def test_arrangements_have_as_many_chips_as_the_names_say():
     for name in targets.names():
-        found = targets.find(name)
+        found = targets.find_target(name)
         assert found.name == name
         sizes = found.topology.partition(":")[2].split("x")
         assert math.prod(map(int, sizes)) == found.num_devices
@@ -65,16 +65,16 @@ def test_arrangements_have_as_many_chips_as_the_names_say():
 )
 def test_other_names_are_refused_with_those_there_are(name, near):
     with pytest.raises(UserError, match=near):
-        targets.find(name)
+        targets.find_target(name)
 
 
 def test_machines_that_are_not_there(monkeypatch):
     with pytest.raises(UserError, match="compile_topology=h100-16"):  # TPUs alone come in slices
-        targets.find("h100-8", num_slices=2)
+        targets.find_target("h100-8", num_slices=2)
     with pytest.raises(UserError, match="different numbers of slices"):
-        targets.find("2xv5e-16", num_slices=4)
+        targets.find_target("2xv5e-16", num_slices=4)
     with pytest.raises(UserError, match="cpu-999"):
-        targets.devices(targets.find("cpu-999"))
+        targets.devices(targets.find_target("cpu-999"))
 
     def fail(*arguments, **keys):
         raise RuntimeError("no libtpu.so\nmore")
@@ -82,18 +82,18 @@ def test_machines_that_are_not_there(monkeypatch):
     # The missing plug-in is named.
     monkeypatch.setattr(topologies, "get_topology_desc", fail)
     with pytest.raises(UserError, match=r"(?s)\(no libtpu.so\).*'\.\[tpu\]'"):
-        targets.devices(targets.find("v5e-4"))
+        targets.devices(targets.find_target("v5e-4"))
     with pytest.raises(UserError, match=r"'\.\[gpu\]'"):
-        targets.devices(targets.find("a100-4"))
+        targets.devices(targets.find_target("a100-4"))
 
 
 def test_the_environment_keeps_what_the_user_set(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    targets.prepare_environment(targets.find("h200-8"))
+    targets.prepare_environment(targets.find_target("h200-8"))
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=2"
     assert os.environ["JAX_PLATFORMS"] == "cpu"
-    targets.prepare_environment(targets.find("cpu-4"))
+    targets.prepare_environment(targets.find_target("cpu-4"))
     assert os.environ["XLA_FLAGS"].split()[1] == "--xla_force_host_platform_device_count=4"
 
 

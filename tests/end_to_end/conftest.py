@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 from tests import programs
 
 
-class Runs(kills.Attack):
-    """Starts train.py with the configuration of benchmarks/kills.py in one folder, `place`."""
+class Runs(fault_injection.FaultInjection):
+    """Starts train.py as benchmarks/fault_injection.py configures it in one folder, `place`."""
 
     def __init__(self, place, compiled):
         users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
@@ -41,7 +41,7 @@ class Runs(kills.Attack):
         return path.exists() and path.read_text().count(f'"event": "{kind}"') >= times
 
     def arrays(self, run_name, step):
-        arrays = kills.arrays_of(self.folder(run_name), step)
+        arrays = fault_injection.arrays_of(self.folder(run_name), step)
         return {name: array.tobytes() for name, array in arrays.items()}
 
 

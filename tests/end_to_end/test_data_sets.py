@@ -31,7 +31,7 @@ def folder(runs):
 def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     keys = [
         *KEYS.split(), "sequence_length_stages=[[0,16],[2,32]]",
-        f"dataset_mix=[[{folder}/a,1],[{folder}/b,3,documents_random,2]]",
+        f"data_mixture_weights=[[{folder}/a,1],[{folder}/b,3,documents_random,2]]",
     ]  # fmt: skip
     output = runs.complete("staged", *keys)
     assert f"33.33% of the sequences from {folder}/a: " in output

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 from MaxText import exit_codes
 
 
@@ -27,26 +27,28 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(runs, whole):
     run = runs.start("killed")
     kill(run, lambda: bool(unfinished() - before))
     assert unfinished() - before, "the checkpoint was committed"
-    assert not (folder / "checkpoints" / str(kills.LAST_STEP)).exists()
+    assert not (folder / "checkpoints" / str(fault_injection.LAST_STEP)).exists()
 
     runs.complete("killed")
-    assert kills.differences(folder, whole[0]) == []
+    assert fault_injection.differences(folder, whole[0]) == []
     reported = runs.events("killed", "step")
-    assert [event["step"] for event in reported] == list(range(kills.LAST_STEP + 1))
+    assert [event["step"] for event in reported] == list(range(fault_injection.LAST_STEP + 1))
     tokens = [event["progress/tokens"] for event in reported]
-    assert tokens == [(step + 1) * 4 * 64 for step in range(kills.LAST_STEP + 1)]
+    assert tokens == [(step + 1) * 4 * 64 for step in range(fault_injection.LAST_STEP + 1)]
     assert sum(event["lost"]["steps"] for event in runs.events("killed", "start", "resume")) > 0
 
 
 @pytest.mark.slow
 def test_random_kills(runs, whole):
-    events = list(runs.killed(len(kills.MOMENTS)))
-    killed = [event for event in events if isinstance(event, kills.Kill)]
-    assert {each.moment for each in killed} == set(kills.MOMENTS)
+    events = list(runs.killed(len(fault_injection.MOMENTS)))
+    killed = [event for event in events if isinstance(event, fault_injection.InjectedFault)]
+    assert {each.moment for each in killed} == set(fault_injection.MOMENTS)
     # Some of them in the midst of the run, or nothing was shown.
     assert sum(each.last_step is not None for each in killed) >= 3
-    for folder in [event for event in events if not isinstance(event, kills.Kill)]:
-        assert kills.differences(folder, whole[0]) == []
+    for folder in [
+        event for event in events if not isinstance(event, fault_injection.InjectedFault)
+    ]:
+        assert fault_injection.differences(folder, whole[0]) == []
 
 
 def test_sigterm_saves_and_the_same_command_makes_up_for_the_evaluation(runs):
@@ -100,10 +102,10 @@ def test_sigterm_ends_a_wait_for_data(runs, tmp_path):
 def test_the_comparison_sees_what_differs(whole, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(whole[0], folder)
-    assert kills.differences(folder, whole[0]) == []
+    assert fault_injection.differences(folder, whole[0]) == []
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([*lines[:10], lines[9], *lines[10:]]))
-    assert len(kills.differences(folder, whole[0])) == 2
+    assert len(fault_injection.differences(folder, whole[0])) == 2
     changed = "".join(lines).replace('"learning/loss": 5', '"learning/loss": 6')
     (folder / "metrics.jsonl").write_text(changed)
-    assert kills.differences(folder, whole[0]) == ["metrics"]
+    assert fault_injection.differences(folder, whole[0]) == ["metrics"]

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 from tests.input_pipeline.small_data import contents
 
-STEPS = kills.LAST_STEP + 1
+STEPS = fault_injection.LAST_STEP + 1
 
 
 def test_what_a_run_prints_and_leaves(runs, whole):
@@ -22,7 +22,7 @@ def test_what_a_run_prints_and_leaves(runs, whole):
     assert rows[-1]["eval/avg_loss"] > 0
     assert rows[-1]["learning/loss"] < rows[0]["learning/loss"] - 0.5
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert kept == {"50", "55", "59", "good.json"}
+    assert kept == {"50", "55", "59", "healthy.json"}
     assert "FLOPs per token = " in (folder / "start.txt").read_text()
     for name in ("config.yml", "events.jsonl", "tensorboard"):
         assert (folder / name).stat().st_size > 0

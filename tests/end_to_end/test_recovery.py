@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 
 # One byte is one token nearly always, so 256 tokens of 4 x 64 are about 256 characters.
 BATCH = 4 * 64
 KEYS = (
     "data_shuffle_seed=0 enable_data_shuffling=false packing=true tokenizer_vocab_size=260 "
     "dropout_rate=0.0 learning_rate=0.01 skip_step_interval=16 rollback.after_skips=4 "
-    "rollback.margin=2 checkpoint_period=8 guard_healthy_steps=3 max_to_keep=null eval_interval=-1"
+    "rollback.margin=2 checkpoint_period=8 healthy_after_steps=3 max_to_keep=null eval_interval=-1"
 )
 
 
@@ -41,37 +41,39 @@ def of_kind(events, kind):
 
 def test_steps_are_skipped_and_then_the_run_rolls_back(rolled_back):
     events, output = rolled_back
-    (rewind,) = of_kind(events, "rewind")
-    skipped = [row["step"] for row in of_kind(events[: events.index(rewind)], "skip")]
+    (rollback,) = of_kind(events, "rollback")
+    skipped = [row["step"] for row in of_kind(events[: events.index(rollback)], "skip")]
     assert skipped == list(range(skipped[0], skipped[0] + 4))
-    assert (rewind["began"], rewind["noticed"]) == (skipped[0], skipped[-1])
-    assert rewind["to"] == 17  # after step 16, the last healthy one
-    assert rewind["source"] == "checkpoint of step 16"
+    assert (rollback["onset_step"], rollback["detected_step"]) == (skipped[0], skipped[-1])
+    assert rollback["restored_step"] == 17  # after step 16, the last healthy one
+    assert rollback["source"] == "checkpoint of step 16"
     # From two steps before the first skipped one to the one at which that was enough.
-    assert rewind["samples"] == [4 * (skipped[0] - 2), 4 * (skipped[-1] + 1)]
-    assert rewind["source"] in output
-    after = [row["step"] for row in of_kind(events[events.index(rewind) :], "step")]
-    assert after == list(range(17, kills.LAST_STEP + 1))
+    assert rollback["samples"] == [4 * (skipped[0] - 2), 4 * (skipped[-1] + 1)]
+    assert rollback["source"] in output
+    after = [row["step"] for row in of_kind(events[events.index(rollback) :], "step")]
+    assert after == list(range(17, fault_injection.LAST_STEP + 1))
 
 
 def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged, rolled_back):
-    (rewind,) = of_kind(rolled_back[0], "rewind")
-    runs.complete("excluded", *damaged, f"excluded_samples=[{rewind['samples']}]")
-    assert not runs.events("excluded", "rewind")
+    (rollback,) = of_kind(rolled_back[0], "rollback")
+    runs.complete("excluded", *damaged, f"excluded_samples=[{rollback['samples']}]")
+    assert not runs.events("excluded", "rollback")
     # The rest of the damaged text is too short for another rollback, in both.
     assert 1 <= len(runs.events("excluded", "skip")) < 4
-    assert kills.differences(runs.folder("rolled_back"), runs.folder("excluded")) == []
+    assert fault_injection.differences(runs.folder("rolled_back"), runs.folder("excluded")) == []
 
 
 @pytest.mark.slow
 def test_rollback_to_a_copy_in_memory(runs, damaged, rolled_back):
     runs.complete("from_memory", *damaged, "rollback.snapshot_period=5")
-    (rewind,) = runs.events("from_memory", "rewind")
-    assert (rewind["source"], rewind["to"]) == ("copy of step 24 in memory", 25)
-    (other,) = of_kind(rolled_back[0], "rewind")
-    assert rewind["samples"] == [4 * 25, other["samples"][1]]
-    runs.complete("excluded_less", *damaged, f"excluded_samples=[{rewind['samples']}]")
-    assert kills.differences(runs.folder("from_memory"), runs.folder("excluded_less")) == []
+    (rollback,) = runs.events("from_memory", "rollback")
+    assert (rollback["source"], rollback["restored_step"]) == ("copy of step 24 in memory", 25)
+    (other,) = of_kind(rolled_back[0], "rollback")
+    assert rollback["samples"] == [4 * 25, other["samples"][1]]
+    runs.complete("excluded_less", *damaged, f"excluded_samples=[{rollback['samples']}]")
+    assert (
+        fault_injection.differences(runs.folder("from_memory"), runs.folder("excluded_less")) == []
+    )
 
 
 @pytest.mark.slow
@@ -80,16 +82,16 @@ def test_killed_before_the_next_checkpoint_it_excludes_the_same_data(runs, damag
     keys = [*damaged, "checkpoint_period=100", "rollback.snapshot_period=5"]
     runs.complete("not_killed", *keys)
     run = runs.start("killed_after_rollback", *keys)
-    assert run.wait_for(lambda: runs.has_happened("killed_after_rollback", "rewind"), poll=0.001)
+    assert run.wait_for(lambda: runs.has_happened("killed_after_rollback", "rollback"), poll=0.001)
     run.kill()
     assert "Rolling back" not in runs.complete("killed_after_rollback", *keys)
     names = ("killed_after_rollback", "not_killed")
-    assert kills.differences(*map(runs.folder, names)) == []
-    (again, rewind) = (runs.events(name, "rewind")[0] for name in names)
-    for fact in ("number", "step", "to", "noticed", "began", "samples", "reason"):
-        assert again[fact] == rewind[fact]
+    assert fault_injection.differences(*map(runs.folder, names)) == []
+    (again, rollback) = (runs.events(name, "rollback")[0] for name in names)
+    for fact in ("number", "step", "restored_step", "detected_step", "samples", "reason"):
+        assert again[fact] == rollback[fact]
     steps = [row["step"] for row in runs.events("killed_after_rollback", "step")]
-    assert steps == list(range(kills.LAST_STEP + 1))
+    assert steps == list(range(fault_injection.LAST_STEP + 1))
 
 
 CALM = (
@@ -110,12 +112,12 @@ def trained(runs):
 def test_no_checkpoint_of_an_exploded_rate_is_promoted(runs, trained, rate, period):
     name, keys = f"rate_{rate}", [*CALM.split(), f"step_log_period={period}"]
     shutil.copytree(trained, runs.folder(name))
-    good = runs.folder(name) / "checkpoints" / "good.json"
+    good = runs.folder(name) / "checkpoints" / "healthy.json"
     runs.complete(name, *keys, f"learning_rate={rate}", "steps=200", code=1)
     assert runs.rows(name, "events.jsonl")[-1]["reason"] == "diverged"
-    assert max(json.loads(good.read_text())["good"]) == 99
+    assert max(json.loads(good.read_text())["healthy"]) == 99
     runs.complete(name, *keys, "learning_rate=0.003", "steps=140")
     losses = {row["step"]: row["learning/loss"] for row in runs.events(name, "step")}
     assert losses[139] < losses[0]
     assert not [row for row in runs.events(name, "skip") if row["step"] > 100]
-    assert max(json.loads(good.read_text())["good"]) >= 100
+    assert max(json.loads(good.read_text())["healthy"]) >= 100

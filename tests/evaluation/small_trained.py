@@ -9,7 +9,7 @@ import numpy as np
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from tests.small_models import tiny_config
 
 
@@ -18,7 +18,7 @@ def tiny_trained(
 ) -> TrainedModel:
     """Random weights, large enough that the distributions are far from even."""
     config = tiny_config(decoder_block, **({"per_device_batch_size": 4} | keys))
-    layout = make_layout(config.mesh, devices or jax.devices()[:1])
+    layout = make_sharding_plan(config.mesh, devices or jax.devices()[:1])
     model = Model(config.model)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     params = layout.init_state(model.initialize, abstract, seed=0)

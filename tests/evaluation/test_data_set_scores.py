@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.evaluation.data_set import score_data_set
@@ -39,7 +39,7 @@ def data_set(folder, texts=TEXTS, **keys):
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts), encoding="utf-8")
     keys = {"tokenizer_path": "bytes", "validation_fraction": 0.0, "prepare_num_workers": 1} | keys
-    prepare(Preparation(prepare_source=str(source), **keys), str(folder), lambda line: None)
+    prepare(PreparationConfig(prepare_source=str(source), **keys), str(folder), lambda line: None)
     return folder
 
 
@@ -112,7 +112,7 @@ def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     documents = documents_of(folder)
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]
-    keys = {"eval_stride": stride, "attend_across_documents": joined} if stride else {}
+    keys = {"eval_stride": stride, "cross_document_attention": joined} if stride else {}
     (found,) = score(trained, folder, **keys or {"packing": False})
     assert found.num_targets == sum(len(document) - 1 for document in documents)
     np.testing.assert_allclose(found.total_nll, by_hand(trained, documents, stride), rtol=1e-6)
@@ -140,7 +140,7 @@ def test_sources_add_up(trained, folder, tmp_path):
     for keys in (
         {"grain_eval_files": f"{folder}; {other}"},
         {"dataset_path": f"{folder},2;{other},0.5"},
-        {"dataset_path": "", "dataset_mix": [[str(folder), 0.9], [str(other), 0.1]]},
+        {"dataset_path": "", "data_mixture_weights": [[str(folder), 0.9], [str(other), 0.1]]},
     ):
         both = score(trained, folder, **keys)
         assert [source.name for source in both] == [str(folder), str(other)]
@@ -219,7 +219,7 @@ def test_masked_accuracy_against_a_count(folder):
     hits = 0
     for batch in batches_of(folder, configure(**keys).masking):
         likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
-        hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
+        hits += int(((likeliest_BT == batch.targets_BT) & (batch.loss_mask_BT > 0)).sum())
     assert 0 < hits < found.num_targets
     assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
     row = total_score([found, found]).to_json()
@@ -239,7 +239,7 @@ def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
     expected = 0.0
     for batch in batches_of(folder):
         losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
-        expected += float((losses_BT * batch.weights_BT).sum())
+        expected += float((losses_BT * batch.loss_mask_BT).sum())
     np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
     row = total_score([found]).to_json()
     assert row["loss_type"] == "entmax"
@@ -264,9 +264,9 @@ def test_labels_cannot_be_moved(trained, tmp_path):
 
 def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
     folder = data_set(tmp_path / "data", ["a", "b", "c"], add_eos=False)
-    with pytest.raises(UserError, match=r"no document has two tokens.*attend_across_documents"):
+    with pytest.raises(UserError, match=r"no document has two tokens.*cross_document_attention"):
         score(trained, folder, eval_stride=4)
-    (found,) = score(trained, folder, eval_stride=4, attend_across_documents=True)
+    (found,) = score(trained, folder, eval_stride=4, cross_document_attention=True)
     assert found.num_targets == 2
 
 

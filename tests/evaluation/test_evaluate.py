@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError
@@ -29,7 +29,7 @@ def quiet(line):
 
 def prepare_text(root, folder, **keys):
     keys |= {"prepare_source": str(root / "text.jsonl"), "prepare_num_workers": 1}
-    prepare(Preparation(validation_fraction=0.0, **keys), str(folder), quiet)
+    prepare(PreparationConfig(validation_fraction=0.0, **keys), str(folder), quiet)
 
 
 @pytest.fixture(scope="module")

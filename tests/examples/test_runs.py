@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import kills
+from benchmarks import fault_injection
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.multi_device.same_results import MIXED, train
@@ -42,11 +42,13 @@ def test_the_same_losses_on_eight_devices(keys):
 
 @pytest.fixture
 def runs(tmp_path, users_environment):
-    """The text and training of benchmarks/kills.py with the layers of the example."""
+    """The text and training of benchmarks/fault_injection.py with the layers of the example."""
     place = tmp_path / "kills"
-    runs = kills.Attack(place, users_environment | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen)
-    text = (place / "kills.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
-    (place / "kills.yml").write_text(f"{text}layer_pattern: G*\n")
+    runs = fault_injection.FaultInjection(
+        place, users_environment | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen
+    )
+    text = (place / "fault_injection.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
+    (place / "fault_injection.yml").write_text(f"{text}layer_pattern: G*\n")
     return runs
 
 
@@ -64,19 +66,19 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
     run = runs.start("killed")
     assert run.wait_for(lambda: (run.last_step or 0) >= 9, poll=0.001), run.output
     run.kill()
-    assert not (killed / "checkpoints" / str(kills.LAST_STEP)).exists()
+    assert not (killed / "checkpoints" / str(fault_injection.LAST_STEP)).exists()
     completed(runs.start("killed"))
-    assert kills.differences(killed, whole) == []
+    assert fault_injection.differences(killed, whole) == []
 
     def done(program, *arguments):
         found = programs.run(program, arguments, tmp_path, users_environment)
         assert found.returncode == 0, found.stdout + found.stderr
         return found.stdout
 
-    config = str(tmp_path / "kills" / "kills.yml")
+    config = str(tmp_path / "kills" / "fault_injection.yml")
     shown = done(
         "decode.py", f"load_parameters_path={killed}", IMPORT, "prompt=def f", "max_new_tokens=8",
-        "decode_ignore_end=true",
+        "decode_ignore_eos=true",
     )  # fmt: skip
     assert "8 tokens" in shown
     planned = done("plan.py", str(EXAMPLE), "hardware=1xH200")

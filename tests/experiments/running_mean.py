@@ -13,8 +13,8 @@ import numpy as np
 
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
+from MaxText.layers.params import constant, param
 from MaxText.layers.part import Flops, Mixer, register
-from MaxText.layers.weights import constant, weight
 from MaxText.parallelism.logical_sharding import HIDDEN, current_sharding
 
 FAULT = os.environ.get("FAULT", "")
@@ -44,7 +44,7 @@ class RunningMean(Mixer):
         start = 1.0
         if FAULT == "random initialization":
             start = np.random.default_rng().normal()
-        self.scale = weight(rngs, (D,), ("norm",), constant(start), dtype=init.weight_dtype)
+        self.scale = param(rngs, (D,), ("norm",), constant(start), dtype=init.weight_dtype)
 
     def _output(self, mean_BTD, x_BTD):
         scale = self.scale[...]

@@ -15,7 +15,7 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
-from MaxText.experiments.comparison_plan import Run
+from MaxText.experiments.comparison_plan import Trial
 from MaxText.experiments.runs_progress import RunsProgress
 from tests.experiments import stand_in
 from tests.experiments.small_comparison import compare
@@ -67,7 +67,7 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
             raise SystemExit(143)
 
     with pytest.raises(SystemExit):
-        train_subprocess.train(Run("a", 0, config, folder, 1.0), on_steps)
+        train_subprocess.train(Trial("a", 0, config, folder, 1.0), on_steps)
     assert time.monotonic() - began < 30  # a deaf run would sleep for a minute
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("step", 0)
@@ -94,7 +94,7 @@ def progress(monkeypatch):
     clock, lines = SimpleNamespace(now=100.0), []
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     config = tiny_config(steps=10)
-    runs = [Run(f"r{i}", 0, config, Path(f"r{i}"), weight) for i, weight in enumerate((1.0, 3.0))]
+    runs = [Trial(f"r{i}", 0, config, Path(f"r{i}"), weight) for i, weight in enumerate((1.0, 3.0))]
     start = functools.partial(RunsProgress, runs, show=lines.append, now=lambda: clock.now)
     return clock, runs, lines, start
 
@@ -105,10 +105,10 @@ def test_time_left_is_work_left_at_the_speed_so_far(progress):
         shown.begin(first, 0)
         clock.now += 6  # up to the first step
         shown.steps(1)
-        assert shown.left() == ""
+        assert shown.eta() == ""
         clock.now += 4
         shown.steps(5)  # 0.4 of work in 4 s
-        assert shown.left() == ", about 0:00:35 left"  # 3.5 of work
+        assert shown.eta() == ", about 0:00:35 left"  # 3.5 of work
         clock.now += 5
         shown.end(first, "validation loss 4.0")
         shown.begin(second, 0)

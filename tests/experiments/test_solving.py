@@ -5,8 +5,8 @@ import pytest
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.errors import UserError
-from MaxText.experiments import solving
-from MaxText.experiments.solving import budget_metric, cost, solve
+from MaxText.experiments import solver
+from MaxText.experiments.solver import budget_metric, cost, solve
 from MaxText.layers.model import Model
 from tests.small_models import tiny_config
 
@@ -78,7 +78,7 @@ def test_budgets_are_met(block, match, free, factor):
             before[rest] * (after["base_emb_dim"] / before["base_emb_dim"])
             if rest == "base_mlp_dim" else before[rest], rel=0.2,
         )  # fmt: skip
-    assert not solving.validation_errors(new)
+    assert not solver.validation_errors(new)
 
 
 def test_width_keeps_to_multiples_and_to_the_feed_forward_s_proportion():

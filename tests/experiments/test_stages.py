@@ -10,7 +10,7 @@ from MaxText.errors import UserError
 from MaxText.experiments import comparison_results
 from MaxText.experiments.compare_args import parse_args
 from MaxText.experiments.comparison_plan import chains_of, load_or_create_plan
-from MaxText.experiments.solving import cost, solve_plan
+from MaxText.experiments.solver import cost, solve_plan
 from MaxText.experiments.variants import confounding_keys
 from MaxText.reports.curves import Axes
 from tests.experiments.small_comparison import compare, plan_of, refusals, rows_of, variants

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
@@ -165,7 +165,7 @@ def logits_of(model: Model, params: Any, batch: Batch) -> np.ndarray:
     @jax.jit
     def run(params, batch):
         decoder = model.merge(params)
-        return decoder.logits(decoder.hidden(batch)[0])
+        return decoder.logits(decoder.hidden_states(batch)[0])
 
     return np.asarray(run(params, batch))
 

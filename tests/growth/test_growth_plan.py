@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.matching import ArraySpec
+from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.growth.growth_plan import grow_shard, plan
 from MaxText.parallelism.logical_sharding import ParamSpec
 

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.matching import ArraySpec
+from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.serialization import flatten
 from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError
@@ -95,7 +95,7 @@ def test_the_record_and_its_event(small):
 
 
 RANDOM = {"slot_num": 8, "base_num_decoder_layers": 3, "growth.mode": "random"}
-DENSE = {"dense_conn": True, "dense_mixing": "sum", "scan_layers": False}
+DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum", "scan_layers": False}
 REFUSED = {
     # of both models, of the larger one
     "moments of the same sizes": ({}, {"growth.moments": "reused"}),

@@ -23,9 +23,9 @@ from tests.growth.growing import (
     trained,
 )
 
-DENSE = {"dense_conn": True, "dense_mixing": "sum", "scan_layers": False}
+DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum", "scan_layers": False}
 BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
-DIFFERENT_LAYERS = {"dense_first_norms": "one", "block_norm_parametric": True}
+DIFFERENT_LAYERS = {"dense_first_layer_norms": "one", "block_norm_parametric": True}
 # Normalizations under which slots can be added without a change of the function, and growths.
 PRESERVING = [
     pytest.param({"normalize_type": "l2_norm_gelu"}, 2, marks=pytest.mark.slow),
@@ -144,7 +144,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
     def updates(number, **keys):
         config = config_of(load_parameters_path=str(run), slot_num=10, **keys)
         resolved = resolve_growth(config, [])
-        layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
+        layout = mesh.make_sharding_plan(config.mesh, jax.devices()[:1], config.model.pipeline)
         rate = resolved.old_slots_learning_rate
         built = setup_train(resolved.config, layout, resolved.existing_slots, rate)
         params = program(resolved.config).random_state().params

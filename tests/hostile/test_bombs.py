@@ -25,7 +25,7 @@ from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from tests.house.sources import REPOSITORY
 
 MEGABYTE = 1 << 20
@@ -79,7 +79,7 @@ def _read(path: Path, name: str) -> Iterable[object]:
     if name.startswith("ids/"):
         kind = "webdataset" if ".tar" in name else "tfrecord"
         for record in read_ids(str(path), kind):
-            if isinstance(record, BadRecord):
+            if isinstance(record, BadRecordError):
                 raise record
             yield record
     else:

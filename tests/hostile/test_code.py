@@ -11,7 +11,7 @@ import pytest
 
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
-from MaxText.conversion.fattorib_checkpoint import FattoribWeights
+from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import TensorFiles
 from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
@@ -93,7 +93,9 @@ def test_arrays_of_objects(tmp_path, marker):
         (load_tokenizer, ["tokenizer.json", "a.model", "a.tiktoken", "vocab.txt"]),
         (lambda path: TensorFiles(path.parent), ["pytorch_model.bin", "model.safetensors"]),
         (
-            lambda path: FattoribWeights(str(path.parent), configure(model_name="fattorib-smol")),
+            lambda path: FattoribCheckpoint(
+                str(path.parent), configure(model_name="fattorib-smol")
+            ),
             ["params_1"],
         ),
     ],

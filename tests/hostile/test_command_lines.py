@@ -147,8 +147,9 @@ _WEIGHTS = _edits(
     st.sampled_from(["run", "hf:hf", "run/checkpoints/0", "damaged", "undescribed"]) | _PLACES,
 )
 _TASKS = st.sampled_from(["[lambada]", "[wikitext]", "[lambada,nothing]"])
-_DECODING = ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
-             "decode_stop", "decode_num_samples", "per_device_batch_size"]  # fmt: skip
+_DECODING = ["prompt", "prompt_file", "decode_output_path", "max_new_tokens",
+             "tokenizer_path", "decode_stop_strings", "decode_num_return_sequences",
+             "per_device_batch_size"]  # fmt: skip
 _EVALUATION = ["eval_tasks", "task_files.lambada", "task_files.wikitext", "eval_output",
                "eval_stride", "harness.tasks", "tokenizer_path", "dataset_path",
                "grain_eval_files"]  # fmt: skip

@@ -19,7 +19,7 @@ from MaxText.inference import checkpoint_config
 from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import file_info
 from tests.hostile.files import tar_archive, torch_archive
 from tests.input_pipeline.document_sources.written_corpora import read_texts
@@ -96,7 +96,7 @@ def test_tables_whose_header_lies(tmp_path, length):
         "stream.arrow": b"\xff\xff\xff\xff" + packed + bytes(64) + packed + b"ARROW1",
     }.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(BadRecord):
+        with pytest.raises(BadRecordError):
             list(read_ids(str(tmp_path / name), name.rsplit(".")[1]))
         refused(re.escape(name), read_texts, tmp_path / name)
 
@@ -105,7 +105,7 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
     """Offsets are read as they are; without a look at them this reads other memory."""
     ids = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.int32()))
     for values, read, error in (
-        (ids, lambda path: list(read_ids(str(path), "arrow")), BadRecord),
+        (ids, lambda path: list(read_ids(str(path), "arrow")), BadRecordError),
         (pyarrow.array(["ab", "c"]), read_texts, UserError),
     ):
         table = pyarrow.table({"text": values})
@@ -123,7 +123,7 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
 @pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
 def test_array_records_of_nothing(tmp_path, content):
     (tmp_path / "a.array_record").write_bytes(content)
-    with pytest.raises(BadRecord, match="ArrayRecord"):
+    with pytest.raises(BadRecordError, match="ArrayRecord"):
         list(read_ids(str(tmp_path / "a.array_record"), "arrayrecord"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada, wikitext
 from MaxText.inference.text_files import read_prompts
@@ -36,7 +36,7 @@ _PIECES = (
 READERS: dict[str, Callable[[Path], list[str]]] = {
     "prepare_source": lambda path: read_texts(path, shard_bytes=400),
     "prompt_file": lambda path: [
-        prompt.text for prompt in read_prompts(Decoding(prompt_file=str(path)))
+        prompt.text for prompt in read_prompts(DecodingConfig(prompt_file=str(path)))
     ],
     "task_files.lambada": lambda path: [a + b for a, b in lambada.read_passages(str(path))],
     "task_files.wikitext": lambda path: wikitext.read_pages(str(path)),

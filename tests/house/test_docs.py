@@ -1,9 +1,12 @@
-"""Commands of the README and the documentation: accepted, and those with sizes really run."""
+"""Commands of the README and the documentation: accepted, and run with small sizes."""
 
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,22 +20,64 @@ from tests.house.sources import REPOSITORY, main_of
 from tests.house.test_language import ANY_RETIRED
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-# A fence, and the arguments that make its commands small enough to run: <!-- run: steps=2 -->
-FENCE = re.compile(r"(?:<!-- run:(.*?) ?-->\n+)?^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A fence after <!-- run: WORDS --> or <!-- not run: REASON -->. Words are further arguments, of all
+# its commands or of the program named before them, SIZES by name, and JAX_...= of the environment.
+# OLD=>NEW replaces text.
+FENCE = re.compile(
+    r"(?:<!-- (not run|run):(.*?) ?-->\n+)?^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 COMMAND = re.compile(r"^(?:\S*python3? )MaxText/(\w+\.py)( .*)?$", re.MULTILINE)
+FOLLOWED = re.compile(r"README\.md|docs/(tutorials|how-to)/.*")
+MAX_NOT_RUN = 35  # commands that need what a test machine lacks; only fewer
+
+# Arguments by name; a marker may use the names.
+SIZES = {
+    "short": "steps=2 eval_interval=-1 eval_steps=1 sample_tokens=0 base_num_decoder_layers=1",
+    "tiny": "steps=2 eval_interval=-1 eval_steps=1 sample_tokens=0 base_num_decoder_layers=1 "
+    "base_emb_dim=64 base_num_query_heads=2 base_num_kv_heads=2 head_dim=32 base_mlp_dim=128 "
+    "vocab_size=512 max_target_length=64 per_device_batch_size=2 prepare_source=",
+}
 
 
-def commands(path: Path) -> list[tuple[str, list[str], list[str] | None]]:
-    """(program, arguments, arguments to run it with or None) of a page."""
+class Command(NamedTuple):
+    program: str
+    arguments: list[str]  # as printed
+    small: list[str] | None  # as run; None if it is not
+    reason: str | None  # why it is not run; None without a marker
+    environment: dict[str, str]
+
+
+def commands(path: Path) -> list[Command]:
+    """The commands of a page."""
     found = []
-    for fence in FENCE.finditer(path.read_text(encoding="utf-8").replace("\\\n", " ")):
-        small = None if fence[1] is None else shlex.split(fence[1])
-        for program, words in COMMAND.findall(fence[2]):
-            found.append((program, shlex.split(words, comments=True), small))
+    for marker, text, fence in FENCE.findall(path.read_text(encoding="utf-8")):
+        words = shlex.split(text) if marker == "run" else []
+        replaced = [word.split("=>") for word in words if "=>" in word]
+        environment = dict(word.split("=") for word in words if word.startswith("JAX_"))
+        for program, printed in COMMAND.findall(fence.replace("\\\n", " ")):
+            shown = printed
+            for old, new in replaced:
+                shown = shown.replace(old, new)
+            small = shlex.split(shown, comments=True) + _added(program, words)
+            arguments = shlex.split(printed, comments=True)
+            reason = text.strip() if marker == "not run" else None
+            if marker != "run":
+                small = None
+            found.append(Command(program, arguments, small, reason, environment))
     return found
 
 
-WITH_COMMANDS = {str(path.relative_to(REPOSITORY)): commands(path) for path in PAGES}
+def _added(program: str, words: list[str]) -> list[str]:
+    added, target = [], program
+    for word in words:
+        if word.endswith(".py"):
+            target = word
+        elif "=>" not in word and not word.startswith("JAX_") and target == program:
+            added += SIZES.get(word, word).split()
+    return added
+
+
+WITH_COMMANDS = {path.relative_to(REPOSITORY).as_posix(): commands(path) for path in PAGES}
 WITH_COMMANDS = {name: found for name, found in WITH_COMMANDS.items() if found}
 
 
@@ -72,17 +117,64 @@ def accept(program: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_are_accepted(page):
-    for program, arguments, _ in WITH_COMMANDS[page]:
-        accept(program, arguments)
+    for command in WITH_COMMANDS[page]:
+        accept(command.program, command.arguments)
+
+
+def test_commands_are_run_or_say_why_not():
+    followed = {page: found for page, found in WITH_COMMANDS.items() if FOLLOWED.fullmatch(page)}
+    unmarked = [
+        f"{page}: {command.program} {shlex.join(command.arguments)}"
+        for page, found in followed.items()
+        for command in found
+        if command.small is None and not command.reason
+    ]
+    assert not unmarked
+    not_run = [command for found in followed.values() for command in found if command.reason]
+    assert len(not_run) <= MAX_NOT_RUN
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    """A folder that looks like a fresh clone, for outputs of its own."""
-    folder = tmp_path_factory.mktemp("clone")
+def trained(tmp_path_factory, compilation_cache):
+    """A clone with a corpus, the run of the quickstart, and GPT-2 as a run and for Hugging Face."""
+    folder = tmp_path_factory.mktemp("trained")
     for name in ("configs", "docs", "examples"):
         (folder / name).symlink_to(REPOSITORY / name)
+    shutil.copytree(REPOSITORY / "docs" / "how-to", folder / "corpus")
+    shutil.copytree(folder / "corpus", folder / "domain")
+    (folder / "prompts.jsonl").write_text('{"prompt": "A run"}\n')
+    environment = {**os.environ, "M_JAX_CACHE_DIR": str(compilation_cache)}
+    gpt2 = [
+        "model_name=gpt2-124m",
+        "dataset_path=data/corpus",
+        "run_name=first",
+        *SIZES["tiny"].split(),
+    ]
+    for program, *arguments in (
+        ["prepare_data.py", "prepare_source=corpus/", "dataset_path=data/corpus",
+         "tokenizer_vocab_size=512"],
+        ["train.py", "configs/quickstart.yml", *SIZES["short"].split()],
+        ["train.py", *gpt2],
+        ["convert.py", "from=maxtext_output/first", "to=hf:models/gpt2"],
+        ["prepare_data.py", "prepare_source=domain/", "dataset_path=data/domain",
+         "tokenizer_path=maxtext_output/quickstart/tokenizer"],
+    ):  # fmt: skip
+        run(folder, program, arguments, environment)
     return folder
+
+
+@pytest.fixture
+def clone(trained, tmp_path):
+    """A copy of it, for the outputs of one page."""
+    return shutil.copytree(trained, tmp_path / "clone", symlinks=True)
+
+
+def run(folder: Path, program: str, arguments: list[str], environment: dict[str, str]) -> None:
+    less = LESS_TEXT if any(word.startswith("configs/") for word in arguments) else {}
+    ended = programs.run(program, arguments, folder, environment | less)
+    assert ended.returncode == 0, (program, arguments, ended.stderr[-2000:])
+    if program == "train.py":
+        assert not ANY_RETIRED.search(ended.stdout + ended.stderr)
 
 
 # Instead of the 31 MB of configs/quickstart.yml, which first_pretraining_run.md prepares.
@@ -95,14 +187,11 @@ LESS_TEXT = {"M_PREPARE_SOURCE": "docs", "M_VALIDATION_FRACTION": "0.1"}
     [
         page
         for page, found in WITH_COMMANDS.items()
-        if any(small is not None for *_, small in found)
+        if any(command.small is not None for command in found)
     ],
 )
 def test_commands_run(page, clone, users_environment):
-    for program, arguments, small in WITH_COMMANDS[page]:
-        if small is not None:
-            words = [*arguments, *small]
-            ended = programs.run(program, words, clone, users_environment | LESS_TEXT)
-            assert ended.returncode == 0, (words, ended.stderr[-2000:])
-            if program == "train.py":
-                assert not ANY_RETIRED.search(ended.stdout + ended.stderr)
+    for command in WITH_COMMANDS[page]:
+        if command.small is not None:
+            environment = users_environment | command.environment
+            run(clone, command.program, command.small, environment)

@@ -9,7 +9,7 @@ import pytest
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from tests.evaluation.small_trained import forward
 from tests.small_models import noisy_params, tiny_config
 
@@ -52,7 +52,7 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
     config = tiny_config("llama2", max_target_length=64, **keys)
     model = Model(config.model)
     params = noisy_params(model, 0.05)
-    layout = make_layout(config.mesh, jax.devices()[:1])
+    layout = make_sharding_plan(config.mesh, jax.devices()[:1])
     engine = Engine(model, params, layout, SamplingParams(temperature=0))
 
     def capacities_of(sequences):

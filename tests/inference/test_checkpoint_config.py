@@ -148,15 +148,16 @@ def test_typed_data_replace_those_of_the_training(tmp_path, folders):
     shutil.copytree(folders / "run", tmp_path / "run")
     stored = checkpoint_files.resolve_checkpoint(str(tmp_path / "run"), "test")
     metadata, checksums, _ = stored.metadata
-    data = {"dataset_mix": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
+    data = {"data_mixture_weights": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
     metadata["config"] |= data
     (stored.folder / checkpoint_files.METADATA).rmtree()
     stored.write_metadata(metadata, checksums)
     path = f"load_parameters_path={tmp_path / 'run'}"
     data = load([path]).config.data
-    assert (len(data.dataset_mix), data.grain_eval_files) == (2, "c")
+    assert (len(data.data_mixture_weights), data.grain_eval_files) == (2, "c")
     data = load([path, "dataset_path=other"]).config.data
-    assert (data.dataset_mix, data.grain_eval_files, data.dataset_path) == ((), "", "other")
+    assert (data.data_mixture_weights, data.grain_eval_files) == ((), "")
+    assert data.dataset_path == "other"
 
 
 @pytest.mark.parametrize("add_bos", [True, False])

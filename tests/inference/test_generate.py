@@ -13,7 +13,7 @@ from MaxText.inference.engine import Engine
 from MaxText.inference.generate import StoppingCriteria, generate
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from tests.evaluation.small_trained import forward
 from tests.small_models import some_quick, tiny_config
 
@@ -26,7 +26,7 @@ def small():
     config = tiny_config("llama2", max_target_length=WINDOW, weight_init="normal", init_std=0.5)
     model = Model(config.model)
     params = jax.jit(model.initialize)(jax.random.key(0))
-    layout = make_layout(config.mesh, jax.devices()[:1])
+    layout = make_sharding_plan(config.mesh, jax.devices()[:1])
     engine = functools.cache(lambda choice: Engine(model, params, layout, choice))
     return model, params, layout, engine
 

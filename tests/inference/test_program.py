@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from MaxText.config.inference_sections import Decoding
+from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.inference.checkpoint_config import load
 from MaxText.inference.decoding import UnexpectedOutputError, decode, sampling_params
@@ -47,8 +47,8 @@ def test_prompts_of_a_file_to_json_lines(folder, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     output = tmp_path / "new" / "texts.jsonl"
-    arguments = (f"prompt_file={path}", f"decode_output={output}", "max_new_tokens=6")
-    shown = run(folder, *arguments, "decode_num_samples=2", "decode_ignore_end=true")
+    arguments = (f"prompt_file={path}", f"decode_output_path={output}", "max_new_tokens=6")
+    shown = run(folder, *arguments, "decode_num_return_sequences=2", "decode_ignore_eos=true")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert sorted((row["index"], row["sample"], row["id"]) for row in rows) == [
         (0, 0, "x"), (0, 1, "x"), (1, 0, "y"), (1, 1, "y"),
@@ -65,21 +65,21 @@ def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path
     kept = tmp_path / "kept.jsonl"
     kept.write_text('{"prompt": "before"}\n')
     with pytest.raises(UserError, match="no such file"):
-        run(folder, f"decode_output={kept}", "tokenizer_path=gone/tokenizer.json")
+        run(folder, f"decode_output_path={kept}", "tokenizer_path=gone/tokenizer.json")
     assert kept.read_text() == '{"prompt": "before"}\n'
     with pytest.raises(UserError, match="is the file of prompt_file"):
-        run(folder, f"decode_output={kept}", f"prompt_file={kept}")
+        run(folder, f"decode_output_path={kept}", f"prompt_file={kept}")
     assert kept.read_text() == '{"prompt": "before"}\n'
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
-        run(folder, f"decode_output={tmp_path}")
+        run(folder, f"decode_output_path={tmp_path}")
 
 
 @pytest.mark.slow
 def test_a_broken_pipe_does_not_stop_generation(folder, tmp_path, users_environment):
     line = (
         f"{sys.executable} {REPOSITORY}/MaxText/decode.py load_parameters_path={folder} "
-        "max_new_tokens=3 decode_num_samples=40 "
-        "per_device_batch_size=4 decode_ignore_end=true decode_output=out.jsonl | head -1"
+        "max_new_tokens=3 decode_num_return_sequences=40 "
+        "per_device_batch_size=4 decode_ignore_eos=true decode_output_path=out.jsonl | head -1"
     )
     environment = users_environment | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -103,7 +103,7 @@ def test_matrices_have_the_format_that_they_are_multiplied_in(folder):
 
 
 def test_the_expected_text(folder):
-    arguments = ["prompt=Once", "max_new_tokens=4", "decode_ignore_end=true"]
+    arguments = ["prompt=Once", "max_new_tokens=4", "decode_ignore_eos=true"]
     arguments.append("decode_sampling_strategy=greedy")
     text = run(folder, *arguments).partition("Input `Once` -> `")[2].rpartition("`\n")[0]
     assert text
@@ -135,7 +135,7 @@ def test_settings_of_other_strategies_have_no_effect(strategy, used):
         ("decode_sampling_" if name in of_maxtext else "decode_filters.") + name: value
         for name, value in EVERY.items()
     }
-    section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
+    section = DecodingConfig(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
     expected = {name: EVERY[name] for name in used} or {"temperature": 0}
     assert sampling_params(section) == SamplingParams(repetition_penalty=1.2, **expected)
-    assert sampling_params(Decoding()) == SamplingParams()
+    assert sampling_params(DecodingConfig()) == SamplingParams()

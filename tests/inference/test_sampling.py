@@ -73,16 +73,16 @@ def test_a_bound_that_is_missed_by_rounding_is_reached(params, num_kept):
 
 def test_repetition_penalty_pushes_both_signs_down():
     logits_BV = jnp.array([[2.0, -1.0, 0.5, 0.0]])
-    seen_BV = jnp.array([[True, True, False, True]])
-    p_BV = distribution(logits_BV, Params(temperature=2, repetition_penalty=4), seen_BV)
+    generated_BV = jnp.array([[True, True, False, True]])
+    p_BV = distribution(logits_BV, Params(temperature=2, repetition_penalty=4), generated_BV)
     np.testing.assert_allclose(p_BV[0], scipy.special.softmax([0.25, -2, 0.25, 0]), rtol=1e-5)
 
 
 def test_greedy_takes_the_lowest_of_the_likeliest_and_knows_only_the_penalty():
     greedy = Params(temperature=0, repetition_penalty=2, **ALL_FILTERS)
     logits_BV = jnp.array([[1.0, 3, 3, 2], [1, 3, 3, 2], [-jnp.inf, -5, -4, -jnp.inf]])
-    seen_BV = jnp.array([[0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]], bool)
-    token_B, _ = draw(logits_BV, jax.random.split(jax.random.key(0), 3), greedy, seen_BV)
+    generated_BV = jnp.array([[0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]], bool)
+    token_B, _ = draw(logits_BV, jax.random.split(jax.random.key(0), 3), greedy, generated_BV)
     assert (token_B.tolist(), token_B.dtype) == ([1, 3, 1], jnp.int32)
 
 
@@ -150,16 +150,16 @@ def test_draws_have_the_frequencies_of_the_distribution(params):
 def test_a_rows_draws_do_not_depend_on_its_neighbours():
     params = Params(entmax_alpha=1.2, repetition_penalty=1.2, **ALL_FILTERS)
     logits_BV = random_logits((6, 300), scale=1.0)
-    seen_BV = random_logits((6, 300), seed=1) > 2
+    generated_BV = random_logits((6, 300), seed=1) > 2
     key_B = jax.random.split(jax.random.key(3), 6)
-    together_B, _ = draw(logits_BV, key_B, params, seen_BV)
+    together_B, _ = draw(logits_BV, key_B, params, generated_BV)
     for row in range(6):
         here = slice(row, row + 1)
-        alone_B, _ = draw(logits_BV[here], key_B[here], params, seen_BV[here])
+        alone_B, _ = draw(logits_BV[here], key_B[here], params, generated_BV[here])
         assert alone_B.tolist() == together_B[here].tolist()
-    again_B, _ = draw(logits_BV[::-1], key_B[::-1], params, seen_BV[::-1])
+    again_B, _ = draw(logits_BV[::-1], key_B[::-1], params, generated_BV[::-1])
     assert again_B.tolist() == together_B[::-1].tolist()
-    drawn = {int(draw(logits_BV[:1], key[None], params, seen_BV[:1])[0][0]) for key in key_B}
+    drawn = {int(draw(logits_BV[:1], key[None], params, generated_BV[:1])[0][0]) for key in key_B}
     assert len(drawn) > 1
 
 
@@ -188,10 +188,10 @@ def test_extreme_logits_give_distributions(temperature):
     key_B = jax.random.split(jax.random.key(0), len(EXTREME))
     for options in (ALL_FILTERS, {"entmax_alpha": 1.3}):
         params = Params(temperature=temperature, repetition_penalty=1.5, **options)
-        seen_BV = jnp.zeros(logits_BV.shape, bool).at[:, 0].set(True)
-        p_BV = distribution(logits_BV, params, seen_BV)
+        generated_BV = jnp.zeros(logits_BV.shape, bool).at[:, 0].set(True)
+        p_BV = distribution(logits_BV, params, generated_BV)
         np.testing.assert_allclose(p_BV.sum(axis=-1), 1, rtol=1e-5)
-        token_B, log_probability_B = draw(logits_BV, key_B, params, seen_BV)
+        token_B, log_probability_B = draw(logits_BV, key_B, params, generated_BV)
         assert np.all(np.take_along_axis(np.array(p_BV), np.array(token_B)[:, None], -1) > 0)
         assert np.all(np.isfinite(log_probability_B))
         assert token_B[3] == 2
@@ -249,7 +249,7 @@ def test_distributions_are_those_of_transformers(options):
     theirs_BV = torch.tensor(np.array(logits_BV))
     for step in steps:
         theirs_BV = step(torch.tensor(history_BT), theirs_BV)
-    seen_BV = np.zeros((8, 200), bool)
-    np.put_along_axis(seen_BV, history_BT, True, axis=-1)
-    ours_BV = distribution(logits_BV, Params(**options), seen_BV)
+    generated_BV = np.zeros((8, 200), bool)
+    np.put_along_axis(generated_BV, history_BT, True, axis=-1)
+    ours_BV = distribution(logits_BV, Params(**options), generated_BV)
     np.testing.assert_allclose(ours_BV, theirs_BV.softmax(-1).numpy(), rtol=2e-5, atol=1e-9)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
-from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.errors import FileReadError
 from tests.input_pipeline.small_data import data_keys, open_train, quiet, random_documents, take
 from tests.input_pipeline.token_store import token_files
 
@@ -74,7 +74,7 @@ def failing_reads(count: int, from_step: int = 0, then=lambda: None, path: str =
         if step >= from_step and next(failures, False):
             then()
             if path:
-                raise UnreadableFile(f"{path} cannot be read (Input/output error)", path)
+                raise FileReadError(f"{path} cannot be read (Input/output error)", path)
             raise OSError(5, "Input/output error")
         return read(self, step)
 

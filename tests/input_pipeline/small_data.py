@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.config.data_sections import Data
+from MaxText.config.data_sections import DataConfig
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
@@ -110,15 +110,15 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
     )  # fmt: skip
 
 
-def data_keys(folder: Path | str, **keys) -> Data:
-    return Data(dataset_path=str(folder), **keys)
+def data_keys(folder: Path | str, **keys) -> DataConfig:
+    return DataConfig(dataset_path=str(folder), **keys)
 
 
 def quiet(line: str) -> None:
     """Shows nothing."""
 
 
-def open_train(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
+def open_train(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
     defaults = {
         "schedule": BatchSchedule.constant(batch, LENGTH),
         "vocab_size": VOCAB_SIZE,
@@ -127,7 +127,7 @@ def open_train(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys
     return make_train_iterator(data, process_index=host, process_count=hosts, **(defaults | keys))
 
 
-def open_eval(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
+def open_eval(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
     defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
     return make_eval_iterator(
         data, global_batch_size=batch, process_index=host, process_count=hosts,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import MaskingConfig
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -29,7 +29,7 @@ from tests.input_pipeline.small_data import (
 from tests.input_pipeline.token_store import token_files
 
 HASHES = Path(__file__).with_name("batch_hashes.json")
-MASKED = {"masking": Masking(mlm_training=True, **{"mlm.mask_id": 3})}
+MASKED = {"masking": MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})}
 RAMPED = BatchSchedule(
     (Stage(0, 4, LENGTH // 2), Stage(2, 8, LENGTH // 2), Stage(3, 8, LENGTH)), LENGTH
 )
@@ -39,7 +39,7 @@ MIX = [("a", 1, "chunks", 1.0), ("b", 2, "documents_random", 2.5), ("c", 1, "doc
 CASES = {
     "chunks": ("a", {}, {}),
     "chunks_in_array_record": ("chunked", {}, {}),
-    "chunks_across_documents": ("a", {"attend_across_documents": True}, {}),
+    "chunks_across_documents": ("a", {"cross_document_attention": True}, {}),
     "in_order": ("a", {"enable_data_shuffling": False, "num_epoch": 1}, {}),
     "epochs_and_seed": ("b", {"num_epoch": 3, "data_shuffle_seed": 7}, {}),
     "first_fit": ("a", {"grain_packing_type": "first_fit"}, {}),
@@ -77,7 +77,9 @@ def folder(tmp_path_factory):
 def _digest(batches) -> str:
     digest = hashlib.sha256()
     for batch in batches:
-        for name, values in sorted(fields(batch).items()):
+        # The hashes contain the names that the fields had when they were recorded.
+        named = {name.replace("loss_mask", "weights"): x for name, x in fields(batch).items()}
+        for name, values in sorted(named.items()):
             digest.update(f"{name} {values.dtype} {values.shape}".encode())
             digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()[:16]
@@ -88,7 +90,7 @@ def _keys(folder, where, keys):
     if isinstance(where, str):
         return data_keys(folder / where, **keys)
     mix = tuple((str(folder / name), *rest) for name, *rest in where)
-    return data_keys("", dataset_mix=mix, **keys)
+    return data_keys("", data_mixture_weights=mix, **keys)
 
 
 def _train(folder, name, hosts: int) -> tuple[str, dict]:

@@ -146,4 +146,4 @@ def test_the_data_end_earlier(tmp_path):
     left = [*range(8), *range(17, 36)]
     read, expected = join(batches), join([plain[sample] for sample in left])
     np.testing.assert_array_equal(read.tokens_BT[: len(left)], expected.tokens_BT)
-    assert not read.weights_BT[len(left) :].any()
+    assert not read.loss_mask_BT[len(left) :].any()

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from MaxText.config.data_sections import Masking, Megatron
+from MaxText.config.data_sections import MaskingConfig, MegatronOptions
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -77,16 +77,16 @@ def test_the_last_batch_is_padded_with_rows_of_weight_zero(numbered):
     data = data_keys(numbered, num_epoch=1)
     batches = list(open_train(data, batch=4))
     assert len(batches) == 2
-    assert batches[1].weights_BT.sum(axis=1).tolist() == [LENGTH, 0, 0, 0]
+    assert batches[1].loss_mask_BT.sum(axis=1).tolist() == [LENGTH, 0, 0, 0]
     second_host = list(open_train(data, batch=4, host=1, hosts=2))
-    assert [batch.weights_BT.sum() for batch in second_host] == [2 * LENGTH, 0]
+    assert [batch.loss_mask_BT.sum() for batch in second_host] == [2 * LENGTH, 0]
     ended = open_train(data, batch=4)
     ended.seek(2)
     assert take(ended, 1) == take(ended, 1) == []
     # Batches cross the end of an epoch.
     batches = list(open_train(data_keys(numbered, num_epoch=3), batch=4))
     assert len(batches) == 4
-    assert sum(batch.weights_BT.sum() for batch in batches) == 15 * LENGTH
+    assert sum(batch.loss_mask_BT.sum() for batch in batches) == 15 * LENGTH
 
 
 def test_num_steps_after_a_change_of_the_batch_size(tmp_path, folder):
@@ -112,7 +112,7 @@ def test_num_steps_after_a_change_of_the_batch_size(tmp_path, folder):
     assert take(smallest, 100) == []
 
 
-CLS = Masking(mlm_training=True, **{"mlm.mask_id": 3, "mlm.cls_token_id": 4})
+CLS = MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3, "mlm.cls_token_id": 4})
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ CLS = Masking(mlm_training=True, **{"mlm.mask_id": 3, "mlm.cls_token_id": 4})
         ({"enable_data_shuffling": False}, {}, "enable_data_shuffling"),
         ({"train_split": "validation"}, {}, "train_split was 'train' and is 'validation'"),
         ({}, {"schedule": BatchSchedule.constant(8, 8)}, "max_target_length was 16 and is 8"),
-        ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "dataset_mix"),
+        ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "data_mixture_weights"),
     ],
 )  # fmt: skip
 def test_resume_of_other_data_is_refused(folder, keys, options, named):
     if "mix" in keys:
-        keys = {"dataset_mix": ((str(folder), 1.0), (str(folder), 0.25))}
+        keys = {"data_mixture_weights": ((str(folder), 1.0), (str(folder), 0.25))}
     plain, other = open_train(data_keys(folder)), open_train(data_keys(folder, **keys), **options)
     refused(named, other.resume, plain.position)
     refused(named.split()[0], plain.resume, other.position)
@@ -141,7 +141,7 @@ def test_resume_of_other_contents_or_weights_is_refused(folder, tmp_path):
         first, second = (open_train(data_keys(location)) for location in locations)
         refused(first.position["data_set"], second.resume, first.position)
     first, second = (
-        open_train(data_keys("", dataset_mix=((str(folder), 1.0), (str(folder), weight))))
+        open_train(data_keys("", data_mixture_weights=((str(folder), 1.0), (str(folder), weight))))
         for weight in (0.12345678, 0.12345679)
     )
     refused(r"'1\.0 0\.12345678'", second.resume, first.position)
@@ -175,7 +175,7 @@ def test_shares_of_a_mixture(tmp_path):
         token_files.write_tfrecord(paths[-1], [np.arange(first, first + 17)] * 4 * count)
     a, b = map(str, paths)
     cache = {"data_cache_dir": str(tmp_path / "cache")}
-    mix = {"dataset_mix": ((a, 1.0), (b, 1.0)), **cache}
+    mix = {"data_mixture_weights": ((a, 1.0), (b, 1.0)), **cache}
     for keys, share in (
         ({"grain_train_files": f"{a},1;{b},3", **cache}, 1 / 4),
         (mix, 1 / 2),
@@ -199,9 +199,10 @@ def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
     data = data_keys(tmp_path / "x.parquet", data_cache_dir=str(tmp_path / "cache"))
     assert len(take(open_train(data, batch=2, vocab_size=71), 1)) == 1
     refused(r"vocab_size=70 .*id 70", take, open_train(data, batch=2, vocab_size=70), 1)
-    masking = Masking(mlm_training=True, **{"mlm.mask_id": 3})
+    masking = MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})
     refused("labels", open_train, data, masking=masking)
-    refused("labels", open_train, data.model_copy(update={"megatron": Megatron(order="gpt_neox")}))
+    megatron = MegatronOptions(order="gpt_neox")
+    refused("labels", open_train, data.model_copy(update={"megatron": megatron}))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_padding_is_reported(sizes, packing, said, tmp_path):
     run = open_train(data_keys(path, packing=packing, num_epoch=1, data_cache_dir=cache), batch=1)
     assert re.search(said, run.description)
     assert ("padding:" in run.description) == bool(said)
-    share = np.mean([batch.weights_BT.mean() for batch in run])
+    share = np.mean([batch.loss_mask_BT.mean() for batch in run])
     assert share == 0.5 if not packing else share > 0.6
 
 
@@ -235,7 +236,7 @@ def test_records_that_are_left_out_are_told(tmp_path):
     assert len(batches.skipped) == 1
     assert "train.tfrecord at byte" in batches.skipped[0]
     # Records of 29 and 9 ids are left.
-    assert sum(float(batch.weights_BT.sum()) for batch in batches) == 28 + 8
+    assert sum(float(batch.loss_mask_BT.sum()) for batch in batches) == 28 + 8
 
 
 def test_a_far_step_reads_no_more_than_the_first(folder, monkeypatch):
@@ -274,8 +275,8 @@ def test_synthetic_tokens_are_a_function_of_seed_and_step():
     assert 0 <= batches[0].tokens_BT.min() <= batches[0].tokens_BT.max() < 97
     for one in batches:
         np.testing.assert_array_equal(one.targets_BT[:, :-1], one.tokens_BT[:, 1:])
-        assert one.weights_BT.all()
-        assert fields(one).keys() == {"tokens_BT", "targets_BT", "weights_BT"}
+        assert one.loss_mask_BT.all()
+        assert fields(one).keys() == {"tokens_BT", "targets_BT", "loss_mask_BT"}
 
 
 def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
@@ -284,7 +285,8 @@ def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
     first = list(evaluation)
     assert len(first) == len(evaluation) > 1
     assert_same(evaluation, first)
-    assert sum(batch.weights_BT.sum() for batch in first) == split.num_tokens - split.num_documents
+    num_targets = split.num_tokens - split.num_documents
+    assert sum(batch.loss_mask_BT.sum() for batch in first) == num_targets
     assert_same(open_eval(data_keys(folder), eval_steps=1), first[:1])
     parts = [open_eval(data_keys(folder), host=host, hosts=2) for host in range(2)]
     assert_same([join(rows) for rows in zip(*parts, strict=True)], first)
@@ -294,7 +296,7 @@ def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
     (batch,) = open_eval(data, batch=16)
     np.testing.assert_array_equal(batch.targets_BT[:5].ravel(), np.arange(2, 82))
     np.testing.assert_array_equal(batch.tokens_BT[5:10], batch.tokens_BT[:5])
-    assert not batch.weights_BT[10:].any()
+    assert not batch.loss_mask_BT[10:].any()
 
 
 def test_manifests_of_others_are_refused(folder, tmp_path):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from MaxText.errors import StopWaiting, UserError
+from MaxText.errors import UserError, WaitCancelledError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.prefetch import (
     BATCHES_READY,
@@ -100,11 +100,11 @@ def test_threads_end_with_their_user():
 def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
     source, asked = Hangs(), itertools.count()
     ahead = Prefetcher(source, 0, 0)
-    with pytest.raises(StopWaiting):
+    with pytest.raises(WaitCancelledError):
         ahead.next(timeout, lambda: next(asked) >= 1)
-    with pytest.raises(StopWaiting):
+    with pytest.raises(WaitCancelledError):
         call_with_timeout(source.release.wait, timeout, lambda: True)
-    with pytest.raises(StopWaiting):
+    with pytest.raises(WaitCancelledError):
         interruptible_sleep(1000.0, lambda: True)
     interruptible_sleep(0.0, lambda: False)
     with pytest.raises(ReadTimeout):
@@ -159,13 +159,13 @@ def test_stopping_ends_the_wait_before_another_try(kept):
     read = list(itertools.islice(iterator, 3))
     iterator.close()
     restore = changed(files, lambda content: content[:50])
-    with pytest.raises(StopWaiting):
+    with pytest.raises(WaitCancelledError):
         read.extend(iterator)
     # The position is that of the step which was not read.
     assert iterator.position["step"] == len(read)
     assert f"Step {len(read)}" in "".join(iterator.retry_log.drain())
     restore()
-    with pytest.raises(StopWaiting):  # whatever is ready
+    with pytest.raises(WaitCancelledError):  # whatever is ready
         next(iterator)
     stop.clear()
     expected = opened(folder, keys)
@@ -182,5 +182,5 @@ def test_stopping_ends_an_evaluation(kept):
     iterator = iter(batches)
     next(iterator)
     stop.set()
-    with pytest.raises(StopWaiting):
+    with pytest.raises(WaitCancelledError):
         next(iterator)

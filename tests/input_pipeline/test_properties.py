@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import MaskingConfig
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.sequences.test_order import RANGES
@@ -44,21 +44,21 @@ def sets(tmp_path_factory):
 @st.composite
 def runs(draw):
     keys = dict(draw(st.sampled_from(PACKING)))
-    keys["attend_across_documents"] = draw(st.booleans())
+    keys["cross_document_attention"] = draw(st.booleans())
     keys["enable_data_shuffling"] = draw(st.booleans())
     keys["data_shuffle_seed"] = draw(st.integers(0, 5))
     keys["zero_loss"] = draw(st.booleans())
     masked = {"mlm_training": True, "mlm.mask_id": 3, "mlm.cls_token_id": draw(st.integers(0, 4))}
-    masking = Masking(**masked) if draw(st.booleans()) else Masking()
+    masking = MaskingConfig(**masked) if draw(st.booleans()) else MaskingConfig()
     kind = draw(st.sampled_from(("one", "one", "mixture", "synthetic")))
     if kind == "synthetic":
-        return {"dataset_type": "synthetic"}, Masking()
+        return {"dataset_type": "synthetic"}, MaskingConfig()
     names = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3))
     if kind == "one":
         keys |= {"dataset_path": names[0], "iter_file_nums": draw(st.sampled_from((0, 0, 1, 2)))}
     else:
         weights = st.floats(0.1, 9)
-        keys["dataset_mix"] = tuple(
+        keys["data_mixture_weights"] = tuple(
             (name, draw(st.integers(1, 3)), draw(st.sampled_from(SAMPLING)), draw(weights))
             for name in names
         )
@@ -68,7 +68,9 @@ def runs(draw):
 def run_keys(run, sets, cache, **more):
     """`data_keys` of a run, with the data sets' folders in place of their names."""
     keys = dict(run[0]) | {"data_cache_dir": str(cache)} | more
-    keys["dataset_mix"] = tuple((str(sets / n), *rest) for n, *rest in keys.get("dataset_mix", ()))
+    keys["data_mixture_weights"] = tuple(
+        (str(sets / n), *rest) for n, *rest in keys.get("data_mixture_weights", ())
+    )
     name = keys.pop("dataset_path", "")
     return data_keys(sets / name if name else "", **keys)
 
@@ -140,12 +142,12 @@ def test_each_target_counts_once_per_epoch_after_its_predecessor(
     if staged:
         stages = (Stage(0, batch, length // 2), Stage(2, batch + 1, length), Stage(5, 1, length))
         plan = BatchSchedule(stages, length)
-    keys = {"enable_data_shuffling": shuffle, "attend_across_documents": attend, **packing}
+    keys = {"enable_data_shuffling": shuffle, "cross_document_attention": attend, **packing}
     data = data_keys(folder, num_epoch=2, data_cache_dir=str(cache), **keys)
     batches = open_train(data, schedule=plan)
     read = list(batches)
     assert len(read) == batches.num_steps
-    names = ("tokens_BT", "targets_BT", "weights_BT")
+    names = ("tokens_BT", "targets_BT", "loss_mask_BT")
     arrays = [np.concatenate([getattr(one, name).ravel() for one in read]) for name in names]
     tokens, targets, weights = arrays
     counted = weights == 1

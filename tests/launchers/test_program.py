@@ -28,7 +28,7 @@ def commands(result):
 
 
 def test_local_processes(launch, tmp_path):
-    first, second = commands(launch("local", "2", "--devices=3", *RUN))
+    first, second = commands(launch("local", "2", "--devices-per-process=3", *RUN))
     assert first[0] == "env"
     assert "JAX_PROCESS_ID=0" in first
     assert {"JAX_PROCESS_ID=1", "JAX_NUM_PROCESSES=2", "MAXTEXT_NUM_DEVICES=6"} <= set(second)
@@ -44,8 +44,8 @@ def test_local_processes(launch, tmp_path):
 
 def test_gcloud(launch):
     result = launch(
-        "gcloud", "queue", "copy", "setup", "run", "--name=pod", "--zone=z", "--type=v5p-32",
-        "--version=v", "--spot", *RUN,
+        "gcloud", "queue", "copy", "setup", "run", "--name=pod", "--zone=z",
+        "--accelerator-type=v5p-32", "--version=v", "--spot", *RUN,
     )  # fmt: skip
     assert [command[3:5] for command in commands(result)] == [
         ["queued-resources", "create"], ["queued-resources", "describe"], ["tpu-vm", "scp"],
@@ -54,10 +54,13 @@ def test_gcloud(launch):
 
 
 def test_slurm(launch, tmp_path):
-    result = launch("slurm", "submit", "--nodes=2", "--logs=logs", *RUN)
+    result = launch("slurm", "submit", "--nodes=2", "--log-dir=logs", *RUN)
     assert commands(result) == [["sbatch", "--parsable", f"{tmp_path}/logs/quickstart.sh"]]
     assert "#SBATCH --nodes=2" in result[1]
-    assert commands(launch("slurm", "stop", "--job=7")) == [["scancel", "7"]]
+    assert commands(launch("slurm", "stop", "--job-id=7")) == [["scancel", "7"]]
+    _, output, errors = launch("slurm", "stop", "--job=7")  # the old name
+    assert "scancel 7" in output
+    assert errors == "note: job= is now job_id=\n"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +70,8 @@ def test_slurm(launch, tmp_path):
         ("local two -- quickstart.yml", "not two"), ("local 2 configs/quickstart.yml", "follow --"),
         ("gcloud run --name=p --zone=z", "after --"),
         ("gcloud stop --name=p --zone=z -- quickstart.yml", "action run"),
-        ("gcloud create --name=p --zone=z", "--type and --version"), ("slurm stop", "--job=NUMBER"),
-        ("nowhere", "nowhere"),
+        ("gcloud create --name=p --zone=z", "--accelerator-type and --version"),
+        ("slurm stop", "--job-id=NUMBER"), ("nowhere", "nowhere"),
     ],
 )  # fmt: skip
 def test_mistakes(line, named, launch):
@@ -81,9 +84,9 @@ def test_a_run(launch, tmp_path, monkeypatch):
     """It gets as far as jax, and exits with the code of a mistake that only train.py can find."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     code, output, errors = launch(
-        "local", "1", "--devices=2", "--logs=logs", "--", "quickstart.yml", "run_name=first",
-        "dataset_type=synthetic", "dataset_path=", "prepare_source=", "ici_fsdp_parallelism=3",
-        dry_run=False,
+        "local", "1", "--devices-per-process=2", "--log-dir=logs", "--", "quickstart.yml",
+        "run_name=first", "dataset_type=synthetic", "dataset_path=", "prepare_source=",
+        "ici_fsdp_parallelism=3", dry_run=False,
     )  # fmt: skip
     assert (code, errors) == (2, "")
     for shown in ((tmp_path / "logs" / "0.log").read_text(), output):

@@ -61,7 +61,7 @@ def run(tmp_path):
     [
         ([0, 0], 0), ([0, 1], 1), ([76, 2, 1], 2), ([76, 1], 1), ([76, -9], -9), ([76, -6], 76),
         ([75, -6], -6), ([75, 76], 76), ([75, 75], 75), ([3, 76], 3), ([None, -9], -9),
-        ([None, None], exit_codes.STUCK),
+        ([None, None], exit_codes.STALLED),
     ],
 )  # fmt: skip
 def test_the_code_of_all(codes, expected):
@@ -91,9 +91,9 @@ def test_all_are_started_again_on_another_port(run, capsys):
     [
         (["0:76", "1:2"], 2, 3, 2, 1),  # another start does not mend a mistake
         (["0:hang", "1:-9"], 2, 0, 128 + signal.SIGKILL, 1),
-        (["76"], 1, 2, exit_codes.STUCK, 3),
+        (["76"], 1, 2, exit_codes.STALLED, 3),
         (["76", "saved76", "76", "0"], 1, 2, 0, 4),  # a checkpoint begins the count anew
-        (["76", "begun76", "76", "0"], 1, 2, exit_codes.STUCK, 3),
+        (["76", "begun76", "76", "0"], 1, 2, exit_codes.STALLED, 3),
         (["75"], 1, 0, exit_codes.PREEMPTED, 1),
     ],
 )

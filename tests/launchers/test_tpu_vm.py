@@ -11,7 +11,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.launchers import tpu_vm
-from MaxText.launchers.commands import Commands, RetryPolicy
+from MaxText.launchers.commands import CapacityRetry, Commands
 from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
@@ -32,7 +32,7 @@ def shown():
 def launch(shown):
     def launch(dry_run=False, tries=3, **tpu):
         options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True} | tpu
-        vm = TpuVm("pod", "z", "p", retry=RetryPolicy(tries, 0.0), **options)
+        vm = TpuVm("pod", "z", "p", retry=CapacityRetry(tries, 0.0), **options)
         return TpuVmLaunch(vm, Commands(shown.append, dry_run=dry_run))
 
     return launch
@@ -156,7 +156,7 @@ def test_a_dry_run_shows_the_same_commands_and_runs_none(gcloud, launch, shown):
 
 
 def test_what_is_missing(gcloud, launch, monkeypatch, tmp_path):
-    with pytest.raises(UserError, match="--type and --version"):
+    with pytest.raises(UserError, match="--accelerator-type and --version"):
         launch(version="").create()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="gcloud is not installed"):

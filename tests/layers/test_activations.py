@@ -127,7 +127,7 @@ def test_random_slopes_are_even_between_an_eighth_and_a_third():
 
 
 def test_random_slopes_in_training_only():
-    config = tiny_config(mlp_activations=["rrelu"], share_parameters=True)
+    config = tiny_config(mlp_activations=["rrelu"], share_layer_params=True)
     assert config.model.is_random
     model = Model(config.model)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape[1:]), model.abstract)

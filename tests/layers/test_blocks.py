@@ -8,7 +8,7 @@ from flax import nnx
 
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
-from MaxText.layers.part import Inputs
+from MaxText.layers.part import LayerInputs
 from MaxText.layers.static_sgu import BesideStaticSGU, static_sgu
 from tests.small_models import noisy_params, random_batch, tiny_config
 
@@ -38,7 +38,7 @@ def check_first_layer(model, params, by_hand):
     @jax.jit
     def run(params, x):
         layer, context = first_layer(model, params), Context().for_layer(0)
-        return layer(Inputs.all(x), context)[0], by_hand(layer, x, context)
+        return layer(LayerInputs.all(x), context)[0], by_hand(layer, x, context)
 
     x = hidden_states()
     got, expected = run(params, x)
@@ -90,7 +90,9 @@ def test_parallel_parts_read_the_same_stream(shared):
 @pytest.mark.parametrize("doubles", [False, True])
 def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
     _, model, params = built(
-        attention_types=[[["none", "global"], 1]], none_doubles_residual=doubles, scan_layers=False
+        attention_types=[[["none", "global"], 1]],
+        gpt_neo_none_attention_bug=doubles,
+        scan_layers=False,
     )
     assert not any(name.startswith("layers/0/self_attention") for name in model.parameters)
     assert any(name.startswith("layers/1/self_attention") for name in model.parameters)
@@ -103,7 +105,7 @@ def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
 
 
 def test_shared_layers_are_layers_with_the_same_weights():
-    config, shared, params = built(share_parameters=True)
+    config, shared, params = built(share_layer_params=True)
     model, batch = built()[1], random_batch(config, 2)
     repeated = params | {
         "layers": jax.tree.map(lambda leaf: jnp.repeat(leaf, 2, axis=0), params["layers"])
@@ -149,7 +151,7 @@ def test_head_qk_points_at_earlier_tokens_of_the_document():
     @jax.jit
     def run(params, batch):
         decoder = model.merge(params)
-        h_BTD, _ = decoder.hidden(batch)
+        h_BTD, _ = decoder.hidden_states(batch)
         plain = decoder.logits(h_BTD, decoder.head_state(jnp.zeros_like(h_BTD), batch))
         return h_BTD, decoder(batch) - plain
 

@@ -24,7 +24,7 @@ BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
 TWO_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 HEAD_QK = {"head_qk": True, "head_qk_dim": 4, "num_vocab_tiling": 3}
 SGU = {"static_sgu": True, "static_sgu_kernel": 3}
-MUDD = UNROLLED | {"mlp_dim_multiple": 4, "dense_mixing": "sum"}
+MUDD = UNROLLED | {"mlp_dim_multiple": 4, "dense_aggregation_impl": "sum"}
 DROPS = {"dropout_rate": 0.2, "drop_path": 0.1}
 
 
@@ -58,7 +58,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "shared layer, scale norm": (
         "llama2",
         kinds("local", repeats=2)
-        | {"share_parameters": True, "normalization_type": "scale_norm", "base_num_kv_heads": 1},
+        | {"share_layer_params": True, "normalization_type": "scale_norm", "base_num_kv_heads": 1},
     ),
     "tokenformer": ("tokenformer", {"slot_num": 12, "drop_path": 0.1}),
     "experts": (
@@ -93,7 +93,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         | UNROLLED
         | {"moe_layers": [1], "normalization_type": "scale_norm_centered"},
     ),
-    "denseformer, experts": ("denseformer", UNROLLED | {"num_experts": 4, "dense_mixing": "sum"}),
+    "denseformer, experts": (
+        "denseformer",
+        UNROLLED | {"num_experts": 4, "dense_aggregation_impl": "sum"},
+    ),
     "muddpythia": ("muddpythia", MUDD | {"rotary_pct": 0.5}),
     "muddformer_prepost": ("muddformer_prepost", MUDD),
     "tokenformer, parallel": (
@@ -166,7 +169,7 @@ OPTIONS: list[list[dict[str, Any]]] = [
         TWO_EXPERTS | {"moe_layers": [1], "mlp_activations": ["gelu"]},
     ],
     [{}, {"num_mem_kv": 2}, SGU],
-    [{}, {"share_parameters": True}, UNROLLED | {"dense_conn": True}],
+    [{}, {"share_layer_params": True}, UNROLLED | {"dense_conn": True}],
     [{}, UNROLLED | {"remat_policy": "full"}],
     [{}, {"logits_via_embedding": True, "final_norm": False}, HEAD_QK],
     [{}, {"base_num_kv_heads": 2, "use_qk_norm": True}, BIASES | {"base_num_kv_heads": 1}],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from MaxText.config.dense_connections_section import DenseConnections
+from MaxText.config.dense_connections_section import DenseConfig
 from MaxText.layers.dense_connections import rms_norm_matmul
 from MaxText.layers.model import Model
 from MaxText.layers.stack import apply_remat
@@ -27,20 +27,21 @@ SIZES = {
     "max_target_length": 8,
     "weight_init": "fan_in",
 }
-DENSE = {"dense_conn": True, "dense_mixing": "sum"}
+DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum"}
 WIDTHS = {"dynamic_mlp_dim": True, "mlp_dim_multiple": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms before, and after on all ways": (
-        "gpt_neox", {"mudd_prenorm": True, "mudd_postnorm": "all", "dense_sources": "window"}
+        "gpt_neox", {"mudd_prenorm": True, "mudd_postnorm": "all", "dense_sparsity": "window"}
         | {"dense_selection.window": 1},
     ),
-    "one norm first, widths": ("llama2", WIDTHS | {"dense_first_norms": "one"}),
+    "one norm first, widths": ("llama2", WIDTHS | {"dense_first_layer_norms": "one"}),
     "keys and values alone, weights of the token alone": (
-        "gpt2", {"dense_ways": ("v", "k"), "dense_static": False, "dense_activation": "silu"},
+        "gpt2",
+        {"dense_streams": ("v", "k"), "dense_static": False, "dynamic_dense_act_cls": "silu"},
     ),
     "some sources after some layers": (
         "llama2",
-        {"dense_sources": "list", "dense_selection.outputs": (0, 2), "dense_after_layers": (2,)}
+        {"dense_sparsity": "list", "dense_selection.outputs": (0, 2), "dense_target_layers": (2,)}
         | {"base_num_decoder_layers": 3},
     ),
 }  # fmt: skip
@@ -56,7 +57,7 @@ def built(block, keys):
         def loss(parameters):
             module = model.merge(parameters)
             total = loss_sums(module, batch, config.model.objective).total
-            return total / batch.weights_BT.sum(), module.logits(module.hidden(batch)[0])
+            return total / batch.loss_mask_BT.sum(), module.logits(module.hidden_states(batch)[0])
 
         (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
         return logits, gradients
@@ -117,7 +118,7 @@ def sources_by_definition(depth, keys):
         "dilated": lambda source, k: source % k == depth % k,
         "window": lambda source, n: source == 0 or depth - source < n,
         "list": lambda source, outputs: source in outputs,
-    }[keys["dense_sources"]]
+    }[keys["dense_sparsity"]]
     given = [*keys.values()][-1]
     return tuple(s for s in range(depth + 1) if s == depth or is_wanted(s, given))
 
@@ -125,15 +126,15 @@ def sources_by_definition(depth, keys):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"dense_sources": "all"},
-        *({"dense_sources": "dilated", "dense_selection.dilation": k} for k in (1, 3)),
-        *({"dense_sources": "window", "dense_selection.window": n} for n in (1, 5, 40)),
-        {"dense_sources": "list", "dense_selection.outputs": (6, 1)},
+        {"dense_sparsity": "all"},
+        *({"dense_sparsity": "dilated", "dense_selection.dilation": k} for k in (1, 3)),
+        *({"dense_sparsity": "window", "dense_selection.window": n} for n in (1, 5, 40)),
+        {"dense_sparsity": "list", "dense_selection.outputs": (6, 1)},
     ],
     ids=str,
 )
 def test_sources_by_definition(keys):
-    section = DenseConnections(dense_conn=True, **keys)
+    section = DenseConfig(dense_conn=True, **keys)
     for depth in range(1, 25):
         assert section.sources(depth) == sources_by_definition(depth, keys)
 
@@ -141,8 +142,8 @@ def test_sources_by_definition(keys):
 def test_a_model_has_the_sums_that_its_keys_name():
     """2 x 2 of six layers: three sums, each of its own output and of every second one before."""
     config = tiny_config(
-        "denseformer", base_num_decoder_layers=6, scan_layers=False, dense_ways=["q", "r"],
-        dense_sources="dilated", dense_dilation=2, dense_period=2, dense_mixing="sum",
+        "denseformer", base_num_decoder_layers=6, scan_layers=False, dense_streams=["q", "r"],
+        dense_sparsity="dilated", dense_dilation=2, dense_period=2, dense_aggregation_impl="sum",
     )  # fmt: skip
     parameters = Model(config.model).parameters.items()
     assert {name: info.shape for name, info in parameters if "connections/" in name} == {
@@ -169,7 +170,8 @@ def operations(jaxpr, name):
 def test_sums_that_are_made_again(kept, again):
     """Of three sums, that after the last layer is read outside of layers."""
     config = dense_config(
-        base_num_decoder_layers=3, remat_policy="full", dense_mixing="kernel", dense_kept_sums=kept,
+        base_num_decoder_layers=3, remat_policy="full", dense_aggregation_impl="kernel",
+        dense_saved_aggregates=kept,
     )  # fmt: skip
     model, batch = Model(config.model), random_batch(config, rows=2)
 
@@ -185,10 +187,11 @@ def test_sums_that_are_made_again(kept, again):
     "keys",
     [
         pytest.param(
-            {"base_num_decoder_layers": 4, "dense_ways": ["k", "r"], "dense_kept_sums": 1},
+            {"base_num_decoder_layers": 4, "dense_streams": ["k", "r"]}
+            | {"dense_saved_aggregates": 1},
             marks=pytest.mark.slow,
         ),
-        {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sources": "dilated"},
+        {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sparsity": "dilated"},
     ],
     ids=str,
 )
@@ -196,12 +199,12 @@ def test_a_model_by_kernel_is_that_by_sums(keys):
     """Rows of 16 tokens, so that kernels do the layers' norms."""
     given = {"base_num_decoder_layers": 3, "remat_policy": "full", "max_target_length": 16} | keys
     given |= {"dense_conn": True}
-    model, run = built("llama2", given | {"dense_mixing": "sum"})
+    model, run = built("llama2", given | {"dense_aggregation_impl": "sum"})
     parameters = jax.jit(model.initialize)(jax.random.key(3))
     numbers = np.random.default_rng(0)
     moved = jax.tree.map(lambda x: x + 0.03 * numbers.normal(size=x.shape).astype("f"), parameters)
     logits, gradients = run(moved)
-    by_kernel, found = built("llama2", given | {"dense_mixing": "kernel"})[1](moved)
+    by_kernel, found = built("llama2", given | {"dense_aggregation_impl": "kernel"})[1](moved)
     np.testing.assert_allclose(by_kernel, logits, atol=1e-5)
     found = by_name(found)
     for name, gradient in by_name(gradients).items():

@@ -227,12 +227,13 @@ def test_form_on_each_generation(kind, form):
     device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
     mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
     layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
-    keys = {"dense_conn": True, "dense_mixing": "auto", "scan_layers": "auto", "dtype": "bfloat16"}
+    keys = {"dense_conn": True, "dense_aggregation_impl": "auto"}
+    keys |= {"scan_layers": "auto", "dtype": "bfloat16"}
     section = tiny_config("llama2", base_emb_dim=4096, base_num_decoder_layers=32, **keys).model
     resolved, lines = backend_defaults.resolve_auto(section, "tpu", layout)
-    assert resolved.dense_connections.dense_mixing == form
+    assert resolved.dense_connections.dense_aggregation_impl == form
     assert resolved.memory.scan_layers is False
-    assert any(f"dense_mixing: auto -> {form}" in line for line in lines)
+    assert any(f"dense_aggregation_impl: auto -> {form}" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -243,17 +244,17 @@ def test_form_on_each_generation(kind, form):
         ("auto", 64, "tpu", "sum", "emb_dim 64"),
         ("auto", 128, "gpu", "sum", "TPU"),
         ("kernel", 128, "gpu", "sum", "TPU"),
-        ("kernel", 32, "cpu", "kernel", "dense_mixing=kernel"),
+        ("kernel", 32, "cpu", "kernel", "dense_aggregation_impl=kernel"),
         ("sum", 128, "tpu", "sum", None),
     ],
 )
 def test_form_on_each_backend(given, emb_dim, backend, chosen, named):
     section = tiny_config(
-        dense_conn=True, scan_layers=False, dense_mixing=given, base_emb_dim=emb_dim
+        dense_conn=True, scan_layers=False, dense_aggregation_impl=given, base_emb_dim=emb_dim
     ).model
     resolved, lines = backend_defaults.resolve_auto(section, backend)
-    assert resolved.dense_connections.dense_mixing == chosen
-    lines = [line for line in lines if "dense_mixing" in line]
+    assert resolved.dense_connections.dense_aggregation_impl == chosen
+    lines = [line for line in lines if "dense_aggregation_impl" in line]
     assert len(lines) == (named is not None)
     assert all(named in line for line in lines)
 

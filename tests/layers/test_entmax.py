@@ -20,9 +20,9 @@ def random_case():
     return logits_BTV, jax.random.randint(jax.random.key(1), (B, T), 0, V)
 
 
-def gradient_of(logits_BTV, targets_BT, alpha, weights_BT):
+def gradient_of(logits_BTV, targets_BT, alpha, loss_mask_BT):
     def total(logits_BTV):
-        return jnp.sum(entmax_loss(logits_BTV, targets_BT, alpha) * weights_BT)
+        return jnp.sum(entmax_loss(logits_BTV, targets_BT, alpha) * loss_mask_BT)
 
     return np.asarray(jax.jit(jax.grad(total))(logits_BTV))
 

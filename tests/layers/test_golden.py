@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.config.layer_sections import Pattention
+from MaxText.config.layer_sections import PattentionConfig
 from MaxText.config.loading import load
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.layers.model import Model
@@ -37,7 +37,7 @@ SCANNED = ("scan_layers=true", "remat_policy=full", "attention_block_size=8")
 UNROLLED = ("scan_layers=false", "remat_policy=none", "num_vocab_tiling=4")
 IN_BLOCKS = ("scan_layers=false", "remat_policy=minimal", "attention=blocked",
              "attention_block_size=5")  # fmt: skip
-DENSE = ("scan_layers=false", "remat_policy=none", "dense_mixing=sum")
+DENSE = ("scan_layers=false", "remat_policy=none", "dense_aggregation_impl=sum")
 TILED = ("scan_layers=true", "num_vocab_tiling=4")
 BFLOAT16_TABLE = "logits_embedding_dtype=bfloat16"
 
@@ -118,7 +118,7 @@ def test_numbers_of_the_reference(name, tmp_path):
     def numbers(params, batch):
         def loss(params):
             total = loss_sums(trained.merge(params), batch, trained.section.objective).total
-            return total / batch.weights_BT.sum()
+            return total / batch.loss_mask_BT.sum()
 
         return model.merge(params)(batch), *jax.value_and_grad(loss)(params)
 
@@ -206,11 +206,11 @@ def test_score_normalizations(name):
     if name == "torch_a":
         keys |= {"gelu_approximate": False, "score_norm_epsilon": 0.0}
     sections = {}
-    for kind in get_args(Pattention.model_fields["normalize_type"].annotation):
+    for kind in get_args(PattentionConfig.model_fields["normalize_type"].annotation):
         plain = {"normalize_type": kind, **keys}
-        sections[kind] = Pattention(**plain)
+        sections[kind] = PattentionConfig(**plain)
         for factor, zoom in ((1.0, 0.0), (0.7, 9.0)):
-            section = Pattention(zoom_dim=zoom, **{"scale_factors.qkv": factor}, **plain)
+            section = PattentionConfig(zoom_dim=zoom, **{"scale_factors.qkv": factor}, **plain)
             sections[f"{kind}/scale{factor}_zoom{zoom}"] = section
     recorded = {what: section for what, section in sections.items() if f"norm_fn/{what}" in arrays}
     assert len(recorded) == len(below(arrays, "norm_fn/")) - 1

@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.layer_sections import Pattention, ZoomDims
+from MaxText.config.layer_sections import PattentionConfig, ZoomDims
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model
-from MaxText.layers.part import Inputs
+from MaxText.layers.part import LayerInputs
 from MaxText.layers.pattention import Theta
 from tests.small_models import random_params, tiny_config
 
-KINDS = get_args(Pattention.model_fields["normalize_type"].annotation)
+KINDS = get_args(PattentionConfig.model_fields["normalize_type"].annotation)
 L2_KINDS = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")
 SIZES = {"base_num_kv_heads": 4, "slot_num": 12}
 
 
 def theta_of(kind, n=8, **keys):
-    return Theta(Pattention(normalize_type=kind, slot_num=n, **keys), "qkv", 8)
+    return Theta(PattentionConfig(normalize_type=kind, slot_num=n, **keys), "qkv", 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,11 +87,15 @@ def test_sums_over_slots_are_float32(kind):
 
 
 def test_numbers_of_slots_and_zooms_that_are_derived():
-    assert [Pattention().num_slots(place, 32) for place in ("qkv", "proj", "ffn")] == [32, 32, 128]
-    some = Pattention(slot_num=10, proj_slot_num=7)
+    assert [PattentionConfig().num_slots(place, 32) for place in ("qkv", "proj", "ffn")] == [
+        32,
+        32,
+        128,
+    ]
+    some = PattentionConfig(slot_num=10, proj_slot_num=7)
     assert [some.num_slots(place, 32) for place in ("qkv", "proj", "ffn")] == [10, 7, 40]
     assert [some.zoom(place, 32) for place in ("qkv", "proj", "ffn")] == [10, 7, 40]
-    fixed = Pattention(slot_num=10, zoom_dim=6, zoom_dims=ZoomDims(ffn=9))
+    fixed = PattentionConfig(slot_num=10, zoom_dim=6, zoom_dims=ZoomDims(ffn=9))
     assert [fixed.zoom(place, 32) for place in ("qkv", "proj", "ffn")] == [6, 6, 9]
     assert fixed.model_copy(update={"zoom_dims": ZoomDims()}).zoom("ffn", 32) == 24
     assert fixed.model_copy(update={"zoom_dims": ZoomDims(ffn=0)}).zoom("ffn", 32) == 40
@@ -117,7 +121,7 @@ def test_drop_path_over_depth(schedule, rates):
 
     @jax.jit
     def run(x_BTD):
-        layer, inputs = model.merge({**params, "layers": first}).layers, Inputs.all(x_BTD)
+        layer, inputs = model.merge({**params, "layers": first}).layers, LayerInputs.all(x_BTD)
         dropped = Context(dropout_key=jax.random.key(2))
         contexts = [dropped.for_layer(index) for index in range(3)]
         contexts += [Context(), Context().for_layer(1)]

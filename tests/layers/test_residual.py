@@ -14,7 +14,7 @@ from tests.small_models import VALUE_RESIDUAL, noisy_params, random_batch, tiny_
 
 PARTS = """
 import jax.numpy as jnp
-from MaxText.layers.part import Connection, Inputs, Position, register
+from MaxText.layers.part import Connection, LayerInputs, Position, register
 
 
 @register("position", "sinusoidal")
@@ -38,7 +38,7 @@ class TwoStreams(Connection):
         return jnp.stack([x_BTD, x_BTD], axis=2)
 
     def read(self, index, carried, norms):
-        return Inputs.all(carried[:, :, 0]), carried
+        return LayerInputs.all(carried[:, :, 0]), carried
 
     def write(self, index, carried, y_BTD, shared):
         return jnp.stack([carried[:, :, 1], y_BTD], axis=2)
@@ -57,7 +57,7 @@ class Grows(TwoStreams):
         return (x_BTD,)
 
     def read(self, index, carried, norms):
-        return Inputs.all(sum(carried[-2:])), carried
+        return LayerInputs.all(sum(carried[-2:])), carried
 
     def write(self, index, carried, y_BTD, shared):
         return (*carried, y_BTD)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.layer_sections import Position
+from MaxText.config.layer_sections import PositionConfig
 from MaxText.layers.rotary import apply_rotary, apply_rotary_tpu, frequencies, rotary_table
 
 
@@ -66,7 +66,7 @@ def yarn(num_dims, section):
 )
 @pytest.mark.parametrize(("num_dims", "theta"), [(128, 500_000.0), (6, 100.0)])
 def test_frequencies_equal_their_formula(rope_type, independent, keys, num_dims, theta):
-    section = Position(rope_type=rope_type, rope_max_timescale=theta, **keys)
+    section = PositionConfig(rope_type=rope_type, rope_max_timescale=theta, **keys)
     found = frequencies(num_dims, section)
     assert isinstance(found, np.ndarray)  # a constant of the program, not computed every step
     assert found.dtype == np.float32
@@ -75,11 +75,11 @@ def test_frequencies_equal_their_formula(rope_type, independent, keys, num_dims,
 
 def test_yarn_makes_sine_and_cosine_larger():
     positions = jnp.arange(40)[None]
-    section = Position(rope_type="yarn", rope_factor=4.0)
+    section = PositionConfig(rope_type="yarn", rope_factor=4.0)
     sin, cos = rotary_table(positions, 8, section)
     np.testing.assert_allclose(sin**2 + cos**2, (0.1 * math.log(4) + 1) ** 2, rtol=1e-5)
     for rope_type in ("default", "linear", "llama3.1"):
-        sin, cos = rotary_table(positions, 8, Position(rope_type=rope_type))
+        sin, cos = rotary_table(positions, 8, PositionConfig(rope_type=rope_type))
         np.testing.assert_allclose(sin**2 + cos**2, 1.0, rtol=1e-5)
 
 
@@ -92,7 +92,7 @@ def test_whole_heads_turn_as_halves_do(num_dims, dtype):
 
     @jax.jit
     def run(x_BTNH, grad_y_BTNH):
-        table = rotary_table(jnp.asarray(positions_BT), num_dims, Position())
+        table = rotary_table(jnp.asarray(positions_BT), num_dims, PositionConfig())
         found = []
         for turn in (lambda x: apply_rotary(x, table), lambda x: apply_rotary_tpu(x, *table)):
             y_BTNH, vjp = jax.vjp(turn, x_BTNH)
@@ -108,7 +108,7 @@ def test_whole_heads_turn_as_halves_do(num_dims, dtype):
     half = num_dims // 2
     pairs = x[..., :half] + 1j * x[..., half:num_dims]
     angles = positions_BT[..., None, None] * np.array(
-        plain(num_dims, Position().rope_max_timescale)
+        plain(num_dims, PositionConfig().rope_max_timescale)
     )
     turned = pairs * np.exp(1j * angles)
     expected = np.concatenate([turned.real, turned.imag, x[..., num_dims:]], axis=-1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from MaxText.config.layer_plan import plan_layers
 from MaxText.layers import stack
 from MaxText.layers.model import Model
-from MaxText.layers.weights import weight
+from MaxText.layers.params import param
 from tests.small_models import assert_close, random_batch, tiny_config
 
 NUM_LAYERS, D = 3, 4
@@ -26,7 +26,7 @@ class Layer(nnx.Module):
 
     def __init__(self, rngs, width=D):
         def drawn(*shape):
-            return weight(rngs, shape, (None,) * len(shape), normal, dtype=jnp.dtype("float32"))
+            return param(rngs, shape, (None,) * len(shape), normal, dtype=jnp.dtype("float32"))
 
         self.w, self.b, self.unread = drawn(D, D), drawn(D), drawn(width)
 

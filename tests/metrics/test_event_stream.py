@@ -13,24 +13,25 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from MaxText.config.loading import configure
 from MaxText.config.serialization import flatten
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import PHASES, REPEATED
 from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.profiler import memory_row
 from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import EvaluationReport, StepReport
+from MaxText.metrics.step_line import EvaluationReport, StepMetrics
 
 
 def emit_step(stream, step, loss=2.0):
     metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0, "grad_norm": jnp.float32(1.5)}
-    report = StepReport(step, 0.5, metrics, tokens_per_device=64, tflops_per_device=0.25)
+    report = StepMetrics(step, 0.5, metrics, tokens_per_device=64, tflops_per_device=0.25)
     stream.emit("step", step=step, seconds=0.5, report=report, updates=1, **report.row())
 
 
 def opened(folder, first_step=0, run_name="tiny", config=None, show=lambda line: None, **keys):
-    monitoring, terminal = Monitoring(**{"enable_tensorboard": False} | keys), Terminal(10, show)
+    monitoring = MonitoringConfig(**{"enable_tensorboard": False} | keys)
+    terminal = Terminal(10, show)
     return open_stream(
         folder, monitoring, run_name, config or {}, first_step=first_step, terminal=terminal
     )

@@ -182,7 +182,8 @@ def test_skipped_and_rolled_back_steps_are_lost(run):
     run.add("skip", 0.0, 15, reason="gradient norm", count=1)
     run.add("step", 20.0, 19, updates=10, data_seconds=0.0)
     assert goodput_of(run).seconds["lost"] == pytest.approx(2 * 2.0)
-    run.add("rewind", 0.0, 19, to=10, reason="loss")
+    run.add("rollback", 0.0, 19, reason="loss")
+    run.rows[-1] |= {"event": "rewind", "to": 10}  # as earlier versions wrote it
     seconds = goodput_of(run).seconds
     # All ten are done again, the two among them.
     assert (seconds["lost"], seconds["useful"]) == (pytest.approx(20), pytest.approx(10))

@@ -7,25 +7,25 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import EvaluationReport, StepReport
+from MaxText.metrics.step_line import EvaluationReport, StepMetrics
 from MaxText.metrics.tables import short_time
-from MaxText.reports.writing import write_loss_curve
+from MaxText.reports.report_writer import write_loss_curve
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 
 
 def report(step, loss):
     metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0}
-    return StepReport(step, 0.5, metrics, 64, 0.25, seconds_left=65)
+    return StepMetrics(step, 0.5, metrics, 64, 0.25, seconds_left=65)
 
 
 def test_the_line_of_maxtext_is_a_prefix_of_ours():
     """Scripts parse it."""
-    short = StepReport(7, 0.5, METRICS, tokens_per_device=2048, tflops_per_device=1.25)
+    short = StepMetrics(7, 0.5, METRICS, tokens_per_device=2048, tflops_per_device=1.25)
     maxtext = (
         "completed step: 7, seconds: 0.500, TFLOP/s/device: 2.500, Tokens/s/device: 4096.000, "
         "total_weights: 4096, loss: 2.500, lm_loss: 2.250, perplexity: 9.488"
@@ -40,10 +40,10 @@ def test_the_line_of_maxtext_is_a_prefix_of_ours():
 
 def test_lines_and_rows_of_other_reports(told):
     """A loss too high for a perplexity, evaluations, and entmax, which has no perplexity."""
-    high = StepReport(7, 0.5, METRICS | {"lm_loss": 143.0}, 2048, 1.25)
+    high = StepMetrics(7, 0.5, METRICS | {"lm_loss": 143.0}, 2048, 1.25)
     entmax = {"loss": 2.5, "entmax_loss": 2.25, "total_weights": 4096.0}
     shown = [
-        high, StepReport(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
+        high, StepMetrics(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False),
         EvaluationReport(10, 0.0, 0.0, 0, 1.0),
@@ -144,8 +144,8 @@ def test_loss_curve_is_drawn_from_the_records(run):
 
 
 def test_the_configured_steps_are_traced(tmp_path):
-    monitoring = Monitoring(profiler="xplane", profiler_window={"skip": 1, "steps": 2})
-    for section, expected in ((Monitoring(), []), (monitoring, [12, 13, 14])):
+    monitoring = MonitoringConfig(profiler="xplane", profiler_window={"skip": 1, "steps": 2})
+    for section, expected in ((MonitoringConfig(), []), (monitoring, [12, 13, 14])):
         profiler = StepProfiler(section, tmp_path, first_step=10)
         written = []
         for step in range(10, 15):

@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 
 from MaxText.metrics import event_stream, json_lines
-from MaxText.metrics.event_stream import EventStream
+from MaxText.metrics.event_stream import EventLog
 from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
@@ -54,7 +54,7 @@ def emit_steps(stream, steps):
 
 def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
     tracker = Tracker()
-    stream = EventStream([BackgroundSink(tracker, "tracker")], flush_every=100)
+    stream = EventLog([BackgroundSink(tracker, "tracker")], flush_every=100)
     emit_steps(stream, range(1000))  # would not come back from the first one
     stream.emit("checkpoint", step=999)
     stream.flush()
@@ -71,11 +71,11 @@ def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
 
 def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
     tracker = Tracker()
-    stream = EventStream([BackgroundSink(tracker, "tracker", max_waiting=10)])
+    stream = EventLog([BackgroundSink(tracker, "tracker", max_waiting=10)])
     emit_steps(stream, [0])
     tracker.begun.wait()
     emit_steps(stream, range(1, 50))
-    stream.emit("rewind", step=20)
+    stream.emit("rollback", step=20)
     tracker.free.set()
     stream.close()
     assert [call for call in tracker.calls if call != "flush"] == [*range(11), 20, "close"]
@@ -86,7 +86,7 @@ def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
 def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
     tracker, failure = Tracker(), mock.Mock(side_effect=RuntimeError("503\nand more"))
     monkeypatch.setattr(tracker, "write", failure)
-    stream = EventStream([BackgroundSink(tracker, "tracker", remedy="wandb sync")])
+    stream = EventLog([BackgroundSink(tracker, "tracker", remedy="wandb sync")])
     emit_steps(stream, range(20))
     stream.close()
     (line,) = capsys.readouterr().err.splitlines()
@@ -98,7 +98,7 @@ def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
 @pytest.mark.parametrize(("reason", "seconds"), [("preempted", 10), ("completed", 60)])
 def test_the_end_waits_for_so_long_only(monkeypatch, left_behind, capsys, reason, seconds):
     trackers = [Tracker(), Tracker()]
-    stream = EventStream([BackgroundSink(tracker, "tracker") for tracker in trackers])
+    stream = EventLog([BackgroundSink(tracker, "tracker") for tracker in trackers])
     emit_steps(stream, range(3))
     stream.emit("stop", step=2, reason=reason)
     # The end began so many seconds ago.
@@ -163,7 +163,7 @@ def bucket(tmp_path, monkeypatch):
 
 def opened(folder, first_step=0):
     events = EventFile(epath.Path(folder), first_step)
-    return EventStream([events, MetricsFile(epath.Path(folder), "", "tiny", first_step)])
+    return EventLog([events, MetricsFile(epath.Path(folder), "", "tiny", first_step)])
 
 
 def steps_in(folder, name):
@@ -182,7 +182,7 @@ def test_steps_are_done_while_a_bucket_sleeps(tmp_path, bucket):
     assert steps_in(tmp_path, "metrics.jsonl") == list(range(1000))
     # Texts that were out of date when their turn came are not written.
     assert bucket.writes < 10
-    stream.emit("rewind", step=500, to=500)
+    stream.emit("rollback", step=500, restored_step=500)
     emit_steps(stream, range(500, 600))
     stream.close()
     assert steps_in(tmp_path, "metrics.jsonl") == list(range(600))
@@ -206,7 +206,7 @@ def test_a_bucket_that_fails_is_reported_once_and_gets_all_later(tmp_path, bucke
 
 
 def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
-    stream = EventStream([EventFile(epath.Path(tmp_path), 0)])
+    stream = EventLog([EventFile(epath.Path(tmp_path), 0)])
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", mock.Mock(side_effect=OSError(28, "no room")))
         with pytest.raises(OSError, match="no room"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import Event
@@ -41,7 +41,7 @@ def attempt(folder, first, end, blocks):
         return sum(file.stat().st_size for file in offline_files(folder))
 
     before = size()
-    monitoring = Monitoring(enable_wandb=True, **{"wandb.mode": "offline"})
+    monitoring = MonitoringConfig(enable_wandb=True, **{"wandb.mode": "offline"})
     config = {"steps": end, "mlp_activations": ("silu", "linear")}
     wandb = WandbSink(monitoring, folder, "tiny", config, first)
     sinks = [BackgroundSink(wandb, "Weights & Biases"), EventFile(folder, first)]
@@ -181,7 +181,7 @@ def write(sink, events):
 
 def send(folder, first_step, *events, **keys):
     """An attempt that W&B is told these events of."""
-    monitoring = Monitoring(enable_wandb=True, **keys)
+    monitoring = MonitoringConfig(enable_wandb=True, **keys)
     wandb = WandbSink(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
     write(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy), events)
 
@@ -200,8 +200,8 @@ def after(number):
     return dataclasses.replace(step(number, loss=1.0), time=1.8e9 + 9)
 
 
-def rewind(to, number, **facts):
-    return Event("rewind", 1.8e9, step=to, facts={"to": to, "number": number, **facts})
+def rolled_back(to, number, **facts):
+    return Event("rollback", 1.8e9, step=to, facts={"restored_step": to, "number": number, **facts})
 
 
 def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
@@ -234,13 +234,15 @@ def charted(*ends):
 
 def test_where_the_run_rolls_back_the_later_value_is_charted(tmp_path, server):
     again = [after(number) for number in range(5, 10)]
-    found = recorded(tmp_path, server, 0, *map(step, range(8)), rewind(5, 1), *again)
+    found = recorded(tmp_path, server, 0, *map(step, range(8)), rolled_back(5, 1), *again)
     assert found == charted(5, 10)
     assert server.axes == {"step": None, "*": "step"}
     assert server.steps == list(range(13))
     # A restart from before it repeats what is there, and what W&B has lost of it is sent.
     server.steps, server.rows = server.steps[:-2], server.rows[:-2]
-    found = recorded(tmp_path, server, 4, *[rewind(5, 1, again=True), step(4)], *again, after(10))
+    found = recorded(
+        tmp_path, server, 4, *[rolled_back(5, 1, again=True), step(4)], *again, after(10)
+    )
     assert [number for number, _ in server.rows] == [*range(8), *range(5, 11)]
     assert found[10] == 1.0
 
@@ -250,8 +252,8 @@ def test_a_rollback_of_which_wandb_never_heard(tmp_path, server, first_step):
     recorded(tmp_path, server, 0, *map(step, range(8)))
     late = [after(number) for number in (5, 6)]
     # W&B is still connecting, and then all is killed.
-    record(tmp_path, 8, rewind(5, 1), *late)
-    known = [rewind(5, 1, again=True), *late] if first_step == 5 else []
+    record(tmp_path, 8, rolled_back(5, 1), *late)
+    known = [rolled_back(5, 1, again=True), *late] if first_step == 5 else []
     assert recorded(tmp_path, server, first_step, *known, step(7, loss=1.0)) == charted(5, 8)
 
 
@@ -282,7 +284,7 @@ def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
 
 
 def test_disabled_does_nothing(tmp_path, server):
-    monitoring = Monitoring(
+    monitoring = MonitoringConfig(
         enable_wandb=True, **{"wandb.mode": "disabled"}, enable_tensorboard=False
     )
     stream = open_stream(tmp_path, monitoring, "tiny", {}, first_step=0, terminal=Terminal(1))

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, make_layout
+from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.step import make_train_step
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal
@@ -25,7 +25,8 @@ def built(devices, family="llama2", **keys):
     """(configuration, model, layout) of two layers."""
     given = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2} | keys
     config = tiny_config(family, **given)
-    return config, Model(config.model), make_layout(config.mesh, devices, config.model.pipeline)
+    layout = make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    return config, Model(config.model), layout
 
 
 def fresh_parameters(model, layout, noise=0.0):
@@ -49,7 +50,7 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     def run(params, batch):
         def loss(params):
             sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
-            means = sums.means(batch.weights_BT.sum(), num_tokens(batch))
+            means = sums.means(batch.loss_mask_BT.sum(), num_tokens(batch))
             return sum(means.values()), means
 
         return jax.grad(loss, has_aux=True)(params)
@@ -61,7 +62,7 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
 
 class Planned(NamedTuple):
     config: Any
-    layout: Layout
+    layout: ShardingPlan
     step: Any
     initialize: Any
     state: Any  # abstract
@@ -113,7 +114,7 @@ def assert_same(found, expected, where):
 
 def assert_read_as(state, other, folder):
     """A checkpoint of one state, read into the layout of another, has the same bits."""
-    checkpoints = CheckpointManager(folder / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(folder / "checkpoints", CheckpointingConfig())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     checkpoints.close()
     start, _ = start_run(folder, state=other, initialize=pytest.fail)

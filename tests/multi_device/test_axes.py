@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.config.layer_sections import Pattention
-from MaxText.config.training_sections import Batch
+from MaxText.config.layer_sections import PattentionConfig
+from MaxText.config.training_sections import BatchConfig
 from MaxText.layers.pattention import Theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
 from tests.multi_device.same_results import (
@@ -35,8 +35,8 @@ EXPERT_MIXED = {
 }  # fmt: skip
 # Connections with large noise nearly cancel states (rounding shows).
 DENSE = {
-    "scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in", "dense_mixing": "sum",
-    "noise": 0.02,
+    "scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in",
+    "dense_aggregation_impl": "sum", "noise": 0.02,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
@@ -74,7 +74,7 @@ CASES = {
          "logical_axis_rules": [["activation_embed", ["tensor"]]]},
     ),
     "kernel of connections": (
-        DENSE | {"dense_conn": True, "dense_mixing": "kernel"},
+        DENSE | {"dense_conn": True, "dense_aggregation_impl": "kernel"},
         MIXED,
     ),
     "experts": (PLACES, EXPERT),
@@ -100,7 +100,7 @@ CASES = {
     ),
     "parallel blocks": ({"family": "gpt_neox", "scan_layers": False}, SPLIT | RING),
     "rezero, macaron, shared parameters": (
-        {"use_rezero": True, "use_macaron": True, "share_parameters": True}, MIXED
+        {"use_rezero": True, "use_macaron": True, "share_layer_params": True}, MIXED
     ),
     "many blocks of a window": (
         GROUPED | {"attention_types": [[["local"], 2]], "sliding_window_size": 3,
@@ -160,7 +160,7 @@ def test_the_norm_is_over_all_slots_wherever_they_are(kind):
     mesh = make_mesh(
         tiny_config(ici_fsdp_parallelism=1, ici_tensor_parallelism=8).mesh, jax.devices()
     )
-    ours = Theta(Pattention(normalize_type=kind, slot_num=64), "qkv", 8)
+    ours = Theta(PattentionConfig(normalize_type=kind, slot_num=64), "qkv", 8)
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.float32)
     split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
     compiled = jax.jit(ours, out_shardings=split.sharding).lower(split).compile()
@@ -189,10 +189,10 @@ def test_no_expert_is_full_while_text_is_generated():
 
 def test_lengths_that_the_mesh_does_not_divide():
     _, _, layout = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
-    stages = Batch(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
-    check_lengths(16, Batch(), layout)
+    stages = BatchConfig(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
+    check_lengths(16, BatchConfig(), layout)
     refused(r"(?s)a stage of 4 .*ici_context_parallelism=4", check_lengths, 16, stages, layout)
-    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, Batch(), layout)
+    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, BatchConfig(), layout)
 
 
 def test_the_expert_axis_shards_all_weights():

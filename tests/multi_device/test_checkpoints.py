@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpointing.checksums import array_checksums, host_checksum
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.config.serialization import flatten
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import resolve_growth
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
+from MaxText.parallelism.mesh import HOST_MEMORY, make_sharding_plan
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal, fresh_state, on_host, update
 from tests.checkpointing.small_state import start as start_run
 from tests.growth.growing import by_name, config_of, grow_by, save, trained
@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
     for _ in range(3):
         state = jax.block_until_ready(update(state))
     wanted = on_host(state)
-    checkpoints = CheckpointManager(folder, Checkpoint())
+    checkpoints = CheckpointManager(folder, CheckpointingConfig())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     for _ in range(5):
         state = jax.block_until_ready(update(state))
@@ -81,7 +81,7 @@ def test_parameters_on_another_mesh(saved, tmp_path):
     folder, wanted = saved
     state = fresh_state()
     sharding = shardings(state, *MESHES["fsdp 4 tensor 2"])
-    section = Checkpoint(load_parameters_path=str(folder))
+    section = CheckpointingConfig(load_parameters_path=str(folder))
     start, _ = start_run(
         tmp_path, section, placed(state, sharding),
         initialize=lambda: jax.device_put(state, sharding),
@@ -123,7 +123,7 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
             "growth.moments": "warmed"}  # fmt: skip
     resolved = resolve_growth(config_of(**keys, **MIXED), [])
     config = resolved.config
-    layout = make_layout(config.mesh, jax.devices())
+    layout = make_sharding_plan(config.mesh, jax.devices())
     model = Model(config.model)
     *_, initialize = made_for_training(config, model)
     abstract = layout.abstract_state(initialize, model.parameters)

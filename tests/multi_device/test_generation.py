@@ -13,7 +13,7 @@ from MaxText.inference.sampling import SamplingParams
 from MaxText.input_pipeline.loader import open_eval_sources
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from tests.evaluation.small_trained import tiny_trained
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.multi_device.same_results import MIXED, fresh_parameters
@@ -45,7 +45,7 @@ EXPERTS_AND_KINDS = {
 def texts(devices, **keys):
     config = configure(**KEYS, **keys)
     model = Model(config.model)
-    layout = make_layout(config.mesh, devices)
+    layout = make_sharding_plan(config.mesh, devices)
     choice = SamplingParams(temperature=0.7, top_k=10, repetition_penalty=1.1)
     params = model.unstack_params(fresh_parameters(model, layout))
     engine = Engine(model, params, layout, choice)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import make_layout, microbatch_size
+from MaxText.parallelism.mesh import make_sharding_plan, microbatch_size
 from tests.multi_device.same_results import assert_same, loss_and_gradients, train
 from tests.programs import run as start
 from tests.small_models import TINY, VALUE_RESIDUAL, tiny_config
@@ -99,7 +99,7 @@ def test_accumulation_and_dropout():
 def test_rows_that_cannot_be_cut():
     config = tiny_config(base_num_decoder_layers=4, ici_data_parallelism=2, ici_fsdp_parallelism=1,
                          **FOUR, num_pipeline_microbatches=6)  # fmt: skip
-    layout = make_layout(config.mesh, jax.devices(), config.model.pipeline)
+    layout = make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     assert layout.batch_divisor == 2 * 12
     with pytest.raises(UserError, match=r"(?s)2 devices.*12 .*4 stages.*size=3\."):
         microbatch_size(config.batch.model_copy(update={"per_device_batch_size": 2}), layout)

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.cost import plan_search
-from MaxText.cost.hardware import find
+from MaxText.cost.hardware import find_hardware
 from MaxText.cost.job_plan import peak_of
 from MaxText.cost.lowering import lower_train_step
 from MaxText.cost.plan_search import candidate_meshes
@@ -16,7 +16,7 @@ from tests.small_models import TINY, made_for_training, random_batch
 
 pytestmark = pytest.mark.multi_device
 
-EIGHT = find("8xH100")
+EIGHT = find_hardware("8xH100")
 TWO_SLICES = dataclasses.replace(EIGHT, num_slices=2)
 KEYS = {"base_num_kv_heads": 4, "base_num_decoder_layers": 4, "per_device_batch_size": 2}
 MOE = {

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.training_sections import Mesh
+from MaxText.config.training_sections import MeshConfig
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
-from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout
+from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_sharding_plan
 from MaxText.run.rollback import copy_to_devices, copy_to_host
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
@@ -117,7 +117,7 @@ def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, saved, 
 
 def test_where_moments_are_split():
     keys = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4, "shard_optimizer_over_data": True}
-    layout = make_layout(Mesh(**keys), jax.devices())
+    layout = make_sharding_plan(MeshConfig(**keys), jax.devices())
     parameters = {
         name: ParamSpec(shape, jnp.dtype("float32"), axes, len(shape) - 1)
         for name, shape, axes in [
@@ -146,12 +146,12 @@ def test_devices_without_memory_of_the_host():
             return []
 
     with pytest.raises(UserError, match=r"(?s)pinned_host.*optimizer_memory_host_offload=false"):
-        make_layout(Mesh(optimizer_memory_host_offload=True), [Old()])
+        make_sharding_plan(MeshConfig(optimizer_memory_host_offload=True), [Old()])
 
 
 def share_of_whole(tolerance, **keys):
     config = tiny_config(**keys)
-    layout = make_layout(config.mesh, jax.devices())
+    layout = make_sharding_plan(config.mesh, jax.devices())
     return check_sharding(Model(config.model).parameters, layout, tolerance)
 
 

@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from MaxText.config import axis_rules
 from MaxText.config.axis_rules import MESH_AXES
-from MaxText.config.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
+from MaxText.config.training_sections import LOGICAL_AXIS_RULES, BatchConfig, MeshConfig
 from MaxText.cost.abstract_step import FakeDevice
 from MaxText.errors import UserError
 from MaxText.parallelism import logical_sharding
 from MaxText.parallelism.device_mesh import create_device_mesh, mesh_sizes
 from MaxText.parallelism.logical_sharding import logical_to_mesh_axes
-from MaxText.parallelism.mesh import Layout, make_mesh, microbatch_size, process_batch_slice
+from MaxText.parallelism.mesh import ShardingPlan, make_mesh, microbatch_size, process_batch_slice
 from tests.refusals import refused
 
 
@@ -46,9 +46,9 @@ def lies(section, devices, *axes):
 
 
 def test_axes_inside_slices_and_across_them():
-    found = lies(Mesh(), slices(2, 4), "data", "fsdp")
+    found = lies(MeshConfig(), slices(2, 4), "data", "fsdp")
     assert [[device.slice_index for device in row] for row in found] == [[0] * 4, [1] * 4]
-    section = Mesh(
+    section = MeshConfig(
         ici_data_parallelism=2, ici_fsdp_parallelism=2, dcn_data_parallelism=1,
         dcn_fsdp_parallelism=-1,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def test_axes_inside_slices_and_across_them():
     # Places inside of a slice lie together.
     assert [[device.slice_index for device in row] for row in found] == [[0, 0, 1, 1, 2, 2]] * 2
     assert len({device.id for device in found.flat}) == 12
-    refused("3 and 4", mesh_sizes, Mesh(), slices(2, 4)[:-1])
+    refused("3 and 4", mesh_sizes, MeshConfig(), slices(2, 4)[:-1])
 
 
 @pytest.mark.parametrize(
@@ -70,21 +70,21 @@ def test_axes_inside_slices_and_across_them():
 )
 def test_sizes_that_do_not_fit(asked, number, found):
     devices = slices(number, 8 // number)
-    error = refused(found, mesh_sizes, Mesh(**asked), devices)
+    error = refused(found, mesh_sizes, MeshConfig(**asked), devices)
     advice = str(error).partition("What to do")[2]
     fits = {key: int(size) for key, size in re.findall(r"((?:dcn|ici)_\w+)=(-?\d+)", advice)}
-    assert math.prod(mesh_sizes(Mesh(**fits), devices).dcn) == number
+    assert math.prod(mesh_sizes(MeshConfig(**fits), devices).dcn) == number
 
 
 def test_processes_stand_for_slices_where_jax_knows_of_none():
     devices = [device(index, process_index=index // 2, slice_index=0) for index in range(8)]
-    found = lies(Mesh(), devices, "fsdp")
+    found = lies(MeshConfig(), devices, "fsdp")
     assert [device.id for device in found] == list(range(8))  # nothing asked: one slice
-    found = lies(Mesh(dcn_data_parallelism=2), devices[::-1], "data", "fsdp")
+    found = lies(MeshConfig(dcn_data_parallelism=2), devices[::-1], "data", "fsdp")
     assert [[device.process_index for device in row] for row in found] == [
         [0, 0, 1, 1], [2, 2, 3, 3]
     ]  # fmt: skip
-    refused("dcn_data_parallelism=3", mesh_sizes, Mesh(dcn_data_parallelism=3), devices)
+    refused("dcn_data_parallelism=3", mesh_sizes, MeshConfig(dcn_data_parallelism=3), devices)
 
 
 # Rules of a user before those of the base, and rules of which later ones are fallbacks.
@@ -147,11 +147,11 @@ def test_layouts_are_constrained_where_xla_gathers_nothing_for_it(sizes, is_cons
 
 
 def test_a_batch_that_does_not_divide():
-    layout = Layout(make_mesh(Mesh(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
+    layout = ShardingPlan(make_mesh(MeshConfig(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
     assert layout.batch_slice() == (0, 1)
-    assert microbatch_size(Batch(per_device_batch_size=4), layout) == 4
-    assert microbatch_size(Batch(per_device_batch_size=4), layout, per_device=2) == 2
-    uneven = Batch(per_device_batch_size=2.5)
+    assert microbatch_size(BatchConfig(per_device_batch_size=4), layout) == 4
+    assert microbatch_size(BatchConfig(per_device_batch_size=4), layout, per_device=2) == 2
+    uneven = BatchConfig(per_device_batch_size=2.5)
     refused(r"per_device_batch_size=2\.5", microbatch_size, uneven, layout)
 
 
@@ -195,13 +195,13 @@ TPU_SLICES = [
 def test_every_mesh_whose_sizes_multiply_builds(kind, shape, axis):
     devices = tpu_slice(kind, *shape)
     for power in range(1, int(math.log2(min(len(devices), 64))) + 1):
-        found = create_device_mesh(Mesh(**{f"ici_{axis}_parallelism": 2**power}), devices)
+        found = create_device_mesh(MeshConfig(**{f"ici_{axis}_parallelism": 2**power}), devices)
         assert sorted(each.id for each in found.flat) == list(range(len(devices)))
-    both = Mesh(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
+    both = MeshConfig(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
     assert create_device_mesh(both, devices).size == len(devices)
 
 
 def test_axes_of_the_network_are_not_split_where_the_user_says_so():
-    section = Mesh(ici_tensor_parallelism=2, allow_split_physical_axes=False)
+    section = MeshConfig(ici_tensor_parallelism=2, allow_split_physical_axes=False)
     with pytest.raises(UserError, match="allow_split_physical_axes=true"):
         create_device_mesh(section, tpu_slice("TPU v5 lite", 16, 16, 1))

@@ -15,7 +15,7 @@ import pytest
 from MaxText.config import config_files
 from MaxText.config.loading import configure
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training import backend_defaults
 from tests.parallelism.test_mesh import abstract_mesh
 
@@ -33,7 +33,9 @@ OF_EXPERTS = {"fsdp": 4, "expert": 4, "tensor": 4}
 
 def shardings(config, meshes) -> tuple[str, Model]:
     model = Model(backend_defaults.resolve_auto(config.model, "tpu")[0])
-    layouts = [Layout(abstract_mesh(**sizes), config.mesh.logical_axis_rules) for sizes in meshes]
+    layouts = [
+        ShardingPlan(abstract_mesh(**sizes), config.mesh.logical_axis_rules) for sizes in meshes
+    ]
     described = [layout.describe(model.parameters) for layout in layouts]
     rows: dict[str, list[str]] = {}
     for name, info in model.parameters.items():

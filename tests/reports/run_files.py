@@ -153,7 +153,7 @@ def eventful(folder: Path) -> Path:
     run.steps(150, 230, every=50)
     run.add("skip", 0.0, 229, reason="gradient norm 8.1e3 is not usual", count=1)
     run.steps(230, 280, every=50)
-    run.add("rewind", 0.0, 279, to=250, reason="loss rose to 9.1")
+    run.add("rollback", 0.0, 279, restored_step=250, reason="loss rose to 9.1")
     run.steps(250, 320, every=50, nan_at=319)
     run.add("stop", 0.2, 319, reason="diverged")
     return run.write(config={"run_name": folder.name, "learning_rate": 2e-3, "emb_dim": 384})

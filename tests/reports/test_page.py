@@ -9,8 +9,8 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import read_run
-from MaxText.reports.page import Section, Table, Verbatim
-from MaxText.reports.writing import write_report
+from MaxText.reports.page import PageSection, PageTable, Verbatim
+from MaxText.reports.report_writer import write_report
 from tests.reports.run_files import RunFiles, completed
 
 EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
@@ -51,8 +51,8 @@ def many(tmp_path_factory):
     evil.add("sample", 0.1, 29, text=EVIL + "x" * 500)
     evil.add("skip", 0.0, 29, reason=EVIL)
     evil.add("stop", 0.1, 29, reason=EVIL)
-    wide = Section("Wide", ["x" * 300], Table(["a" * 90] * 9, [["1"] * 9]))
-    others = Section(EVIL, [EVIL], Table([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
+    wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
+    others = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
     return page_of(
         folder / "page", *seeds, evil.write(config={EVIL: EVIL}), title=EVIL, warnings=[EVIL],
         groups={EVIL: [str(seed) for seed in seeds]}, sections=[wide, others],

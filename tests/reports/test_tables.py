@@ -9,7 +9,7 @@ from MaxText.metrics.tables import format_table
 from MaxText.reports import formatting, model_tables, provenance_tables, run_tables
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, differing_keys, group_runs
-from MaxText.reports.page import Section
+from MaxText.reports.page import PageSection
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from tests.reports.run_files import RunFiles, completed
 
@@ -51,8 +51,8 @@ def test_all_tables(completed_run, eventful_run, told):
     """Of one run and of two; differences that the table of runs shows are not repeated."""
     one, both = entries_of(eventful_run), entries_of(completed_run, eventful_run)
     sections = [
-        Section("Runs", table=run_tables.overview(both, differing_keys(both))),
-        Section("Time", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
+        PageSection("Runs", table=run_tables.overview(both, differing_keys(both))),
+        PageSection("Time", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
         *provenance_tables.provenance(both),
         *provenance_tables.configuration(one, {}), *model_tables.cost(both),
         *provenance_tables.configuration(both, differing_keys(both)), *model_tables.memory(one),

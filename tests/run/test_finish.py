@@ -5,10 +5,10 @@ import types
 import pytest
 from etils import epath
 
-from MaxText.config.model_sections import Objective
-from MaxText.errors import Diverged
+from MaxText.config.model_sections import ObjectiveConfig
+from MaxText.errors import TrainingDivergedError
 from MaxText.inference import decoding
-from MaxText.reports import writing
+from MaxText.reports import report_writer
 from MaxText.run.finish import write_final_artifacts
 
 
@@ -18,7 +18,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         raise error
 
     monkeypatch.setattr(decoding, "write_sample", fails)
-    monkeypatch.setattr(writing, "write_loss_curve", fails)
+    monkeypatch.setattr(report_writer, "write_loss_curve", fails)
     lines = []
     space = types.SimpleNamespace
     trend = space(diverged="")
@@ -30,7 +30,9 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         run=space(import_modules=["my parts.py"]),
     )  # fmt: skip
     batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
-    section = space(objective=Objective(), attention=space(causal=True), mixers=("attention",))
+    section = space(
+        objective=ObjectiveConfig(), attention=space(causal=True), mixers=("attention",)
+    )
     built, state = space(model=space(section=section)), space(params={})
     run = epath.Path(tmp_path / "a run")
     (run / "checkpoints/12/items").mkdir(parents=True)
@@ -42,5 +44,5 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     assert f"decode load_parameters_path='{run}' import_modules=['my parts.py']" in decode
     assert f"report '{run}'" in report
     trend.diverged = "the loss ended at 9.1, above its first value 8.3"
-    with pytest.raises(Diverged, match=r"ended at 9\.1"):
+    with pytest.raises(TrainingDivergedError, match=r"ended at 9\.1"):
         write_final_artifacts(run, config, records, batches, built, state, None, 2.5)

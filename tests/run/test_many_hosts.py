@@ -12,12 +12,11 @@ from jax.sharding import Mesh
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.checkpointing.run_folder import create_run_folder
 from MaxText.config.axis_rules import MESH_AXES
-from MaxText.config.training_sections import Checkpoint
-from MaxText.config.training_sections import Mesh as MeshSection
+from MaxText.config.training_sections import CheckpointingConfig, MeshConfig
 from MaxText.cost.abstract_step import FakeDevice
 from MaxText.cost.peak_flops import peak_flops
 from MaxText.parallelism.device_mesh import mesh_sizes
-from MaxText.parallelism.mesh import Layout
+from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.runtime.watchdog import Watchdog
 from tests.checkpointing.small_state import fresh_state, update
 from tests.input_pipeline.small_data import data_keys, open_train, random_documents, write_data_set
@@ -39,7 +38,7 @@ def folder(tmp_path_factory):
     """A run with two checkpoints, and its data."""
     folder = tmp_path_factory.mktemp("hosts")
     write_data_set(folder / "data", {"train": random_documents(0, 400, 50)})
-    checkpoints = CheckpointManager(folder / "run" / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(folder / "run" / "checkpoints", CheckpointingConfig())
     state = fresh_state()
     for step in range(2):
         state = update(state)
@@ -60,12 +59,12 @@ def requests_of(folder, index: int, count: int, monkeypatch) -> int:
     _requests = []
     run_folder = create_run_folder(str(folder / "run"))
     with Watchdog(run_folder, 600, index, count):
-        checkpoints = CheckpointManager(run_folder / "checkpoints", Checkpoint())
+        checkpoints = CheckpointManager(run_folder / "checkpoints", CheckpointingConfig())
         assert [checkpoints.stored(step).metadata.values for step in checkpoints.steps_to_resume()]
         peak_flops(mock.Mock(device_kind="TPU v5"))
-        section = MeshSection(dcn_data_parallelism=-1, ici_fsdp_parallelism=-1)
+        section = MeshConfig(dcn_data_parallelism=-1, ici_fsdp_parallelism=-1)
         mesh = Mesh(np.array(devices).reshape(mesh_sizes(section, devices).total), MESH_AXES)
-        part, parts = Layout(mesh, section.logical_axis_rules).batch_slice(index)
+        part, parts = ShardingPlan(mesh, section.logical_axis_rules).batch_slice(index)
         assert (part, parts) == (index, count)
         opened = open_train(data_keys(folder / "data"), count, part, parts)
         with contextlib.closing(opened) as batches:

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import (
@@ -35,14 +35,14 @@ def test_scratch(tmp_path, saved_run):
     assert not result.metadata
     assert any("scratch" in line for line in lines if "taken" in line)
     # A run without checkpointing ignores its own ones.
-    result, lines = start(saved_run[0], Checkpoint(enable_checkpointing=False))
+    result, lines = start(saved_run[0], CheckpointingConfig(enable_checkpointing=False))
     assert result.source == "scratch"
     assert any("enable_checkpointing" in line for line in lines)
 
 
 def test_own_newest_checkpoint_comes_first(saved_run):
     run, kept = saved_run
-    section = Checkpoint(load_parameters_path=str(run))
+    section = CheckpointingConfig(load_parameters_path=str(run))
     result, lines = start(run, section, initialize=pytest.fail, config={**CONFIG, "steps": 20})
     assert_bit_equal(result.state, kept[4])
     assert (result.first_step, result.position) == (5, {"step": 5, "seed": 5})
@@ -60,12 +60,12 @@ def test_own_newest_checkpoint_comes_first(saved_run):
 )
 def test_given_paths(tmp_path, saved_run, place, step):
     run, kept = saved_run
-    section = Checkpoint(load_full_state_path=str(run / place))
+    section = CheckpointingConfig(load_full_state_path=str(run / place))
     result, _ = start(tmp_path / "new", section, initialize=pytest.fail)
     assert_bit_equal(result.state, kept[step])
     assert (result.first_step, result.position["step"]) == (step + 1, step + 1)
     # Of the parameters alone, whatever the optimizer is.
-    section = Checkpoint(load_parameters_path=str(run / place))
+    section = CheckpointingConfig(load_parameters_path=str(run / place))
     state = with_sgd()
     expected = TrainState(state.step, kept[step].params, on_host(state).opt_state)
     result, _ = start(tmp_path / "new", section, state)
@@ -74,13 +74,13 @@ def test_given_paths(tmp_path, saved_run, place, step):
 
 
 def test_refused_paths(tmp_path, saved_run):
-    section = Checkpoint(load_parameters_path=str(saved_run[0] / "checkpoints" / "3"))
+    section = CheckpointingConfig(load_parameters_path=str(saved_run[0] / "checkpoints" / "3"))
     with pytest.raises(UserError, match=r"(?s)^load_parameters_path.* 0, 2, 4"):
         start(tmp_path / "new", section)
-    section = Checkpoint(load_parameters_path="a", load_full_state_path="b")
+    section = CheckpointingConfig(load_parameters_path="a", load_full_state_path="b")
     with pytest.raises(UserError, match="load_full_state_path and load_parameters_path"):
         start(tmp_path, section)
-    checkpoints = CheckpointManager(tmp_path / "newer" / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(tmp_path / "newer" / "checkpoints", CheckpointingConfig())
     checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
     checkpoints.close()
     with pytest.raises(UserError, match="schema 10000"):
@@ -89,7 +89,7 @@ def test_refused_paths(tmp_path, saved_run):
 
 @pytest.mark.parametrize("key", ["", "load_full_state_path", "load_parameters_path"])
 def test_another_shape(tmp_path, run, key, told):
-    section = Checkpoint(**{key: str(run)}) if key else Checkpoint()
+    section = CheckpointingConfig(**{key: str(run)}) if key else CheckpointingConfig()
     folder = tmp_path / "new" if key else run
     before = sorted(path.stat().st_mtime_ns for path in run.rglob("*"))
     with pytest.raises(UserError) as caught:
@@ -125,7 +125,7 @@ def test_masked_and_empty_optimizer_states_come_back(tmp_path):
         optax.scale_by_schedule(lambda count: 1.0),
     )
     state = TrainState(jnp.int32(1), params, transform.init(params))
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", Checkpoint())
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", CheckpointingConfig())
     checkpoints.save(0, state, None, checkpoint_metadata(CONFIG, params))
     checkpoints.close()
     result, _ = start(tmp_path, state=state, initialize=pytest.fail)

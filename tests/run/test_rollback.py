@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.training_sections import Guard
-from MaxText.errors import Diverged
-from MaxText.metrics.event_stream import EventStream
+from MaxText.config.training_sections import GuardConfig
+from MaxText.errors import TrainingDivergedError
+from MaxText.metrics.event_stream import EventLog
 from MaxText.run.restore import RestoreResult
 from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
-KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "guard_healthy_steps": 4}
-SECTION = Guard(**KEYS)
+KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "healthy_after_steps": 4}
+SECTION = GuardConfig(**KEYS)
 
 
 def state_after(step, section=SECTION, last_skipped=-1):
@@ -76,11 +76,13 @@ class Batches:
         self.calls.append(("exclude", first, end))
 
 
-def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=(), last_skipped=-1):
+def made(
+    checkpoints=None, section=SECTION, rollbacks=0, first_step=0, recorded=(), last_skipped=-1
+):
     rows = []
     sink = types.SimpleNamespace(write=rows.append, flush=lambda: None, close=lambda: None)
     state = state_after(first_step - 1, section, last_skipped)
-    start = RestoreResult(state, first_step, None, "", "scratch", {"rewinds": rewinds})
+    start = RestoreResult(state, first_step, None, "", "scratch", {"rollbacks": rollbacks})
     start = start._replace(rollbacks=recorded)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
@@ -88,7 +90,7 @@ def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=()
     )
     batches, checkpoints = Batches(), checkpoints or CheckpointManager()
     rollback = RollbackController(
-        section, checkpoints, EventStream([sink]).emit, batches, abstract, start
+        section, checkpoints, EventLog([sink]).emit, batches, abstract, start
     )
     return rollback, checkpoints, batches, rows
 
@@ -131,20 +133,20 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     # From two updates before the first suspicious one; what was left out before stays so.
     assert batches.calls == [("resume", 51), ("exclude", 4, 8), ("exclude", 4 * 55, 4 * 61)]
     row = rows[-1]
-    assert (row.kind, row.step) == ("rewind", 51)
+    assert (row.kind, row.step) == ("rollback", 51)
     assert "log_z by 50%" in row.facts["reason"]
     assert rollback.num_rollbacks == 1
     assert rollback.trigger is None
 
     (record,) = checkpoints.recorded
-    assert (record.number, record.to, record.samples) == (1, 51, (220, 244))
+    assert (record.number, record.restored_step, record.samples) == (1, 51, (220, 244))
     other = dataclasses.replace(record, number=2, data={"seed": 8})
-    # A restart from a checkpoint before it, whose metadata know of no rewind, tells of it again.
+    # A restart from a checkpoint before it, whose metadata know of no rollback, tells of it again.
     restarted, _, _, again = made(first_step=41, recorded=(record, other))
     assert [(each.step, each.facts) for each in again] == [(51, row.facts | {"again": True})]
     assert restarted.num_rollbacks == 1
     # From one after it, where its row still stands.
-    restarted, _, _, again = made(first_step=60, recorded=(record,), rewinds=1)
+    restarted, _, _, again = made(first_step=60, recorded=(record,), rollbacks=1)
     assert (again, restarted.num_rollbacks) == ([], 1)
 
 
@@ -157,7 +159,7 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     ],
 )
 def test_the_nearest_good_state(good, damaged, period, to, first):
-    section = Guard(**{**KEYS, "rollback.snapshot_period": period})
+    section = GuardConfig(**{**KEYS, "rollback.snapshot_period": period})
     rollback, checkpoints, batches, _ = made(CheckpointManager(good, damaged), section)
     for step in (39, 49, 59):
         rollback.snapshot(step, state_after(step, section), {"step": step + 1})
@@ -171,7 +173,7 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
 
 
 @pytest.mark.parametrize(
-    ("good", "rewinds", "match", "given_up"),
+    ("good", "rollbacks", "match", "given_up"),
     [
         ((58,), 0, "before step 57", []),
         ((), 3, "rollback.maximum", []),
@@ -179,10 +181,10 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
         ((10, 50), 3, "rollback.maximum.* from step 50", [50]),
     ],
 )
-def test_where_there_is_no_way_back(good, rewinds, match, given_up):
-    rollback, checkpoints, _, _ = made(CheckpointManager(good=good), rewinds=rewinds)
+def test_where_there_is_no_way_back(good, rollbacks, match, given_up):
+    rollback, checkpoints, _, _ = made(CheckpointManager(good=good), rollbacks=rollbacks)
     in_trouble(rollback)
-    with pytest.raises(Diverged, match=match):
+    with pytest.raises(TrainingDivergedError, match=match):
         rollback.roll_back()
     assert checkpoints.given_up == given_up
 
@@ -192,16 +194,16 @@ def test_a_rise_and_skipped_steps_alone():
     rollback.observe(60, metrics(rise=0.2, began=40))
     assert rollback.trigger is None
     rollback.observe(61, metrics(rise=0.3, began=40))
-    assert rollback.trigger.began == 40
+    assert rollback.trigger.onset_step == 40
     assert "30%" in rollback.trigger.reason
     # Without rollbacks, a run whose steps are all skipped ends.
-    rollback, *_ = made(section=Guard(**{**KEYS, "rollback.after_skips": 0}))
-    with pytest.raises(Diverged, match="128"):
+    rollback, *_ = made(section=GuardConfig(**{**KEYS, "rollback.after_skips": 0}))
+    with pytest.raises(TrainingDivergedError, match="128"):
         rollback.observe(127, metrics(num_skipped=128, last=127, first=0, recent=128))
 
 
 def test_without_the_guard_all_updates_are_sound():
-    rollback, checkpoints, _, rows = made(section=Guard(skip_step_on_spikes=False))
+    rollback, checkpoints, _, rows = made(section=GuardConfig(skip_step_on_spikes=False))
     rollback.observe(3, {"loss": 3.0})
     assert checkpoints.observed == [(step, True) for step in range(4)]
     assert rollback.trigger is None

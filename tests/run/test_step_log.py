@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.training_sections import Guard
+from MaxText.config.training_sections import GuardConfig
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.errors import Diverged
+from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.model import Model
-from MaxText.metrics.event_stream import EventStream
+from MaxText.metrics.event_stream import EventLog
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.run import step_log
 from MaxText.run.lineage import Lineage
@@ -89,9 +89,11 @@ def start(stats):
         events = []
         sink = SimpleNamespace(write=events.append, flush=list, close=list)
         records = SimpleNamespace(
-            events=EventStream([sink]), stats=stats, lineage=Lineage(stats), trend=LossTrend()
+            events=EventLog([sink]), stats=stats, lineage=Lineage(stats), trend=LossTrend()
         )
-        config = tiny_config(step_log_period=period).model_copy(update={"guard": guard or Guard()})
+        config = tiny_config(step_log_period=period).model_copy(
+            update={"guard": guard or GuardConfig()}
+        )
         log = MetricLogger(records, config, last_step)
         log.start(0)
         return log, events
@@ -117,7 +119,7 @@ def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics,
     log, events = start(period=2, last_step=2)
     log.add(0, metrics(1.0))
     log.add(1, metrics(1.0, seconds=0.4))
-    with log.paused():
+    with log.exclude_time():
         clock.pass_(0.3)
     log.add(2, metrics(1.0))
     log.flush()
@@ -144,11 +146,11 @@ def test_waiting_counts_where_the_devices_have_nothing_to_do(start, metrics, clo
 def test_a_loss_that_is_not_finite_stops_also_between_reports(start, metrics, loss):
     log, events = start(period=10, last_step=20)
     log.add(1, metrics(loss))
-    with pytest.raises(Diverged):
+    with pytest.raises(TrainingDivergedError):
         log.complete()
     # Why it stopped is on record.
     assert [event.step for event in events] == [1]
-    allowed, _ = start(10, 20, Guard(abort_on_nan_loss=False))
+    allowed, _ = start(10, 20, GuardConfig(abort_on_nan_loss=False))
     allowed.add(1, metrics(loss))
     allowed.complete()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from MaxText.runtime.cluster import Cluster, find
+from MaxText.runtime.cluster import Cluster, find_cluster
 from tests.refusals import refused
 
 SLURM = {
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("chips")
 
 
 def test_nothing_said_is_one_process():
-    assert find({}, "auto") is None
-    assert find({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "auto") is None
+    assert find_cluster({}, "auto") is None
+    assert find_cluster({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "auto") is None
     # Schedulers set it for purposes of their own.
-    assert find({"NNODES": "4"}, "auto") is None
+    assert find_cluster({"NNODES": "4"}, "auto") is None
     # A batch script itself, without srun.
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    assert find(batch, "auto") is None
+    assert find_cluster(batch, "auto") is None
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_nothing_said_is_one_process():
     ],
 )
 def test_launchers(environment, expected):
-    assert find(environment, "gpu") == expected
+    assert find_cluster(environment, "gpu") == expected
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_launchers(environment, expected):
     ],
 )
 def test_addresses(environment, address):
-    found = find(environment, "auto")
+    found = find_cluster(environment, "auto")
     assert found is not None
     assert found.address == address
 
@@ -74,18 +74,18 @@ def test_addresses(environment, address):
 )  # fmt: skip
 def test_tpus_that_name_others(environment):
     (name,) = environment
-    assert find(environment, "auto") == Cluster(name)
-    assert find(environment, "cpu") is None
-    assert find({**environment, "JAX_PLATFORMS": "cpu"}, "auto") is None
+    assert find_cluster(environment, "auto") == Cluster(name)
+    assert find_cluster(environment, "cpu") is None
+    assert find_cluster({**environment, "JAX_PLATFORMS": "cpu"}, "auto") is None
 
 
 def test_tpu_chips_ask_the_metadata(chips):
     chips.append("/dev/accel0")
-    found = find({"TPU_WORKER_HOSTNAMES": "localhost"}, "tpu")
+    found = find_cluster({"TPU_WORKER_HOSTNAMES": "localhost"}, "tpu")
     assert found is not None
     assert not found.is_certain
-    assert find({"TPU_SKIP_MDS_QUERY": "1"}, "tpu") is None
-    assert find({}, "gpu") is None
+    assert find_cluster({"TPU_SKIP_MDS_QUERY": "1"}, "tpu") is None
+    assert find_cluster({}, "gpu") is None
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_tpu_chips_ask_the_metadata(chips):
     ],
 )
 def test_mistakes_name_the_variable(environment, named):
-    refused(named, find, environment, "auto")
+    refused(named, find_cluster, environment, "auto")

@@ -9,9 +9,9 @@ import pytest
 import zstandard
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from MaxText.config.training_sections import Run
+from MaxText.config.training_sections import RunConfig
 from MaxText.runtime import compilation_cache
-from MaxText.runtime.compiled_steps import CompiledSteps
+from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def cache_dir(monkeypatch):
 
 
 def run_section(folder, jax_cache_dir="auto"):
-    return Run(base_output_directory=str(folder), jax_cache_dir=jax_cache_dir)
+    return RunConfig(base_output_directory=str(folder), jax_cache_dir=jax_cache_dir)
 
 
 def test_where_it_lies(cache_dir, tmp_path):
@@ -110,7 +110,9 @@ def test_each_shape_is_compiled_once_or_taken_from_a_file():
 
     saved = jax.jit(lambda state, batch: (state, {"loss": batch.sum()}))
     saved = saved.lower(jnp.zeros(8), jnp.ones((8, 8))).compile()
-    steps = CompiledSteps(compile_for, lambda batch: saved if batch.shape == (8, 8) else None)
+    steps = ShapeSpecializedStep(
+        compile_for, lambda batch: saved if batch.shape == (8, 8) else None
+    )
     batch, other = jnp.ones((4, 16)), jnp.ones((8, 8))
     assert not steps.fits(batch)
     compilation = steps.prepare(batch)

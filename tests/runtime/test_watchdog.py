@@ -123,7 +123,7 @@ def test_the_table_shows_every_process(told):
 def test_a_process_without_progress_ends_with_stacks(tmp_path):
     with started(STUCK_IN_DATA, str(tmp_path)) as process:
         code, output = ended(process)
-    assert code == exit_codes.STUCK
+    assert code == exit_codes.STALLED
     for words in ("process 0 of 2", "data of step 7 (heartbeat_timeout=0.1)", "a_read_that_hangs"):
         assert words in output  # the last in its stack
     assert left_by(tmp_path).items() >= {"state": "stuck", "phase": "data", "step": 7}.items()
@@ -137,7 +137,7 @@ def test_a_phase_ends_in_time(phase, longest, clock, exits):
             clock.advance(0.9 * longest, steps=4)
         assert exits == []
         clock.advance(0.2 * longest)
-    assert exits == [exit_codes.STUCK]
+    assert exits == [exit_codes.STALLED]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_step_waits_for_a_process_that_compiles(tmp_path, clock, exits):
                 while phase_of(tmp_path, number) != name:
                     time.sleep(0.001)
             clock.advance(seconds, steps=round(seconds / 0.1), watchdogs=2)
-    assert exits == [exit_codes.STUCK]
+    assert exits == [exit_codes.STALLED]
 
 
 def test_time_in_which_it_was_stopped_does_not_count(clock, exits):
@@ -177,7 +177,7 @@ def test_time_in_which_it_was_stopped_does_not_count(clock, exits):
         clock.advance(600.0)  # Ctrl-Z: nobody looks at the clock meanwhile
         assert exits == []
         clock.advance(1.0)
-    assert exits == [exit_codes.STUCK]
+    assert exits == [exit_codes.STALLED]
 
 
 def test_files_are_read_at_once_and_those_that_hang_left_out(tmp_path, monkeypatch):

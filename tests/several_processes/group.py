@@ -30,7 +30,7 @@ max_target_length: 32
 per_device_batch_size: 2
 step_log_period: 1
 eval_steps: 2
-guard_healthy_steps: 2
+healthy_after_steps: 2
 log_config: false
 """
 
@@ -61,8 +61,9 @@ class Launcher:
     def start(self, number: int, *arguments: str, options: Sequence[str] = ()):
         """A run that goes on behind the test's back, and the file of its output."""
         path = self.folder / f"{len(self._started)}.out"
-        launching = ["local", str(number), f"--devices={4 // number}", "--grace=40",
-                     f"--logs={self.folder}/logs", *options, "--", *arguments]  # fmt: skip
+        launching = ["local", str(number), f"--devices-per-process={4 // number}",
+                     "--grace-period=40", f"--log-dir={self.folder}/logs", *options, "--",
+                     *arguments]  # fmt: skip
         with path.open("w") as log:
             process = programs.start(
                 "launch.py", launching, self.folder, self.environment,

@@ -34,13 +34,13 @@ def test_a_notice_to_one_stops_all_after_the_same_update(tmp_path):
     [
         ("kill", -signal.SIGKILL, "dead or frozen"),
         pytest.param("raise", 1, "failed: ValueError", marks=pytest.mark.slow),
-        pytest.param("hang", exit_codes.STUCK, "Thread", marks=pytest.mark.slow),  # its stacks
+        pytest.param("hang", exit_codes.STALLED, "Thread", marks=pytest.mark.slow),  # its stacks
         pytest.param("freeze", -signal.SIGKILL, "dead or frozen", marks=pytest.mark.slow),
     ],
 )
 def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
     with started([*LOOP, str(tmp_path), "5", f"1:5:{what}"], tmp_path) as group:
-        assert group.processes[0].wait(LONGEST_SECONDS) == exit_codes.STUCK
+        assert group.processes[0].wait(LONGEST_SECONDS) == exit_codes.STALLED
         if what == "freeze":
             group.processes[1].kill()
         assert group.codes()[1] == code

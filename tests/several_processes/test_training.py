@@ -97,7 +97,7 @@ def test_a_notice_to_one_of_four_saves_all_and_two_go_on_one_of_which_dies(whole
 
     # Processes stand for slices; both read all rows, and the ring goes from one to the other.
     keys = ["dcn_data_parallelism=1", "dcn_context_parallelism=2", "context_parallel_strategy=ring"]
-    process, path = start(2, "disturbed", *keys, options=["--supervise", "--grace=5"])
+    process, path = start(2, "disturbed", *keys, options=["--supervise", "--grace-period=5"])
     wait_until(has_done(path, 30), process, path)
     os.kill(pid_of(folder, 1), signal.SIGKILL)
     output = ended(process, path)

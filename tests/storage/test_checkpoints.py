@@ -9,7 +9,7 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.catalog import unflatten
-from MaxText.config.training_sections import Checkpoint
+from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import resolve_growth
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError, is_unavailable
@@ -33,7 +33,7 @@ def opened(folder):
     with contextlib.ExitStack() as stack:
 
         def open_it(show=print, **keys):
-            checkpoints = CheckpointManager(folder, Checkpoint(**keys), 0, show=show)
+            checkpoints = CheckpointManager(folder, CheckpointingConfig(**keys), 0, show=show)
             stack.callback(checkpoints.close)
             return checkpoints
 
@@ -171,7 +171,13 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
     resolved = resolve_growth(unflatten(CONFIG), stored)
     assert checkpoints.latest_step() == steps[-1]
     start = restore_or_initialize(
-        checkpoints, Checkpoint(), abstract(state), pytest.fail, CONFIG, [].append, resolved
+        checkpoints,
+        CheckpointingConfig(),
+        abstract(state),
+        pytest.fail,
+        CONFIG,
+        [].append,
+        resolved,
     )
     counts = asked()
     assert counts["LIST run/checkpoints/"] == 1

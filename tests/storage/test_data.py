@@ -3,10 +3,10 @@
 import fsspec
 import pytest
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.input_pipeline.token_store.manifest import read_manifest
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 from tests.refusals import refused
@@ -82,7 +82,7 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
     for file in folder.iterdir():
         file.write_bytes(file.read_bytes()[:-100])
     upload(emulator, folder, url)
-    with pytest.raises(BadRecord, match="ids0"):
+    with pytest.raises(BadRecordError, match="ids0"):
         opened(url, keys | {"data_retry.attempts": 0})
 
 
@@ -91,7 +91,7 @@ def text(tmp_path):
     (tmp_path / "text").mkdir()
     for name in ("a", "b"):
         (tmp_path / "text" / f"{name}.txt").write_text(f"some words of {name}. " * 200)
-    return Preparation(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
+    return PreparationConfig(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from MaxText.storage import file_access
-from MaxText.storage.errors import UnreadableFile
+from MaxText.storage.errors import FileReadError
 from tests.input_pipeline.small_data import denying
 from tests.refusals import refused
 
@@ -127,21 +127,21 @@ def test_remote_ranges_are_one_call_and_a_folder_one_listing(tmp_path, monkeypat
 
 
 def test_truncated_and_missing_files(root):
-    with pytest.raises(UnreadableFile, match="ends at byte 11, where 3 more") as caught:
+    with pytest.raises(FileReadError, match="ends at byte 11, where 3 more") as caught:
         read((f"{root}/shard-2.tar", 9, 5))
     assert caught.value.path == f"{root}/shard-2.tar"
     for call in (lambda name: read((name, 4, 1)), file_access.file_info):
-        with pytest.raises(UnreadableFile, match=r"gone\.tar"):
+        with pytest.raises(FileReadError, match=r"gone\.tar"):
             call(f"{root}/gone.tar")
 
 
 def test_folders_and_denied_files(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(b"x")
     refused("is a folder", file_access.file_info, str(tmp_path))
-    with pytest.raises(UnreadableFile, match="directory"):
+    with pytest.raises(FileReadError, match="directory"):
         read((str(tmp_path), 0, 1))
     monkeypatch.setattr(os, "open", denying(os.open, "secret"))
-    with pytest.raises(UnreadableFile, match=r"secret.*Permission denied"):
+    with pytest.raises(FileReadError, match=r"secret.*Permission denied"):
         read((str(tmp_path / "secret"), 0, 1))
 
 

@@ -94,5 +94,5 @@ def test_a_process_whose_lease_was_taken_over_stops(start, lock, emulator):
     other = {"host": "other", "process": 7, "started": "now", "token": "x"}
     emulator.write(lock, json.dumps(other).encode())
     code, output = ended(holder)
-    assert code == exit_codes.USER_MISTAKE
+    assert code == exit_codes.USER_ERROR
     assert "process 7 on other" in output

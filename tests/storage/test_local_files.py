@@ -9,8 +9,8 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.storage import atomic
-from MaxText.storage.atomic import publish, writing_name
-from MaxText.storage.errors import BadRecord, is_transient
+from MaxText.storage.atomic import atomic_rename, temporary_name
+from MaxText.storage.errors import BadRecordError, is_transient
 
 
 def test_a_lock_says_who_holds_it(tmp_path):
@@ -31,9 +31,9 @@ def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
         synced.extend(path.name for path in tmp_path.iterdir() if path.stat().st_ino == inode)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    writing = writing_name(tmp_path / "a")
+    writing = temporary_name(tmp_path / "a")
     writing.write_text("contents")
-    publish(writing, tmp_path / "a")
+    atomic_rename(writing, tmp_path / "a")
     assert synced == [writing.name]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -61,7 +61,7 @@ def caused(error, cause):
         (OfALibrary(503), False, True), (OfALibrary(403), False, False),
         (KeyError("ours"), False, False), (UserError("a mistake"), False, False),
         (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
-        (caused(BadRecord("f", 0, "damaged"), ValueError("no number")), False, False),
+        (caused(BadRecordError("f", 0, "damaged"), ValueError("no number")), False, False),
     ],
 )  # fmt: skip
 def test_transient_errors(error, local, remote):

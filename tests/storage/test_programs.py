@@ -102,7 +102,7 @@ def test_a_run_in_a_bucket(place):
     names = place.emulator.names(place.bucket)
     for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
                  "runs/a/events.jsonl", "runs/a/tensorboard/events.out", "runs/jax_cache/",
-                 "runs/a/checkpoints/good.json"):  # fmt: skip
+                 "runs/a/checkpoints/healthy.json"):  # fmt: skip
         assert any(name.startswith(part) for name in names), part
     assert sorted(place.losses("a")) == [*range(7)]
 
@@ -164,10 +164,10 @@ def test_a_bucket_that_fails_for_a_while_costs_a_save_at_most(place):
 @pytest.mark.slow
 def test_a_bucket_that_never_answers(place):
     with place.emulator.failing(Fault(503)):
-        said = place.train(place.bucket, "run_name=a", code=exit_codes.USER_MISTAKE)
+        said = place.train(place.bucket, "run_name=a", code=exit_codes.USER_ERROR)
     assert "gs://" in said
     # In mid-run: TensorStore goes on trying, and the watchdog ends the process.
     with place.emulator.failing(Fault(503, "POST /upload.*name=runs.*checkpoints.*items")):
-        place.train(place.bucket, "run_name=a", "heartbeat_timeout=10", code=exit_codes.STUCK)
+        place.train(place.bucket, "run_name=a", "heartbeat_timeout=10", code=exit_codes.STALLED)
     place.train(place.bucket, "run_name=a")
     assert place.steps("a")[0] >= {11}

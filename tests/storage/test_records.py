@@ -39,7 +39,7 @@ def test_a_long_run_writes_segments_and_no_row_twice(file, bucket, emulator):
 
 
 @pytest.mark.parametrize("first", [58, 3, 0], ids=["in the newest segment", "older", "all"])
-def test_a_restart_or_rewind_removes_rows_of_older_segments(file, first):
+def test_a_restart_or_rollback_removes_rows_of_older_segments(file, first):
     write(file, range(60)).close()
     rows = write(file, range(first, first + 9), keep=lambda row: row["step"] < first)
     rows.flush()

@@ -37,7 +37,7 @@ def test_two_processes_one_of_which_dies_while_all_save_and_then_four(place):
     late = Fault(200, "POST /upload.*runs.*checkpoints.*6.*(items|commit)", seconds=1, after=True)
     begun = place.arguments(place.bucket, "learning_rate_schedule_steps=12", "steps=7")
     with place.emulator.failing(late):
-        process, path = place.launcher.start(2, *begun, options=["--supervise", "--grace=5"])
+        process, path = place.launcher.start(2, *begun, options=["--supervise", "--grace-period=5"])
         wait_until(lambda: place.has_begun_to_save("a", 6), process, path)
         status = place.emulator.read(f"{place.bucket}/runs/a/processes/1.json")
         os.kill(json.loads(status)["pid"], signal.SIGKILL)

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from MaxText.parallelism.compiler_options import compiler_options
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.backend_defaults import GPU_UNROLLED_LAYERS, resolve_auto
 from tests.small_models import tiny_config
 
@@ -15,7 +15,7 @@ def test_few_layers_are_unrolled_on_one_gpu(beyond):
         base_num_decoder_layers=GPU_UNROLLED_LAYERS + beyond, scan_layers="auto",
         attention="blocked", vocab_size=128 + beyond,
     )  # fmt: skip
-    layout = make_layout(config.mesh, jax.devices()[:1])
+    layout = make_sharding_plan(config.mesh, jax.devices()[:1])
     section, lines = resolve_auto(config.model, "gpu", layout)
     assert section.memory.scan_layers is bool(beyond)
     assert any(line.startswith("vocab_size") for line in lines) is bool(beyond)

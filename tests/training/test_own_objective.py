@@ -13,7 +13,7 @@ from MaxText.experiments.conformance import LENGTH, SIZES, Subject
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.assembly import setup_train
 from MaxText.training.objective import is_in_nats
 from tests.small_models import random_batch, tiny_config, trainer
@@ -90,7 +90,7 @@ def test_they_conform_and_decode():
     rows = {part.name: part for part in count_flops(model, LENGTH).parts}
     assert (rows["head"].parameters, rows["head"].flops) == (16 * 3 + 3 * 32, 2 * (16 * 3 + 3 * 32))
 
-    layout = make_layout(subject.config.mesh, jax.devices()[:1])
+    layout = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
     engine = Engine(model, subject.params, layout, SamplingParams(temperature=0))
     sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
     _, second = engine.step(sequences)
@@ -98,7 +98,7 @@ def test_they_conform_and_decode():
     batch = random_batch(subject.config, 1)
     tokens_BT = batch.tokens_BT.at[0, :4].set(np.array(ids))
     logits_TV = np.asarray(model.merge(subject.params)(
-        type(batch)(tokens_BT, tokens_BT, batch.weights_BT)))[0]  # fmt: skip
+        type(batch)(tokens_BT, tokens_BT, batch.loss_mask_BT)))[0]  # fmt: skip
     assert logits_TV[2:4].argmax(-1).tolist() == [ids[3], int(second.tokens_B[0])]
 
 
@@ -112,7 +112,7 @@ def test_the_objective_is_what_training_minimizes():
     logits = np.asarray(jax.jit(lambda params: model.merge(params)(batch))(state.params), float)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     log_p = np.take_along_axis(log_p, np.asarray(batch.targets_BT)[..., None], -1)[..., 0]
-    expected = np.average((1 - np.exp(log_p)) * -log_p, weights=np.asarray(batch.weights_BT))
+    expected = np.average((1 - np.exp(log_p)) * -log_p, weights=np.asarray(batch.loss_mask_BT))
     losses = []
     for _ in range(2):
         state, metrics = step(state, batch)
@@ -136,7 +136,7 @@ def test_what_is_refused(module):
     ):
         module.write_text(MINE.replace(old, new))
         config = tiny_config(**KEYS)
-        layout = make_layout(config.mesh, jax.devices()[:1])
+        layout = make_sharding_plan(config.mesh, jax.devices()[:1])
         with pytest.raises(UserError, match=words):
             setup_train(config, layout)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from MaxText.config.training_sections import Schedule
+from MaxText.config.training_sections import ScheduleConfig
 from MaxText.training.schedule import learning_rate_schedule
 
 
 def rates(steps, **keys):
     keys = {"learning_rate": 1.0, "learning_rate_schedule_steps": 100} | keys
-    schedule = learning_rate_schedule(Schedule(**keys))
+    schedule = learning_rate_schedule(ScheduleConfig(**keys))
     return [float(schedule(step)) for step in steps]
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from MaxText.config.training_sections import Guard
+from MaxText.config.training_sections import GuardConfig
 from MaxText.layers.model import Model
 from MaxText.training import spike_guard
 from MaxText.training import step as steps
 from tests.small_models import assert_close, random_batch, tiny_config
 
-SECTION = Guard()
+SECTION = GuardConfig()
 RATE = 1e-3
 STEPS = 900
 NAN, INF = np.nan, np.inf
@@ -165,7 +165,7 @@ def test_a_skipped_step_changes_nothing_but_the_count():
     assert_close(state.params, bare.params, 1e-8, rtol=1e-5)
     assert metrics["skipped"] == 0
 
-    damaged = dataclasses.replace(batch, weights_BT=batch.weights_BT.at[0, 3].set(NAN))
+    damaged = dataclasses.replace(batch, loss_mask_BT=batch.loss_mask_BT.at[0, 3].set(NAN))
     after, metrics = step(state, damaged)
     assert [metrics[name] for name in ("skipped", "num_skipped", "last_skipped")] == [1, 1, 1]
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)

@@ -70,7 +70,7 @@ def test_sums_of_losses_and_their_gradients(alpha, chunks):
 
     def plain(params):
         losses = plain_losses(params[0] @ params[1], batch.targets_BT, alpha)
-        sums = {name: jnp.sum(loss * batch.weights_BT) for name, loss in losses.items()}
+        sums = {name: jnp.sum(loss * batch.loss_mask_BT) for name, loss in losses.items()}
         return sum(sums[name] for name in sums if name != "log_z"), sums
 
     (_, found), gradients = jax.value_and_grad(ours, has_aux=True)(params)
@@ -80,7 +80,7 @@ def test_sums_of_losses_and_their_gradients(alpha, chunks):
     assert_close(gradients, wanted, 2e-5)
     if log_z is not None:
         np.testing.assert_allclose(found.log_z, log_z, rtol=1e-5)
-    hits = float(np.asarray(batch.weights_BT)[is_hit_BT].sum())
+    hits = float(np.asarray(batch.loss_mask_BT)[is_hit_BT].sum())
     assert found.correct == hits > 3
 
 
@@ -108,7 +108,7 @@ def test_padding_and_bfloat16():
     _, state, step = trainer(config)
     batch = random_batch(config, rows=2)
     # A batch of padding changes nothing by its loss.
-    empty = dataclasses.replace(batch, weights_BT=jnp.zeros_like(batch.weights_BT))
+    empty = dataclasses.replace(batch, loss_mask_BT=jnp.zeros_like(batch.loss_mask_BT))
     after, metrics = step(state, empty)
     assert metrics["loss"] == metrics["grad_norm"] == 0
     assert_close(after.params, state.params, 0)
@@ -117,7 +117,7 @@ def test_padding_and_bfloat16():
     sums = jax.jit(make_eval_step(model))(state.params, batch)
     exact = step(state, batch)[1]["loss"]
     np.testing.assert_allclose(sums["lm_loss"] / sums["total_weights"], exact, rtol=2e-2)
-    assert model.merge(state.params).hidden(batch)[0].dtype == jnp.bfloat16
+    assert model.merge(state.params).hidden_states(batch)[0].dtype == jnp.bfloat16
     after, _ = jax.eval_shape(halved, state, batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
 
@@ -194,7 +194,7 @@ def test_each_microbatch_drops_out_other_values():
         decoder, objective = model.merge(state.params), config.model.objective
         return loss_sums(decoder, one, objective, key, training=True).total
 
-    losses = [float(loss(index)) / float(one.weights_BT.sum()) for index in range(2)]
+    losses = [float(loss(index)) / float(one.loss_mask_BT.sum()) for index in range(2)]
     assert abs(losses[0] - losses[1]) > 1e-3
     dropped = step(state, both)[1]["loss"]
     np.testing.assert_allclose(dropped, np.mean(losses), rtol=1e-5)
@@ -228,7 +228,7 @@ def test_dropout_at_each_place(place):
 def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
     assert (device_memory.device_memory_bytes(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
     config = tiny_config()
-    layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
+    layout = mesh.make_sharding_plan(config.mesh, jax.devices()[:1], config.model.pipeline)
     built = setup_train(config, layout)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
 

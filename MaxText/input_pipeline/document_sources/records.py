@@ -34,7 +34,7 @@ from MaxText.input_pipeline.document_sources.text_streams import (
 )
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 
 # Unit of document positions.
 _UNITS = {
@@ -51,15 +51,15 @@ _TENSOR_ENDINGS = (".pth", ".pt", ".npy")
 _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
 _LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
 
-_Documents = Iterator[tuple[int, TokenDocument | BadRecord]]
+_Documents = Iterator[tuple[int, TokenDocument | BadRecordError]]
 
 
-def scan_records(part: FileRange) -> Iterator[tuple[int, bytes | BadRecord]]:
+def scan_records(part: FileRange) -> Iterator[tuple[int, bytes | BadRecordError]]:
     """Yields (position, bytes or error) of each record of a file, in order.
 
     The position is the offset in the decompressed TFRecord file, or the record number in the
     ArrayRecord file, of which only the records in the range are read. A remote ArrayRecord file is
-    copied to local disk temporarily. Raises BadRecord if no further record can be found,
+    copied to local disk temporarily. Raises BadRecordError if no further record can be found,
     READ_ERRORS for failed reads, and UserError if the file changed or is a compressed ArrayRecord
     file.
     """
@@ -86,11 +86,11 @@ def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
         try:
             for count, (position, record) in enumerate(scan_records(part)):
                 # Never skip damaged text records: missing text would go unnoticed.
-                if isinstance(record, BadRecord):
+                if isinstance(record, BadRecordError):
                     raise record
                 number = position if is_numbered else count
                 yield number, _text(record, path, number, text_field)
-        except BadRecord as error:
+        except BadRecordError as error:
             raise UserError(
                 f"{error}. Copy the file again or remove it from prepare_source."
             ) from error
@@ -127,8 +127,8 @@ def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
 
 def read_ids(
     path: str, kind: str, fields: Sequence[str] = ()
-) -> Iterator[TokenDocument | BadRecord]:
-    """Yields the documents of one file, or a BadRecord for damaged ones.
+) -> Iterator[TokenDocument | BadRecordError]:
+    """Yields the documents of one file, or a BadRecordError for damaged ones.
 
     TFRecord and ArrayRecord files have one tf.train.Example per document, tables a row with a list
     of integers (see table_documents), webdataset archives a tensor (torch.save or numpy) per
@@ -141,7 +141,7 @@ def read_ids(
         the usual ones, or the only one in an archive.
 
     Raises:
-      BadRecord: Nothing can be read from its position on.
+      BadRecordError: Nothing can be read from its position on.
       UserError: There is no such field, or pyarrow is not installed.
     """
     position = 0
@@ -151,15 +151,15 @@ def read_ids(
             yield document
 
 
-def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
+def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecordError]:
     """Reads a token file of a dataset prepared as ArrayRecord."""
     stored = np.dtype(dtype).newbyteorder("<")
     with _read_errors_as_bad_record(path, "arrayrecord"):
         for number, record in _scan_file(path, "arrayrecord"):
             if isinstance(record, bytes) and len(record) % stored.itemsize:
                 problem = f"the record is damaged: it has {len(record)} bytes"
-                record = BadRecord(path, number, problem, "record")
-            if isinstance(record, BadRecord):
+                record = BadRecordError(path, number, problem, "record")
+            if isinstance(record, BadRecordError):
                 yield record
             else:
                 yield TokenDocument(np.frombuffer(record, stored).astype(np.int32))
@@ -170,7 +170,7 @@ def holds_text(
 ) -> bool:
     """Returns whether files hold text, by their first record or columns.
 
-    Raises BadRecord for initial damage, and UserError if they hold neither.
+    Raises BadRecordError for initial damage, and UserError if they hold neither.
     """
     fields = fields or USUAL_FIELDS
     if kind == "webdataset":
@@ -200,7 +200,7 @@ def _read_errors_as_bad_record(
         raise
     except READ_ERRORS as error:
         reason = f"from here on the file {describe_error(error)}"
-        raise BadRecord(path, position(), reason, _UNITS[kind]) from error
+        raise BadRecordError(path, position(), reason, _UNITS[kind]) from error
 
 
 def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
@@ -216,7 +216,7 @@ def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
     else:
         names = fields or USUAL_FIELDS
         for position, record in _scan_file(path, kind):
-            if isinstance(record, BadRecord):
+            if isinstance(record, BadRecordError):
                 yield position, record
             else:
                 read = functools.partial(tf_example.int64_values, record, names)
@@ -225,17 +225,17 @@ def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
 
 def _document(
     read: Callable[[], np.ndarray], path: str, kind: str, position: int
-) -> TokenDocument | BadRecord:
+) -> TokenDocument | BadRecordError:
     unit = _UNITS[kind]
     try:
         return TokenDocument(as_ids(read(), path, position, unit))
-    except BadRecord as problem:
+    except BadRecordError as problem:
         return problem
     except UserError as error:  # ExampleError, TorchFileError
-        return BadRecord(path, position, str(error), unit)
+        return BadRecordError(path, position, str(error), unit)
 
 
-def _scan_file(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecord]]:
+def _scan_file(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecordError]]:
     part = FileRange.whole(path)
     file = dataclasses.replace(part.file, format=part.file.format._replace(layout=_LAYOUTS[kind]))
     return scan_records(FileRange(file))

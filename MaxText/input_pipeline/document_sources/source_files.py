@@ -148,7 +148,7 @@ def resolve_files(entry: str) -> list[SourceFile]:
         names = [Path(os.path.relpath(file.path, folder)).as_posix() for file in files]
     else:
         files = file_access.list_files(entry, _KEY)
-        names = [*file_access.names_below([file.path for file in files])]
+        names = [*file_access.relative_names([file.path for file in files])]
     found = dict(zip(names, files, strict=True))
     return _folder_files(entry, found) if is_folder else [*map(_source_file, files, names)]
 

@@ -15,7 +15,7 @@ from MaxText.input_pipeline.document_sources.text_streams import (
     missing_text_error,
     token_ids_error,
 )
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import is_url, local_path
 
 IGNORED = -100
@@ -185,13 +185,13 @@ class TokenDocument(NamedTuple):
 
 
 def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarray:
-    """Converts integers [N] to int32 ids; BadRecord if out of range."""
+    """Converts integers [N] to int32 ids; BadRecordError if out of range."""
     if values_N.size:
         low, high = int(values_N.min()), int(values_N.max())
         if low < 0 or high > _MAX_ID:
             bad = low if low < 0 else high
             reason = f"{bad} is not a token id (ids are 0 to {_MAX_ID})"
-            raise BadRecord(path, offset, reason, unit)
+            raise BadRecordError(path, offset, reason, unit)
     return values_N.astype(np.int32, copy=False)
 
 
@@ -222,7 +222,7 @@ def has_mask_and_labels(table: Table) -> tuple[bool, bool]:
 
 def table_documents(
     table: Table, path: str, column: str
-) -> Iterator[tuple[int, TokenDocument | BadRecord]]:
+) -> Iterator[tuple[int, TokenDocument | BadRecordError]]:
     """Yields (row number, document or error) for all rows.
 
     Without labels, a row ends after the last position with attention, if there is an
@@ -241,7 +241,7 @@ def table_documents(
         for row, values in enumerate(zip(ids, masks, labels, strict=True), start=first):
             try:
                 document = _document(*values, shift_labels, path, row)
-            except BadRecord as problem:
+            except BadRecordError as problem:
                 document = problem
             yield row, document
 
@@ -295,7 +295,7 @@ def _document(
 ) -> TokenDocument:
     for problem in (ids, mask, labels):
         if isinstance(problem, str):
-            raise BadRecord(path, row, problem, _UNIT)
+            raise BadRecordError(path, row, problem, _UNIT)
     assert isinstance(ids, np.ndarray)
     ids = as_ids(ids, path, row, _UNIT)
     end = ids.size if mask is None else int(np.flatnonzero(mask).max(initial=-1)) + 1
@@ -304,7 +304,7 @@ def _document(
     assert isinstance(labels, np.ndarray)
     if labels.size != ids.size:
         reason = f"the row has {labels.size} labels for {ids.size} ids"
-        raise BadRecord(path, row, reason, _UNIT)
+        raise BadRecordError(path, row, reason, _UNIT)
     labels = labels.astype(np.int64)
     if shift_labels:
         labels = np.append(labels[1:], IGNORED)

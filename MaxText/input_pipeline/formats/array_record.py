@@ -9,7 +9,7 @@ from array_record.python import (
     array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import local_path
 
 _UNIT = "record"
@@ -25,23 +25,24 @@ _BUFFER_BYTES = 32768
 
 def scan_records(
     path: str, choose: Callable[[int], range] = range, copy: str = ""
-) -> Iterator[tuple[int, bytes | BadRecord]]:
+) -> Iterator[tuple[int, bytes | BadRecordError]]:
     """Yields (record number, bytes or error) in order.
 
     `choose` maps the record count to the numbers to read; `copy` is a local copy of a URL, which
-    the library cannot read. Raises BadRecord if the file is not an ArrayRecord file or truncated.
+    the library cannot read. Raises BadRecordError if the file is not an ArrayRecord file or is
+    truncated.
     """
     reader: Any = array_record_module.ArrayRecordReader(
         copy or local_path(path), options=_READ_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
     )
     # A truncated or foreign file opens as an empty one.
     if not reader.ok():
-        raise BadRecord(path, 0, "not an ArrayRecord file, damaged or truncated", _UNIT)
+        raise BadRecordError(path, 0, "not an ArrayRecord file, damaged or truncated", _UNIT)
     numbers = choose(reader.num_records())
     try:
         for first in range(0, len(numbers), _AT_ONCE):
             together = numbers[first : first + _AT_ONCE]
-            records: Sequence[bytes | BadRecord]
+            records: Sequence[bytes | BadRecordError]
             try:
                 records = reader.read([*together])
             except _DAMAGE:  # the library does not say which one failed
@@ -53,11 +54,11 @@ def scan_records(
             reader.close()
 
 
-def _record(reader: Any, path: str, number: int) -> bytes | BadRecord:
+def _record(reader: Any, path: str, number: int) -> bytes | BadRecordError:
     try:
         return reader.read([number])[0]
     except _DAMAGE as error:
-        return BadRecord(path, number, f"the record is damaged ({error})", _UNIT)
+        return BadRecordError(path, number, f"the record is damaged ({error})", _UNIT)
 
 
 @contextlib.contextmanager

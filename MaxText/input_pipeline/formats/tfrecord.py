@@ -15,7 +15,7 @@ from typing import Protocol
 
 import google_crc32c
 
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
@@ -63,24 +63,24 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecord]]:
+def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecordError]]:
     """Yields (offset, payload or error), checking every CRC.
 
-    Raises BadRecord if no further record can be found: the CRC of a length is wrong, or the file is
-    truncated.
+    Raises BadRecordError if no further record can be found: the CRC of a length is wrong, or the
+    file is truncated.
     """
     at = 0
     while header := _read(file, HEADER_BYTES):
         if len(header) < HEADER_BYTES:
-            raise BadRecord(path, at, "the file ends inside a record's header")
+            raise BadRecordError(path, at, "the file ends inside a record's header")
         length, crc = _LENGTH_CRC.unpack(header)
         if masked_crc32c(header[:8]) != crc:
             reason = "the CRC of the record's length is wrong: not a TFRecord, or damaged"
-            raise BadRecord(path, at, reason)
+            raise BadRecordError(path, at, reason)
         wanted = min(length, _LONGEST_RECORD) + FOOTER_BYTES
         body = _read(file, wanted)
         if len(body) < wanted:
-            raise BadRecord(
+            raise BadRecordError(
                 path,
                 at,
                 f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends "
@@ -88,13 +88,13 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
             )
         if length > _LONGEST_RECORD:
             reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
-            raise BadRecord(path, at, reason)
+            raise BadRecordError(path, at, reason)
         record = body[:-FOOTER_BYTES]
         if (masked_crc32c(record),) == _CRC.unpack(body[-FOOTER_BYTES:]):
             yield at, record
         else:
             reason = "the CRC of the record is wrong: its bytes are damaged"
-            yield at, BadRecord(path, at, reason)
+            yield at, BadRecordError(path, at, reason)
         at += HEADER_BYTES + length + FOOTER_BYTES
 
 

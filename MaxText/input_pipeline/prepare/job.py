@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
@@ -38,6 +37,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     SourceEntry,
     Split,
 )
+from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text, sync_file
 
 Show = Callable[[str], None]
@@ -226,8 +226,8 @@ class TokenizationJob:
         num_bytes = sum(shard.num_bytes for shard in shards)
         reasons = [f"{count:,} {reason}" for reason, count in manifest.source.skipped.items()]
         self.show(
-            f"Read {counted(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, from "
-            f"{counted(manifest.source.num_files, 'file')}"
+            f"Read {pluralize(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, from "
+            f"{pluralize(manifest.source.num_files, 'file')}"
             + (f"; skipped: {', '.join(reasons)}" if reasons else "")
         )
         new = [shard for number, shard in enumerate(shards) if number not in kept]

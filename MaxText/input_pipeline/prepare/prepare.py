@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config.data_sections import Data, Preparation
+from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, split_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
@@ -80,7 +80,7 @@ _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "a
 class _Request:
     """Text to prepare and its keys; `show` takes progress lines."""
 
-    preparation: Preparation
+    preparation: PreparationConfig
     corpus: Corpus
     show: Show
 
@@ -108,7 +108,7 @@ class _Request:
 
 
 def prepare(
-    preparation: Preparation,
+    preparation: PreparationConfig,
     dataset_path: str,
     show: Show = print,
     *,
@@ -128,7 +128,7 @@ def prepare(
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     request = _Request(preparation, corpus, show)
     if is_url(dataset_path):
-        staging = Path(cache_dir or Data().data_cache_dir).expanduser()
+        staging = Path(cache_dir or DataConfig().data_cache_dir).expanduser()
         return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
     return _prepare_folder(request, Path(local_path(dataset_path)), _digest_path(corpus, cache_dir))
 
@@ -290,7 +290,7 @@ def _train(request: _Request, sample: Sequence[str]) -> TextTokenizer:
 
 
 def _control_ids(
-    preparation: Preparation, tokenizer: TextTokenizer
+    preparation: PreparationConfig, tokenizer: TextTokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids before and after each document."""
     entry = tokenizer.entry
@@ -398,7 +398,7 @@ def _different_options(request: _Request, manifest: Manifest) -> list[str]:
     asked = _options(request.preparation)
     typed = {name: f"records.{entry}" for name, entry in OPTIONS_OF_RECORDS.items()}
     # Keys newer than the dataset had their default.
-    was = _bin_for_array_record(_options(Preparation()) | manifest.options)
+    was = _bin_for_array_record(_options(PreparationConfig()) | manifest.options)
     return [
         f"{typed.get(key, key)} was {was[key]!r} and is {asked[key]!r}"
         for key in keys
@@ -406,7 +406,7 @@ def _different_options(request: _Request, manifest: Manifest) -> list[str]:
     ]
 
 
-def _options(preparation: Preparation) -> dict[str, Any]:
+def _options(preparation: PreparationConfig) -> dict[str, Any]:
     options = preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA)
     return _bin_for_array_record(options | stored_options(preparation))
 
@@ -469,7 +469,7 @@ def _upload(folder: Path, url: str, last: str) -> None:
 
 
 def tokenize_to_cache(
-    files: list[str], preparation: Preparation, cache_dir: Path, show: Callable[[str], None]
+    files: list[str], preparation: PreparationConfig, cache_dir: Path, show: Callable[[str], None]
 ) -> Path:
     """Returns the folder of the tokenized `files`.
 
@@ -500,7 +500,7 @@ def tokenize_to_cache(
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
-        request = _Request(Preparation(**keys), corpus, show)
+        request = _Request(PreparationConfig(**keys), corpus, show)
         _prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))
     return folder
 

@@ -34,8 +34,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 
-from MaxText.config.data_sections import Preparation
-from MaxText.counting import counted
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
@@ -43,13 +42,14 @@ from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.prepare.process_pool import map_in_processes
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
+from MaxText.pluralize import pluralize
 from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import (
     WRITING_SUFFIX,
+    atomic_rename,
     atomic_write_text,
-    publish,
     sync_file,
-    writing_name,
+    temporary_name,
 )
 
 TEXT_FORMATS = ("text_tfrecord", "text_array_record")
@@ -94,7 +94,7 @@ class RecordShape:
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]
     field: str
-    keys: Preparation  # records.chunk_length, and prep_ keys of strided windows
+    keys: PreparationConfig  # records.chunk_length, and prep_ keys of strided windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +251,7 @@ def write_record_file(_: None, job: RecordFileJob) -> FinishedFile:
     store = open_flat(job.prepared, manifest, job.split)
     ranges = _ranges(job, store)
     path = job.folder / job.file_name(ranges.starts_W.size)
-    writing = writing_name(path)
+    writing = temporary_name(path)
     try:
         if not path.exists():
             batches = _batches(ranges, store)
@@ -259,7 +259,7 @@ def write_record_file(_: None, job: RecordFileJob) -> FinishedFile:
                 _write_parquet(writing, job.shape, manifest.pad_id, batches)
             else:
                 _write_examples(writing, job.shape, batches)
-            publish(writing, path)
+            atomic_rename(writing, path)
             sync_file(job.folder)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -337,7 +337,7 @@ def require_pyarrow() -> tuple[Any, Any]:
 
 
 def export_records(
-    prepared: Path, preparation: Preparation, output: Path, show: Callable[[str], None]
+    prepared: Path, preparation: PreparationConfig, output: Path, show: Callable[[str], None]
 ) -> None:
     """Writes every split as record files to `output`, resuming earlier work.
 
@@ -396,12 +396,12 @@ def _open_output(output: Path, ledger: dict[str, Any]) -> None:
         leftover.unlink()
 
 
-def stored_options(preparation: Preparation) -> dict[str, Any]:
+def stored_options(preparation: PreparationConfig) -> dict[str, Any]:
     """Returns the options of records under their names in manifests."""
     return {name: getattr(preparation.records, entry) for name, entry in OPTIONS_OF_RECORDS.items()}
 
 
-def record_shape(preparation: Preparation) -> RecordShape:
+def record_shape(preparation: PreparationConfig) -> RecordShape:
     """Returns the record format; UserError for conflicts, missing pyarrow."""
     name = preparation.records.name
     if name and Path(name).name != name:
@@ -476,9 +476,9 @@ def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
 def _copy_tokenizer(prepared: Path, output: Path) -> None:
     for file in sorted(prepared.iterdir()):
         if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
-            writing = writing_name(output / file.name)
+            writing = temporary_name(output / file.name)
             shutil.copyfile(file, writing)
-            publish(writing, output / file.name)
+            atomic_rename(writing, output / file.name)
 
 
 def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
@@ -486,15 +486,15 @@ def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
     for split in dict.fromkeys(file.split for file in files):
         of_split = [file for file in files if file.split == split]
         num_tokens = sum(file.num_tokens for file in of_split)
-        num_records = counted(sum(file.num_records for file in of_split), kind)
+        num_records = pluralize(sum(file.num_records for file in of_split), kind)
         is_text = shape.kind == "text"
         size = f"{num_tokens / 1e6:,.1f} MB of text" if is_text else f"{num_tokens:,} tokens"
-        yield f"  {split}: {num_records} of {size} in {counted(len(of_split), 'file')}"
+        yield f"  {split}: {num_records} of {size} in {pluralize(len(of_split), 'file')}"
         dropped_documents = sum(file.dropped_documents for file in of_split)
         dropped_tokens = sum(file.dropped_tokens for file in of_split)
         if dropped_tokens:
             yield (
-                f"  {split}: skipped {counted(dropped_documents, 'document')}, and "
-                f"{counted(dropped_tokens, 'token')} in all, because windows of fewer than "
+                f"  {split}: skipped {pluralize(dropped_documents, 'document')}, and "
+                f"{pluralize(dropped_tokens, 'token')} in all, because windows of fewer than "
                 f"records.min_length={shape.keys.records.min_length} tokens are not written"
             )

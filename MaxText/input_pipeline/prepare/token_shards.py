@@ -35,7 +35,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     unigram_entropy,
 )
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.storage.atomic import atomic_write_text, publish, sync_file, writing_name
+from MaxText.storage.atomic import atomic_rename, atomic_write_text, sync_file, temporary_name
 
 # Text tokenized at a time: the tokenizers library takes some hundred bytes per token.
 _BATCH_CHARACTERS = 4_000_000
@@ -235,7 +235,7 @@ class _SplitWriter:
         self._path = _tokens_path(tokenization.staging, split, number)
         self._documents_path = _documents_path(tokenization.staging, split, number)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._writing = writing_name(self._path)
+        self._writing = temporary_name(self._path)
         self._file = self._writing.open("wb")
         self._pending: list[np.ndarray] = []
         self._counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
@@ -274,12 +274,12 @@ class _SplitWriter:
         lengths, rows = np.asarray(self._lengths, np.int64), np.asarray(self._rows, np.int64)
         if lengths.size:
             self._file.close()
-            publish(self._writing, self._path)
-            writing = writing_name(self._documents_path)
+            atomic_rename(self._writing, self._path)
+            writing = temporary_name(self._documents_path)
             ids = np.flatnonzero(self._counts_V)
             with writing.open("wb") as file:
                 np.savez(file, lengths=lengths, rows=rows, ids=ids, counts=self._counts_V[ids])
-            publish(writing, self._documents_path)
+            atomic_rename(writing, self._documents_path)
             sync_file(self._path.parent)
         return ShardSplit(
             num_tokens=int(lengths.sum()),

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from MaxText.config.training_sections import Batch
+from MaxText.config.training_sections import BatchConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,9 @@ class BatchSchedule:
         return len(self.stages) > 1
 
 
-def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]) -> BatchSchedule:
+def plan_batches(
+    section: BatchConfig, window: int, samples_of: Callable[[float], int]
+) -> BatchSchedule:
     """Returns the stages of the batch keys.
 
     The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal increments;
@@ -89,7 +91,7 @@ def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]
     return BatchSchedule(stages, window)
 
 
-def _rampup_sizes(section: Batch) -> list[float]:
+def _rampup_sizes(section: BatchConfig) -> list[float]:
     final = section.per_device_batch_size
     if not section.enable_rampup_batch_size:
         return [final]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import MaskingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.windows import INCREMENT, mix
 
@@ -37,7 +37,7 @@ class MLMMasking:
 
     def __init__(
         self,
-        masking: Masking,
+        masking: MaskingConfig,
         vocab_size: int,
         tokenizer_mask_id: int | None = None,
         special_ids: Collection[int] = (),

@@ -35,7 +35,7 @@ class SequenceOptions:
     """Options for slicing."""
 
     length: int  # T, tokens of a window
-    attend_across_documents: bool = False  # treat the documents of a sequence as one
+    cross_document_attention: bool = False  # treat the documents of a sequence as one
     zero_loss: bool = True  # count targets with id 0
     truncate: bool = False  # drop the tokens of a document beyond one window
 
@@ -53,7 +53,7 @@ class Windows(abc.ABC):
         self.data = data
         self.options = options
         self.length = options.length
-        self.has_documents = not (options.attend_across_documents or self.single_documents)
+        self.has_documents = not (options.cross_document_attention or self.single_documents)
 
     @property
     @abc.abstractmethod
@@ -266,7 +266,7 @@ def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.
     `parts` together have each sequence once. Arrays [B, T] are named as in Batch: int32 `tokens`
     and `targets`, float32 `weights`, and with `has_documents` int32 `positions` (from the first
     token of the document in the sequence) and `segments`. A weight is 0 without a target, and with
-    `has_documents` also if the target begins another document. Raises UnreadableFile.
+    `has_documents` also if the target begins another document. Raises FileReadError.
     """
     alike: dict[tuple[bool, bool], list[BatchPart]] = {}
     for part in parts:
@@ -386,7 +386,7 @@ def _add_documents(
     keys = [np.arange(num_rows) * stride]
     for part, first_row in zip(parts, before.tolist(), strict=False):
         spans, windows = part.spans, part.windows
-        if windows.options.attend_across_documents:
+        if windows.options.cross_document_attention:
             continue  # a whole sequence is one document
         # Documents start at ranges, and inside them.
         key_P = (spans.row_P + first_row) * stride + spans.position_P
@@ -431,7 +431,7 @@ class SlidingWindows(Windows):
         super().__init__(data, options)
         self._stride = stride
         offsets = np.asarray(data.store.document_offsets)
-        if options.attend_across_documents:
+        if options.cross_document_attention:
             offsets = offsets[[0, -1]]
         self._start_I, self._stop_I, self._context_I = _windows(offsets, options.length, stride)
         self._first_R = _rows(self._stop_I - self._start_I - 1, options.length)

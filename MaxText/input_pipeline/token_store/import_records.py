@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
 from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
+from MaxText.pluralize import pluralize
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock, sync_file
-from MaxText.storage.errors import BadRecord, UnreadableFile, is_transient
+from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 
 _LAYOUT = 1
@@ -58,7 +58,7 @@ class ImportedRecords(NamedTuple):
         return [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
 
 
-Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
+Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]
 """Reads a file in order, as read_ids; sent to other processes."""
 
 
@@ -89,8 +89,8 @@ class RecordImport:
         If several processes call it, one works and the others wait.
 
         Raises:
-          BadRecord: A record is damaged, or the rest of a file cannot be found, without `skip`.
-          UnreadableFile: A file cannot be read.
+          BadRecordError: A record is damaged, or the rest of a file is not found, without `skip`.
+          FileReadError: A file cannot be read.
           UserError: Too many bad records, or `cache_dir` cannot be written.
         """
         folder = self.folder
@@ -121,9 +121,9 @@ class RecordImport:
         began = time.monotonic()
         total = sum(file.size for file in self.files)
         show(
-            f"Importing {counted(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token records"
-            f" once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are above "
-            "65,535."
+            f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
+            f"records once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are "
+            "above 65,535."
         )
         entries = [self.path("file", number) for number in range(len(self.files))]
         todo = [number for number, path in enumerate(entries) if not path.exists()]
@@ -205,7 +205,7 @@ def _import_file(job: RecordImport, number: int) -> None:
     sizes: list[int] = []
     bad: list[str] = []
 
-    def note(problem: BadRecord, rest: str = "") -> None:
+    def note(problem: BadRecordError, rest: str = "") -> None:
         if not job.skip:
             raise problem
         bad.append(f"Skipped a record: {problem}{rest}")
@@ -213,7 +213,7 @@ def _import_file(job: RecordImport, number: int) -> None:
 
     try:
         for record in job.read(file.path):
-            if isinstance(record, BadRecord):
+            if isinstance(record, BadRecordError):
                 note(record)
                 continue
             size = ids.add(record.ids)
@@ -223,7 +223,7 @@ def _import_file(job: RecordImport, number: int) -> None:
             elif job.eos_id >= 0:
                 size += ids.add(np.array([job.eos_id], np.int32))
             sizes.append(size)
-    except BadRecord as problem:
+    except BadRecordError as problem:
         _raise_if_unreadable(problem)
         note(problem, "; the rest of the file is skipped")
     ids.close()
@@ -240,14 +240,14 @@ def _import_file(job: RecordImport, number: int) -> None:
     atomic_write_text(job.path("file", number), json.dumps(entry))
 
 
-def _raise_if_unreadable(problem: BadRecord) -> None:
+def _raise_if_unreadable(problem: BadRecordError) -> None:
     """Raises storage errors instead of skipping them as damage."""
     cause = problem.__cause__
     if isinstance(cause, Exception):
         if is_transient(cause, file_access.is_url(problem.path)):
             raise cause  # keeps its type across processes
         if isinstance(cause, OSError) and cause.errno is not None:
-            raise UnreadableFile(str(problem), problem.path) from problem
+            raise FileReadError(str(problem), problem.path) from problem
 
 
 def _path(folder: Path, kind: str, number: int) -> Path:

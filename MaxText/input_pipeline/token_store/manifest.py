@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
-from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.storage.errors import UnreadableFile
+from MaxText.pluralize import pluralize
+from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo, file_infos, path_type
 
 SCHEMA_VERSION = 2
@@ -173,7 +173,7 @@ def damaged(path: Path | str, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
-        return UnreadableFile(
+        return FileReadError(
             f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "
             "the folders above it, or copy the data set again.",
             str(path),
@@ -250,7 +250,7 @@ def describe(manifest: Manifest) -> str:
         per_token = split.num_text_bytes / max(split.num_tokens, 1)
         nats = split.unigram_entropy
         lines.append(
-            f"  {name}: {split.num_tokens:,} tokens, {counted(split.num_documents, 'document')}, "
+            f"  {name}: {split.num_tokens:,} tokens, {pluralize(split.num_documents, 'document')}, "
             f"{per_token:.2f} bytes/token, unigram entropy {nats:.3f} nats/token"
         )
     return "\n".join(lines)

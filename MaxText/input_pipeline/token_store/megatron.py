@@ -53,7 +53,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
         names = ", ".join(Path(index.path).name for index in indices[:3])
         raise UserError(
             f"{key}={location} holds {len(indices)} Megatron data sets ({names} ...). Name one of "
-            "them, or mix them with dataset_mix."
+            "them, or mix them with data_mixture_weights."
         )
     (index,) = indices
     prefix = index.path.removesuffix(".idx")

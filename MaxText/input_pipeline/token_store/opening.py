@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.config.data_sections import Data, Preparation
+from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.records import (
     USUAL_FIELDS,
@@ -51,7 +51,7 @@ from MaxText.input_pipeline.token_store.store import (
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
 from MaxText.storage import file_access
-from MaxText.storage.file_access import FileInfo, is_url, local_path, names_below, open_stream
+from MaxText.storage.file_access import FileInfo, is_url, local_path, open_stream, relative_names
 
 ACCEPTED = (
     "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "
@@ -156,7 +156,7 @@ def choose_split(
     Raises UserError if none remains. Files with `evaluation` in the name, below their common
     folder, are for evaluation.
     """
-    names = names_below([file.path for file in files])
+    names = relative_names([file.path for file in files])
     named = [file for file, name in zip(files, names, strict=True) if evaluation in name]
     if for_training:
         left = [file for file in files if file not in set(named)]
@@ -182,8 +182,8 @@ class OpenRequest(NamedTuple):
 
     location: str
     key: str
-    data: Data
-    preparation: Preparation
+    data: DataConfig
+    preparation: PreparationConfig
     split: str
     for_training: bool
     show: Callable[[str], None]
@@ -198,8 +198,8 @@ def open_token_data(request: OpenRequest) -> TokenData:
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
     whose name contains `split`, and training those whose name does not contain data.eval_split;
-    grain_eval_files are all read for evaluation. Raises BadRecord for a damaged file, and UserError
-    if nothing is there, the format is unknown, or the split is missing.
+    grain_eval_files are all read for evaluation. Raises BadRecordError for a damaged file, and
+    UserError if nothing is there, the format is unknown, or the split is missing.
     """
     location, key, data, preparation, split, for_training, _ = request
     kind = data.grain_file_type
@@ -273,7 +273,7 @@ def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
         manifest, files = read_manifest(location), None
         folder = Path(local_path(location))
     entry = find_split(manifest, location, split, split_key)
-    if request.for_training and request.key != "dataset_mix":
+    if request.for_training and request.key != "data_mixture_weights":
         _show_unused(request, manifest)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)

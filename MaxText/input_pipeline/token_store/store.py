@@ -56,7 +56,7 @@ class TokenStore:
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
-        file_access.forget(self.files)  # files may have been replaced
+        file_access.invalidate_cache(self.files)  # files may have been replaced
         self._dtype = dtype
         self._documents = documents
         self._origins = origins
@@ -96,7 +96,7 @@ class TokenStore:
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
         """Reads token ranges [P]; returns them concatenated (int32).
 
-        Raises UnreadableFile if a file is missing, truncated or unreadable.
+        Raises FileReadError if a file is missing, truncated or unreadable.
         """
         sizes_P = stops_P - starts_P
         total = int(sizes_P.sum())

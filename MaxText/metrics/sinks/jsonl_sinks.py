@@ -62,9 +62,9 @@ class MetricsFile(JsonlFile):
         return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
-        if event.kind == "rewind":
+        if event.kind == "rollback":
             if not self._is_shared:
-                self.truncate(self._before(event.facts["to"]))
+                self.truncate(self._before(event.facts["restored_step"]))
         elif event.kind == "step":
             tags = {name: value for name, value in event.facts.items() if "/" in name}
             self._append(event, tags)

@@ -52,10 +52,10 @@ class TensorBoardSink(Sink):
     def write(self, event: Event) -> None:
         if event.kind in ("start", "resume"):
             self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
-        elif event.kind == "rewind" and self._writer is not None:
+        elif event.kind == "rollback" and self._writer is not None:
             # A new file, which hides the points to be repeated.
             self._close_writer()
-            self._first_step = event.facts["to"]
+            self._first_step = event.facts["restored_step"]
         elif event.kind in ("step", "evaluation"):
             writer = self._opened()
             for name, value in event.facts.items():

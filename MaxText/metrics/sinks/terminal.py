@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.step_line import StepReport, format_duration
+from MaxText.metrics.step_line import StepMetrics, format_duration
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
@@ -71,15 +71,16 @@ class Terminal(Sink):
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {facts['reason']}")
         # A repeated event was printed before, and its exclusions when the data were opened.
-        if event.kind == "rewind" and not event.facts.get("again"):
+        if event.kind == "rollback" and not event.facts.get("again"):
             facts = event.facts
             first, end = facts["samples"]
             self.line(
-                f"Rolling back to step {facts['to']} ({facts['source']}), skipping samples {first} "
-                f"to {end - 1}. Reason (step {facts['noticed']}): {facts['reason']}"
+                f"Rolling back to step {facts['restored_step']} ({facts['source']}), skipping "
+                f"samples {first} to {end - 1}. Reason (step {facts['detected_step']}): "
+                f"{facts['reason']}"
             )
         if event.report is not None:
-            is_step = isinstance(event.report, StepReport)
+            is_step = isinstance(event.report, StepMetrics)
             compact = is_step and self._compact
             report = event.report
             self.line(report.compact_line(self._num_steps) if compact else report.line())
@@ -112,7 +113,7 @@ class Terminal(Sink):
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )
 
-    def _move(self, report: StepReport) -> None:
+    def _move(self, report: StepMetrics) -> None:
         if self._bar is None:
             return
         numbers = (

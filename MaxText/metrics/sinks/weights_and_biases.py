@@ -23,15 +23,15 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.config.training_sections import Monitoring
+from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE, Event, Sink
 from MaxText.metrics.json_lines import stream_rows
 from MaxText.metrics.sinks.offline_history import StepCounter, next_step
 from MaxText.storage.atomic import atomic_write_text
 
-# {"id": text, "last_step": newest step handed to W&B or null, "shifts": see StepCounter, "rewinds":
-# number of the newest rollback in W&B's rows}.
+# {"id": text, "last_step": newest step handed to W&B or null, "shifts": see StepCounter,
+# "rollbacks": number of the newest rollback in W&B's rows}.
 STATE_FILE = "wandb.json"
 
 _ROWS = ("step", "evaluation")  # events that become a row of W&B's history
@@ -46,7 +46,7 @@ class WandbSink(Sink):
 
     def __init__(
         self,
-        monitoring: Monitoring,
+        monitoring: MonitoringConfig,
         run_folder: epath.Path,
         run_name: str,
         config_flat: Mapping[str, Any],
@@ -152,7 +152,9 @@ class WandbSink(Sink):
             return run
         rows = stream_rows(self._folder / EVENTS_FILE)
         rollbacks = [
-            row for row in rows if row.get("event") == "rewind" and row["to"] < self._first_step
+            row
+            for row in rows
+            if row.get("event") == "rollback" and row["restored_step"] < self._first_step
         ]
         for rollback in rollbacks:
             self._roll_back(rollback)
@@ -162,7 +164,8 @@ class WandbSink(Sink):
                 if row.get("event") in _ROWS and first_missing <= row["step"] < self._first_step:
                     # The file is truncated meanwhile, so its row order says nothing.
                     stands = (
-                        row["time"] > each["time"] or row["step"] < each["to"] for each in rollbacks
+                        row["time"] > each["time"] or row["step"] < each["restored_step"]
+                        for each in rollbacks
                     )
                     if all(stands):
                         self._log(row["step"], row, row["time"])
@@ -181,9 +184,9 @@ class WandbSink(Sink):
 
     def _roll_back(self, rollback: Mapping[str, Any]) -> None:
         # Rollbacks without a number are from older versions and were handled then.
-        if rollback.get("number", 0) > self._stored_state["rewinds"]:
-            self._stored_state["rewinds"] = rollback["number"]
-            self._counter.repeat_from(rollback["to"])
+        if rollback.get("number", 0) > self._stored_state["rollbacks"]:
+            self._stored_state["rollbacks"] = rollback["number"]
+            self._counter.repeat_from(rollback["restored_step"])
             self._save(self._stored_state)
 
     def _local_folder(self) -> pathlib.Path:
@@ -200,7 +203,8 @@ class WandbSink(Sink):
         if state is None or (self._first_step == 0 and state["last_step"] is not None):
             state = {"id": secrets.token_hex(4), "last_step": None}
             self._save(state)
-        return {"shifts": [[0, 0]], "rewinds": 0} | state
+        # Earlier versions wrote "rewinds".
+        return {"shifts": [[0, 0]], "rollbacks": state.get("rewinds", 0)} | state
 
     def _save(self, state: Mapping[str, Any]) -> None:
         atomic_write_text(self._folder / STATE_FILE, json.dumps(state) + "\n")

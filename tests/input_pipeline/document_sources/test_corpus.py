@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources import source_files
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
@@ -210,7 +210,7 @@ def test_output_below_its_own_source(tmp_path):
     folder = tmp_path / "txt"
     write(folder, {"a.txt": b"text a", "web/manifest.json": b'{"text": "of another program"}'})
     for output_format, made in [("bin", "bin"), ("tfrecord", "ids"), ("text_tfrecord", "records")]:
-        keys = Preparation(
+        keys = PreparationConfig(
             prepare_source=str(folder), tokenizer_path="bytes", prepare_output_format=output_format
         )
         for expected in ("Wrote", "Kept"):

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from MaxText.input_pipeline.document_sources.records import holds_text, read_ids
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from tests.hostile.files import npy, tar_archive
 from tests.input_pipeline.document_sources.written_corpora import COMPRESS
 from tests.input_pipeline.token_store import token_files
@@ -83,12 +83,12 @@ def test_a_file_cut_short_ends_with_an_error(tmp_path, kind):
         if kind == "tfrecord" and not share:  # nothing says that there were records
             continue
         found = []
-        with pytest.raises(BadRecord, match=name):
+        with pytest.raises(BadRecordError, match=name):
             found.extend(read_ids(str(path), kind.strip()))
         for document, ids in zip(found, documents, strict=False):
             np.testing.assert_array_equal(document.ids, ids)
         assert len(found) < 8
-    with pytest.raises(BadRecord, match=r"absent .*No such file") as caught:
+    with pytest.raises(BadRecordError, match=r"absent .*No such file") as caught:
         read(tmp_path / "absent", kind)
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -110,7 +110,7 @@ def test_damage_costs_one_document(tmp_path, kind):
     (tmp_path / name).write_bytes(content)
     found = list(read_ids(str(tmp_path / name), kind.strip()))
     bad = found.pop(1)
-    assert isinstance(bad, BadRecord)
+    assert isinstance(bad, BadRecordError)
     assert f"{name} at {bad.unit} {bad.offset}: " in str(bad)
     assert bad.offset == 1 or bad.unit == "byte"
     for document, ids in zip(found, [documents[0], *documents[2:]], strict=True):
@@ -120,7 +120,9 @@ def test_damage_costs_one_document(tmp_path, kind):
     if kind == "tfrecord":
         content[content.index(record[:8]) - 12] ^= 4
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(BadRecord, match=f"byte {bad.offset}: the CRC of the record's length"):
+        with pytest.raises(
+            BadRecordError, match=f"byte {bad.offset}: the CRC of the record's length"
+        ):
             read(tmp_path / name, kind)
 
 
@@ -249,7 +251,8 @@ def test_rows_of_tables_with_mistakes(tmp_path):
     assert read(tmp_path / "a", "arrow") == [[1, 2], 1, 2, [4], [5, 6], []]
     parquet.write_table(pyarrow.table({"input_ids": ids, "labels": labels}), tmp_path / "b")
     documents = [*read_ids(str(tmp_path / "b"), "parquet")]
-    assert [str(each).partition(": ")[2] for each in documents if isinstance(each, BadRecord)] == [
+    errors = [each for each in documents if isinstance(each, BadRecordError)]
+    assert [str(each).partition(": ")[2] for each in errors] == [
         "the row has no list in input_ids", "the row lacks a value in input_ids",
         "the row has 2 labels for 1 ids", "the row has no list in labels",
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 
 RECORDS = [b"", b"a", b"\x00" * 5, bytes(range(256))]
 # What tensorflow 2.21.0 writes for the first three of them.
@@ -16,7 +16,7 @@ WRITTEN_BY_TENSORFLOW = bytes.fromhex(
 )
 
 
-def scan(content: bytes) -> list[tuple[int, bytes | BadRecord]]:
+def scan(content: bytes) -> list[tuple[int, bytes | BadRecordError]]:
     return list(tfrecord.scan_records(io.BytesIO(content), "x"))
 
 
@@ -36,7 +36,7 @@ def test_truncated_file():
         if left == 21:  # exactly the first record: nothing says that there was another
             assert scan(whole[:left]) == [(0, b"hello")]
             continue
-        with pytest.raises(BadRecord) as caught:
+        with pytest.raises(BadRecordError) as caught:
             scan(whole[:left])
         assert (caught.value.path, caught.value.offset) == ("x", 0 if left < 21 else 21)
 
@@ -47,7 +47,7 @@ def test_flipped_bits():
         content = bytearray(whole)
         content[at] ^= 0x10
         if at < tfrecord.HEADER_BYTES:
-            with pytest.raises(BadRecord, match="x at byte 0: the CRC of the record's length"):
+            with pytest.raises(BadRecordError, match="x at byte 0: the CRC of the record's length"):
                 scan(bytes(content))
             continue
         (offset, problem), following = scan(bytes(content))
@@ -58,5 +58,5 @@ def test_flipped_bits():
 def test_a_length_beyond_the_file_allocates_nothing():
     length = (2**62).to_bytes(8, "little")
     header = length + tfrecord.masked_crc32c(length).to_bytes(4, "little")
-    with pytest.raises(BadRecord, match="truncated"):
+    with pytest.raises(BadRecordError, match="truncated"):
         scan(header + b"abc")

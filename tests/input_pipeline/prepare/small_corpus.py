@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.prepare import prepare as prepare_module
 from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest
@@ -31,18 +31,18 @@ def swap_case(path: Path) -> None:
     path.write_bytes(path.read_bytes().swapcase())
 
 
-def options(source: Path | str, **keys) -> Preparation:
+def options(source: Path | str, **keys) -> PreparationConfig:
     """Keys to prepare `source` with a tiny tokenizer that is trained on it."""
     keys.setdefault("tokenizer_vocab_size", 300)
-    return Preparation(prepare_source=str(source), **keys)
+    return PreparationConfig(prepare_source=str(source), **keys)
 
 
-def byte_options(source: Path | str, **keys) -> Preparation:
+def byte_options(source: Path | str, **keys) -> PreparationConfig:
     """Keys to prepare `source` with the bytes of its text as ids."""
-    return Preparation(prepare_source=str(source), tokenizer_path="bytes", **keys)
+    return PreparationConfig(prepare_source=str(source), tokenizer_path="bytes", **keys)
 
 
-def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Manifest:
+def made(keys: PreparationConfig, folder: Path, show=lambda line: None, **more) -> Manifest:
     manifest = prepare_module.prepare(keys, str(folder), show, **more)
     assert manifest is not None
     return manifest

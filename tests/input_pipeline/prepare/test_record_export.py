@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.prepare import record_export
 from MaxText.input_pipeline.prepare.record_export import export_records, strided_windows
@@ -34,7 +34,7 @@ def export(prepared: Path, output: Path, **keys) -> list[str]:
     """Exports in this process; the lines that were shown."""
     lines: list[str] = []
     keys = {"prepare_output_format": "tfrecord", "prepare_num_workers": 1, **keys}
-    export_records(prepared, Preparation(**keys), output, lines.append)
+    export_records(prepared, PreparationConfig(**keys), output, lines.append)
     return lines
 
 

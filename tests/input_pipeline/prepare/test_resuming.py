@@ -27,7 +27,7 @@ from MaxText.input_pipeline.prepare import prepare as preparing
 
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
-preparation = Preparation(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
+preparation = PreparationConfig(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
 has_records = preparation.prepare_output_format in preparing.LEDGER_NAMES
 manifest = "prepared_from.json" if has_records else "manifest.json"
 
@@ -108,7 +108,7 @@ job.tokenize_shard = encode_then_wait
 job.processes_for = lambda *arguments: 2
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
-    keys = Preparation(prepare_source=sys.argv[1], tokenizer_path="bytes")
+    keys = PreparationConfig(prepare_source=sys.argv[1], tokenizer_path="bytes")
     preparing.prepare(keys, sys.argv[2], lambda line: None)
 """
 

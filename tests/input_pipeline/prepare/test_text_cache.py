@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.refusals import refused
@@ -16,7 +16,7 @@ from .small_corpus import documents
 
 
 def opened(files, tmp_path, lines=None, **keys):
-    preparation = Preparation(**{"tokenizer_path": "bytes"} | keys)
+    preparation = PreparationConfig(**{"tokenizer_path": "bytes"} | keys)
     show = [].append if lines is None else lines.append
     return tokenize_to_cache([str(file) for file in files], preparation, tmp_path / "cache", show)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.prepare.prepare import prepare
@@ -36,7 +36,7 @@ def _small_shards(monkeypatch):
 def export(source: Path, folder: Path, lines: list[str] | None = None, **keys) -> list[dict]:
     """The files that the ledger names."""
     keys = {"prepare_output_format": "text_tfrecord", "validation_fraction": 0.1, **keys}
-    preparation = Preparation(prepare_source=str(source), prepare_num_workers=1, **keys)
+    preparation = PreparationConfig(prepare_source=str(source), prepare_num_workers=1, **keys)
     prepare(preparation, str(folder), [].append if lines is None else lines.append)
     return json.loads((folder / "export.json").read_text())["files"]
 

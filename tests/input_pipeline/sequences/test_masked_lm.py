@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from MaxText.config.data_sections import Masking
+from MaxText.config.data_sections import MaskingConfig
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
 from tests.refusals import refused
 
@@ -13,7 +13,7 @@ ORDINARY = 4  # first id that is no special one
 
 
 def model(vocab_size=VOCAB_SIZE, special_ids=(EOS, CLS, PAD), mask_id=None, **keys):
-    masking = Masking(mlm_training=True, **{"mlm.mask_id": MASK, **keys})
+    masking = MaskingConfig(mlm_training=True, **{"mlm.mask_id": MASK, **keys})
     return MLMMasking(masking, vocab_size, mask_id, special_ids)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.config.training_sections import Batch
+from MaxText.config.training_sections import BatchConfig
 from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
 from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, fold
 from MaxText.input_pipeline.sequences.order import EpochPermutation, Mixture, OrderedWindows
@@ -92,7 +92,7 @@ def test_first_window_of_each_document():
 
 
 def test_ramp_up_reads_its_samples_in_equal_shares():
-    section = Batch(
+    section = BatchConfig(
         per_device_batch_size=8, enable_rampup_batch_size=True, per_device_batch_size_start=2,
         per_device_batch_size_increment=2, global_rampup_samples=300,
     )  # fmt: skip
@@ -111,7 +111,9 @@ def test_ramp_up_reads_its_samples_in_equal_shares():
 
 
 def test_stages_of_length_read_as_many_tokens():
-    section = Batch(per_device_batch_size=4, sequence_length_stages=((0, 8), (10, 16), (30, 64)))
+    section = BatchConfig(
+        per_device_batch_size=4, sequence_length_stages=((0, 8), (10, 16), (30, 64))
+    )
     plan = plan_batches(section, 64, int)
     assert [(stage.first_step, plan.rows(stage), stage.length) for stage in plan.stages] == [
         (0, 32, 8), (10, 16, 16), (30, 4, 64),

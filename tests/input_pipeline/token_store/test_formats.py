@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.storage.errors import BadRecord
+from MaxText.storage.errors import BadRecordError
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused
@@ -67,7 +67,7 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(tf_example.encode({"input_ids": documents[0]})) + 30] ^= 4
     path.write_bytes(content)
-    with pytest.raises(BadRecord, match=path.name) as caught:
+    with pytest.raises(BadRecordError, match=path.name) as caught:
         open_data(path, tmp_path / "cache")
     keys = {"bad_records.action": "skip"}
     for _ in range(2):  # the import remembers

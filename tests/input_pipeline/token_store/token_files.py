@@ -10,7 +10,7 @@ import pyarrow
 from array_record.python import array_record_module
 from pyarrow import parquet
 
-from MaxText.config.data_sections import Data, Preparation
+from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.token_store.megatron import DTYPES, HEADER, MAGIC
@@ -117,9 +117,11 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
     """Opens a location with keys of data, preparation and open_token_data."""
     options = {"key": "dataset_path", "split": "train", "for_training": True, "show": str}
     options |= {name: keys.pop(name) for name in options if name in keys}
-    preparation = {name: keys.pop(name) for name in [*keys] if name in Preparation.model_fields}
-    data = Data(data_cache_dir=str(cache_dir), **keys)
-    preparation = Preparation(**preparation)
+    preparation = {
+        name: keys.pop(name) for name in [*keys] if name in PreparationConfig.model_fields
+    }
+    data = DataConfig(data_cache_dir=str(cache_dir), **keys)
+    preparation = PreparationConfig(**preparation)
     request = OpenRequest(str(location), data=data, preparation=preparation, **options)
     return open_token_data(request)
 

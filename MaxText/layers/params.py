@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
-from MaxText.config.model_sections import Initialization
+from MaxText.config.model_sections import InitConfig
 
 Shape = tuple[int, ...]
 # (key, shape, number of leading dimensions that are inputs, dtype) -> array
@@ -28,7 +28,7 @@ class AbstractRngs(nnx.Rngs):
     """
 
 
-def weight(
+def param(
     rngs: nnx.Rngs,
     shape: Shape,  # of a matrix: [inputs..., outputs...]
     logical_axes: tuple[str | None, ...],
@@ -133,7 +133,7 @@ class Initializers(NamedTuple):
     memory: Initializer  # learned keys and values
 
 
-def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
+def initializers(section: InitConfig, dimensions: Dimensions) -> Initializers:
     """Returns the initializers of a `weight_init` scheme.
 
     gpt2: Radford et al. 2019, section 2.3 (outputs scaled by 1/sqrt of the number of residual

@@ -1,7 +1,7 @@
 """Kills training repeatedly; compares with an undisturbed run.
 
-    python benchmarks/kills.py --kills 200
-    python benchmarks/kills.py --kills 20 --processes 2
+    python benchmarks/fault_injection.py --kills 200
+    python benchmarks/fault_injection.py --kills 20 --processes 2
 
 A small run on text of its own is killed with SIGKILL at random moments: in the first second, while
 it starts, in a step, in an evaluation, while a checkpoint is being written. The same command starts
@@ -57,7 +57,7 @@ eval_interval: 8
 eval_steps: 4
 checkpoint_period: 5
 max_to_keep: 3
-guard_healthy_steps: 3
+healthy_after_steps: 3
 sample_tokens: 0
 loss_curve: false
 enable_tensorboard: false
@@ -72,7 +72,7 @@ _COMPLETED = re.compile(r"(?:\[\d+\] )?completed step: (\d+),")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kill:
+class InjectedFault:
     """One of them.
 
     Attributes:
@@ -262,7 +262,7 @@ MOMENTS: dict[str, Callable[[Run, pathlib.Path, random.Random], bool]] = {
 }
 
 
-class Attack:
+class FaultInjection:
     """Killed runs and the undisturbed one."""
 
     def __init__(
@@ -298,8 +298,8 @@ class Attack:
             return [sys.executable, str(ROOT / "MaxText/train.py"), *config]
         return [
             sys.executable, str(ROOT / "MaxText/launch.py"), "local", str(self._processes),
-            "--devices=1", "--supervise", "--max-restarts=100", "--backoff=0.1", "--grace=3",
-            f"--logs={self._place}/logs/{run_name}", "--", *config,
+            "--devices-per-process=1", "--supervise", "--max-restarts=100", "--backoff=0.1",
+            "--grace-period=3", f"--log-dir={self._place}/logs/{run_name}", "--", *config,
             f"heartbeat_timeout={_HEARTBEAT_TIMEOUT}",
         ]  # fmt: skip
 
@@ -329,7 +329,7 @@ class Attack:
         """Kills runs at moments taken in turn.
 
         Yields:
-          A Kill after each kill, and the folder of each run that is done.
+          An InjectedFault after each kill, and the folder of each run that is done.
         """
         if self._processes > 1:
             yield from self._struck(kills, moments)
@@ -345,7 +345,7 @@ class Attack:
             if MOMENTS[moment](run, folder, self._draw) and not run.has_ended:
                 run.kill()
                 done += 1
-                yield Kill(moment, run.last_step)
+                yield InjectedFault(moment, run.last_step)
             else:
                 code = run.end()
                 assert code == 0, f"exit code {code}:\n{run.output}"
@@ -375,7 +375,7 @@ class Attack:
                         break  # it was done already
                     run.begin_again()
                     done += 1
-                    yield Kill(moment, last_step, how)
+                    yield InjectedFault(moment, last_step, how)
                 code = run.end()
                 assert code == 0, f"exit code {code}:\n{run.output}"
             finally:
@@ -448,10 +448,10 @@ def main() -> int:
     counts: collections.Counter[str] = collections.Counter()
     runs, wrong = 0, 0
     with tempfile.TemporaryDirectory() as place:
-        attack = Attack(pathlib.Path(place), environment, options.seed, options.processes)
+        attack = FaultInjection(pathlib.Path(place), environment, options.seed, options.processes)
         expected = attack.undisturbed()
         for event in attack.killed(options.kills):
-            if isinstance(event, Kill):
+            if isinstance(event, InjectedFault):
                 counts[f"{event.how} {event.moment}"] += 1
                 at = "before any step" if event.last_step is None else f"at step {event.last_step}"
                 print(f"{counts.total():4d} {event.how} {event.moment}, {at}", flush=True)

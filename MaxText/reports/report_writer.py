@@ -9,13 +9,13 @@ from pathlib import Path
 from etils import epath
 
 from MaxText.errors import UserError
-from MaxText.metrics.run_record import RunRecord, read_run, resolve_run_dir
+from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.reports import model_tables, provenance_tables, run_tables
 from MaxText.reports.chart import SYMBOLS, AxisName, Chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
 from MaxText.reports.figures import draw_chart
-from MaxText.reports.page import Page, Section, controls, render
+from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 
@@ -34,12 +34,12 @@ _PICTURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axi
 
 
 def write_report(
-    runs: Sequence[RunRecord],
+    runs: Sequence[RunHistory],
     output: Path,
     *,
     title: str = "",
     groups: Mapping[str, Sequence[str]] | None = None,
-    sections: Sequence[Section] = (),
+    sections: Sequence[PageSection] = (),
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
@@ -70,20 +70,22 @@ def write_report(
         warnings=[*warnings, *model_tables.warnings(entries)],
         sections=[
             *sections,
-            Section("Runs" if len(runs) > 1 else "Run", table=run_tables.overview(entries, keys)),
+            PageSection(
+                "Runs" if len(runs) > 1 else "Run", table=run_tables.overview(entries, keys)
+            ),
             *provenance_tables.provenance(entries),
             *provenance_tables.configuration(entries, {} if keys else differences),
-            Section(
+            PageSection(
                 "Curves",
                 [_CURVES_NOTE if charts else "No step is recorded yet."],
                 plots=[plot_chart(chart, axes) for chart in charts],
             ),
-            Section(
+            PageSection(
                 "Where the time went",
                 table=run_tables.goodput_table(entries),
                 plots=[plot_goodput(entries)],
             ),
-            *([Section("Hyperparameters", plots=losses)] if losses else []),
+            *([PageSection("Hyperparameters", plots=losses)] if losses else []),
             *model_tables.cost(entries),
             *model_tables.memory(entries),
             *model_tables.lineage(entries),
@@ -133,7 +135,7 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
 
 
 def warnings_about(
-    runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
+    runs: Sequence[RunHistory], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
     """Returns warnings against comparing the losses of these runs."""
     return model_tables.warnings(group_runs(runs, groups))
@@ -146,7 +148,7 @@ def _title(entries: Sequence[Entry]) -> str:
     return ", ".join(labels)
 
 
-def _made(runs: Sequence[RunRecord], refresh: int) -> str:
+def _made(runs: Sequence[RunHistory], refresh: int) -> str:
     now = datetime.datetime.now().astimezone()
     folders = ", ".join(str(run.folder) for run in runs[:8])
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""

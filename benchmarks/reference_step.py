@@ -131,7 +131,7 @@ def make_step(size: Size, *, scan: bool):
     return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
-def fresh(size: Size, *, scan: bool):
+def init_state(size: Size, *, scan: bool):
     """(params, moments, count) to start from."""
     params = jax.jit(initialize, static_argnums=0)(size, jax.random.key(0))
     if not scan:

@@ -18,7 +18,7 @@ from MaxText.conversion import imported_run, tokenizer_copy
 from MaxText.conversion.convert import show_memory
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import model_keys
-from MaxText.conversion.request import Request
+from MaxText.conversion.request import ConvertArgs
 from MaxText.conversion.weight_source import WeightSource, abstract_model, num_bytes
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
@@ -30,7 +30,7 @@ from MaxText.run.lineage import ancestors_of
 Show = Callable[[str], None]
 
 
-class GrownWeights(WeightSource):
+class GrownModel(WeightSource):
     def __init__(self, growth: PendingGrowth, config: Config):
         """Initializes the new slots, as train.py with the same seed."""
         self.config = config
@@ -56,7 +56,7 @@ class GrownWeights(WeightSource):
         return sum(sizes[name] for name in self._fresh) + imported_run.peak_bytes(self)
 
 
-def grow(request: Request, show: Show) -> None:
+def grow(request: ConvertArgs, show: Show) -> None:
     """Grows a model and writes a run with one checkpoint of parameters."""
     imported_run.require_absent(request.target)
     # Checked first, so that a wrong path is reported as typed.
@@ -83,7 +83,7 @@ def grow(request: Request, show: Show) -> None:
         )
     for line in resolved.lines:
         show(line)
-    weights = GrownWeights(resolved.growth, resolved.config)
+    weights = GrownModel(resolved.growth, resolved.config)
     stored = sum(math.prod(leaf.shape) for leaf in source.parameters.values())
     show(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
     show_memory(weights.peak_bytes(), show)

@@ -1,15 +1,16 @@
 """Cost of dense connections against a Transformer of the same shape.
 
-    python benchmarks/mudd.py                              train steps on this machine, in turn
-    python benchmarks/mudd.py --shape wide --rounds 15 --keys attention=blocked remat_policy=minimal
-    python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4       compiled only
-    python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4 --rows kernel --keys \
-        decoder_block=muddformer use_qk_norm=false
+    python benchmarks/dense_connections.py                   train steps on this machine, in turn
+    python benchmarks/dense_connections.py --shape wide --rounds 15 --keys attention=blocked \
+        remat_policy=minimal
+    python benchmarks/dense_connections.py --topology v5p:2x2x1 --shape 1.4b --layers 4   # compiled
+    python benchmarks/dense_connections.py --topology v5p:2x2x1 --shape 1.4b --layers 4 \
+        --rows kernel --keys decoder_block=muddformer use_qk_norm=false
 
 Rows: the Transformer with its layers unrolled and in a scan; dense connections on all four ways
-with each form of `dense_mixing`; and every second sum over every second output (2x2), recomputed in
-the backward pass or kept for it. Rows are compared with the Transformer unrolled. The block is
-the same everywhere, so that differences are those of the connections.
+with each form of `dense_aggregation_impl`; and every second sum over every second output (2x2),
+recomputed in the backward pass or kept for it. Rows are compared with the Transformer unrolled. The
+block is the same everywhere, so that differences are those of the connections.
 
 With --topology steps are compiled for one chip of an absent TPU, or for --chips of
 them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
@@ -56,14 +57,14 @@ SHAPES = {
     "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
 }
 UNROLLED = {"dense_conn": True, "scan_layers": False}
-SPARSE = {"dense_sources": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
+SPARSE = {"dense_sparsity": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
 ROWS: dict[str, dict[str, Any]] = {
     "Transformer": {"dense_conn": False, "scan_layers": False},
     "Transformer, scan": {"dense_conn": False, "scan_layers": True},
-    "sum": UNROLLED | {"dense_mixing": "sum"},
-    "kernel": UNROLLED | {"dense_mixing": "kernel"},
+    "sum": UNROLLED | {"dense_aggregation_impl": "sum"},
+    "kernel": UNROLLED | {"dense_aggregation_impl": "kernel"},
     "2x2": UNROLLED | SPARSE,
-    "2x2, kept": UNROLLED | SPARSE | {"dense_kept_sums": 100},
+    "2x2, kept": UNROLLED | SPARSE | {"dense_saved_aggregates": 100},
 }
 
 
@@ -118,7 +119,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.config.loading import configure
     from MaxText.layers.batch import Batch, batch_shapes
     from MaxText.layers.model import Model
-    from MaxText.parallelism.mesh import Layout, make_mesh
+    from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.runtime.compiled_steps import memory_stats
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
@@ -126,10 +127,10 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(shape, row, options))
-    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    layout = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
     for choice in choices:
-        if choice.startswith(("dense_mixing", "attention")):
+        if choice.startswith(("dense_aggregation_impl", "attention")):
             print(f"    {choice}")
     model = Model(section)
     schedule = learning_rate_schedule(config.schedule)
@@ -281,7 +282,7 @@ def main() -> None:
     names = options.rows or [
         # Interpreted there, it shows nothing.
         name for name, row in ROWS.items()
-        if not (row.get("dense_mixing") == "kernel" and devices[0].platform == "cpu")
+        if not (row.get("dense_aggregation_impl") == "kernel" and devices[0].platform == "cpu")
     ]  # fmt: skip
     names = ["Transformer", *(name for name in names if name != "Transformer")]
     where = f"{len(devices)} x {devices[0].device_kind}"

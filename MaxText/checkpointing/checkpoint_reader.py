@@ -10,13 +10,13 @@ import numpy as np
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
-from MaxText.checkpointing.matching import (
-    ConfigHint,
+from MaxText.checkpointing.compatibility import (
+    ConfigDiff,
     DtypeCast,
     array_specs,
     check_compatible,
     describe_casts,
-    path_name,
+    leaf_path,
 )
 from MaxText.checkpointing.orbax_errors import retry, translate_errors
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
@@ -114,7 +114,7 @@ def _plan(
     if is_unstacked(tree.get("params", {}), wanted["params"]):
         unstacked = unflatten(dict(config_flat)).model.layer_plan
         wanted = unstack(wanted, unstacked)
-    hint = ConfigHint(stored.metadata.values.get("config"), config_flat, is_same_run)
+    hint = ConfigDiff(stored.metadata.values.get("config"), config_flat, is_same_run)
     try:
         return wanted, unstacked, check_compatible(tree, wanted, hint)
     except UserError as error:
@@ -152,7 +152,7 @@ def _restore_arrays(
     checksums = stored.metadata.checksums
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
-    names = [path_name(path) for path, _ in paths]
+    names = [leaf_path(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
     dtypes = {cast.path: cast.stored for cast in casts}
     limits: dict[str, Any] = {"restore_concurrent_gb": storage.concurrent_gb}

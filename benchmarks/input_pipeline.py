@@ -1,7 +1,7 @@
 """Speed of the input pipeline by stage, against limits of the machine.
 
-    python benchmarks/data.py            31 MB of text: the source code of the interpreter
-    python benchmarks/data.py --quick    3 MB of it
+    python benchmarks/input_pipeline.py            31 MB of text: the source code of the interpreter
+    python benchmarks/input_pipeline.py --quick    3 MB of it
 
 Rates are per CPU second of all processes and threads, so that they hold for any number of cores,
 and per second of wall time. The limits: fastokens' own call on the same texts, numpy writing the
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from MaxText.config.data_sections import Data, MaskedTokens, Masking, Preparation  # noqa: E402
+from MaxText.config.data_sections import DataConfig, MaskedTokens, MaskingConfig, PreparationConfig  # noqa: E402
 
 LENGTH = 1024
 BATCH = 64
@@ -113,7 +113,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
     def prepared(tokenizer_path: str, name: str, workers: int) -> None:
-        keys = Preparation(
+        keys = PreparationConfig(
             prepare_source=source,
             tokenizer_path=tokenizer_path,
             tokenizer_vocab_size=VOCAB_SIZE,
@@ -248,13 +248,13 @@ def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
     return iter(rows.batch(BATCH).to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 
-def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
+def our_batches(folder: pathlib.Path, masking: MaskingConfig | None = None, **keys: Any) -> Any:
     """The data of train.py."""
     from MaxText.input_pipeline.loader import make_train_iterator
     from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 
     return make_train_iterator(
-        Data(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),
+        DataConfig(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),
         schedule=BatchSchedule.constant(BATCH, LENGTH),
         vocab_size=VOCAB_SIZE,
         masking=masking,
@@ -270,14 +270,14 @@ def measure_loader(folder: pathlib.Path) -> None:
 
     flat, peer = folder / "bin", folder / "peer.array_record"
     write_peer(folder, peer)
-    masked = Masking(mlm_training=True, mlm=MaskedTokens(mask_id=1))
-    mix: Any = {"dataset_mix": tuple((str(flat), 1.0 + number) for number in range(20))}
+    masked = MaskingConfig(mlm_training=True, mlm=MaskedTokens(mask_id=1))
+    mix: Any = {"data_mixture_weights": tuple((str(flat), 1.0 + number) for number in range(20))}
     loaders: dict[str, Callable[[], Any]] = {
         "Grain MapDataset over a memmap, masks": lambda: grain_over_memmap(flat, True),
         "Grain MapDataset over a memmap, no masks": lambda: grain_over_memmap(flat, False),
         "Grain, ArrayRecord __getitems__, no masks": lambda: grain_over_array_record(peer),
         "ours, document masks": lambda: our_batches(flat),
-        "ours, attend_across_documents": lambda: our_batches(flat, attend_across_documents=True),
+        "ours, cross_document_attention": lambda: our_batches(flat, cross_document_attention=True),
         "ours, packing=false": lambda: our_batches(flat, packing=False),
         "ours, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
         "ours, masked language modelling": lambda: our_batches(flat, masked),

@@ -22,10 +22,10 @@ _SHAPING_SECTIONS = ("model", "optimizer")
 
 
 # Orbax's path of a leaf ("decoder/wi"): field names of named tuples, indices of tuples.
-path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+leaf_path = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
-class ConfigHint(NamedTuple):
+class ConfigDiff(NamedTuple):
     """Configurations to explain a mismatch; `is_same_run` if saved here."""
 
     stored: Mapping[str, Any] | None
@@ -58,18 +58,18 @@ class DtypeCast(NamedTuple):
 def array_specs(tree: Any) -> dict[str, ArraySpec]:
     """Returns the arrays of a tree by path: "opt_state/1/0/mu/decoder/wi"."""
     return {
-        path_name(path): ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
+        leaf_path(path): ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
 
 
 def check_compatible(
-    stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint
+    stored_tree: Any, abstract_tree: Any, config_diff: ConfigDiff
 ) -> list[DtypeCast]:
     """Returns the float arrays to cast on load; UserError on a mismatch."""
     stored, wanted = array_specs(stored_tree), array_specs(abstract_tree)
     if problems := mismatches(stored, wanted):
-        raise UserError(format_mismatches(problems, config_hint, _MAX_LINES))
+        raise UserError(format_mismatches(problems, config_diff, _MAX_LINES))
     return [
         DtypeCast(path, stored[path].dtype, spec.dtype)
         for path, spec in wanted.items()
@@ -118,7 +118,7 @@ def describe_casts(casts: Sequence[DtypeCast]) -> list[str]:
 
 
 def format_mismatches(
-    problems: Sequence[str], hint: ConfigHint, max_lines: int | None = None
+    problems: Sequence[str], hint: ConfigDiff, max_lines: int | None = None
 ) -> str:
     """Returns an error message with the problems and the keys responsible."""
     shown = problems[:max_lines]
