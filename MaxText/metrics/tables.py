@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 WIDTH = 110  # characters of a line
 
 
@@ -16,16 +14,14 @@ def parameter_table(
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
         pattern = "/".join("*" if part.isdigit() else part for part in name.split("/"))
-        key = (pattern, len(parameter.shape), np.dtype(parameter.dtype).name)
+        key = (pattern, len(parameter.shape), parameter.dtype.name)
         groups.setdefault(key, []).append(name)
 
     def size(names: Iterable[str]) -> int:
         return sum(math.prod(parameters[name].shape) for name in names)
 
     num_parameters = size(parameters)
-    num_bytes = sum(
-        size(names) * np.dtype(parameters[names[0]].dtype).itemsize for names in groups.values()
-    )
+    num_bytes = sum(size(names) * parameters[names[0]].dtype.itemsize for names in groups.values())
     header = ["parameter", "shape", "format", "count", "share"]
     rows = []
     for (pattern, _, dtype), names in groups.items():

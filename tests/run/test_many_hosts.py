@@ -70,10 +70,12 @@ def requests_of(folder, index: int, count: int, monkeypatch) -> int:
         with contextlib.closing(opened) as batches:
             assert next(batches).tokens_BT.shape[0] == 1
     found, _requests = [one for one in _requests if str(folder) in one], None
-    return len(found)
+    # Of token files, as many are read ahead as the time allows.
+    return len([one for one in found if "/tokens-" not in one])
 
 
 def test_requests_do_not_grow_with_hosts(folder, monkeypatch):
-    few, many = (requests_of(folder, 37, count, monkeypatch) for count in (50, 2500))
+    # The first one creates the run folder.
+    _, few, many = (requests_of(folder, 37, count, monkeypatch) for count in (50, 50, 2500))
     assert few > 5
     assert many == few

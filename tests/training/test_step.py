@@ -31,7 +31,7 @@ class Linear:
     def __init__(self, params):
         self.h_BTD, self.kernel = params
 
-    def hidden(self, batch, key, training):
+    def hidden_states(self, batch, key, training):
         return self.h_BTD, {}
 
     def head_state(self, h_BTD, batch):

@@ -86,7 +86,7 @@ class WandbSink(Sink):
                     self._save(state)
         elif event.kind == "sample" and event.step is not None:
             self._log_sample(event.step, event.facts["text"])
-        elif event.kind == "rewind":
+        elif event.kind == "rollback":
             self._roll_back(event.facts)
         elif event.kind == "config_change":
             self._counter.repeat_from(self._first_step)

@@ -22,7 +22,7 @@ from .small_corpus import byte_options, made, split_small, swap_case, write_text
 KILLED = """
 import functools, json, os, signal, sys
 from pathlib import Path
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.prepare import prepare as preparing
 
 source, target, keys, first, stride = sys.argv[1:]
@@ -97,7 +97,7 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 
 WORKERS = """
 import functools, sys, time
-from MaxText.config.data_sections import Preparation
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.prepare import job
 from MaxText.input_pipeline.prepare import prepare as preparing
 encode = job.tokenize_shard
