@@ -1,8 +1,10 @@
 """Runs that begin with the parameters of a smaller model."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -75,7 +77,7 @@ def test_growth_keeps_the_function(tmp_path, keys, times):
     [
         ("function_preserving", 6, "zeroed", "continue", [0, 1]),
         ("zero", 0, "reused", "restart", [0, 1]),
-        ("random", 0, "warmed", "restart", [0, 0, 1, 1]),
+        ("random", 0, "warmed", "restart", [0, 0, 1]),
     ],
 )
 def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, data, layers):
@@ -120,6 +122,20 @@ def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, da
                 expected[stored] = old[name]
                 np.testing.assert_array_equal(got[name][stored], old[name])
             np.testing.assert_allclose(got[name], expected, rtol=1e-6)
+
+
+def test_slots_are_dropped_and_numbers_cast(tmp_path):
+    config, halves = config_of(), functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+    state = trained(config)
+    state = dataclasses.replace(state, params=halves(state.params))
+    run = save(tmp_path / "small", config, state)
+    keys = {"growth.mode": "random", "growth.allow_shrinking": True}
+    grown = grow_from_random(tmp_path / "smaller", run, slot_num=4, **keys)
+    old = by_name(state.params)
+    for name, array in grown.params.items():
+        kept = old[name][tuple(slice(size) for size in array.shape)]
+        np.testing.assert_array_equal(array, kept.astype(array.dtype), strict=True)
+    assert grown.params["layers/mlp/keys/kernel"].shape[-1] == 16
 
 
 def test_moments_and_data_that_are_not_there(small, tmp_path):
