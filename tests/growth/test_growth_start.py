@@ -28,16 +28,13 @@ from tests.growth.growing import (
 DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum", "scan_layers": False}
 BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
 DIFFERENT_LAYERS = {"dense_first_layer_norms": "one", "block_norm_parametric": True}
-# Normalizations under which slots can be added without a change of the function, and growths.
+# Normalizations under which slots can be added without a change of the function.
 PRESERVING = [
-    pytest.param({"normalize_type": "l2_norm_gelu"}, 2, marks=pytest.mark.slow),
-    pytest.param(
-        {"normalize_type": "gelu_l2_norm"} | BIASES | DENSE | DIFFERENT_LAYERS, 1,
-        marks=pytest.mark.slow,
-    ),
-    pytest.param({"normalize_type": "l2_norm", "scan_layers": False}, 1, marks=pytest.mark.slow),
-    pytest.param({"normalize_type": "gelu"} | DENSE, 1, marks=pytest.mark.slow),
-]  # fmt: skip
+    {"normalize_type": "l2_norm_gelu"},
+    {"normalize_type": "gelu_l2_norm"} | BIASES | DENSE | DIFFERENT_LAYERS,
+    {"normalize_type": "l2_norm", "scan_layers": False},
+    {"normalize_type": "gelu"} | DENSE,
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +45,14 @@ def small(tmp_path_factory):
     return save(tmp_path_factory.mktemp("small"), config, state), config, state
 
 
-@pytest.mark.parametrize(("keys", "times"), PRESERVING)
-def test_growth_keeps_the_function(tmp_path, keys, times):
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", PRESERVING)
+def test_growth_keeps_the_function(tmp_path, keys):
     config = config_of(**keys)
     state = trained(config)
     run = save(tmp_path / "a", config, state)
     before = logits(config, state.params)
-    for sizes in [{"slot_num": 10}, {"slot_num": 16, "ffn_slot_num": 70}][:times]:
+    for sizes in ({"slot_num": 10}, {"slot_num": 16, "ffn_slot_num": 70}):
         folder = tmp_path / str(sizes["slot_num"])
         grown = grow_from_random(folder, run, **sizes, **keys)
         growth = grown.resolved.growth
