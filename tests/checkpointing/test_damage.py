@@ -23,6 +23,7 @@ from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state, start
+from tests.input_pipeline.small_data import contents
 
 # Where one array fails, Orbax drops the reads of the others when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -45,13 +46,6 @@ def restored(run):
     """State, position and metadata of step 4."""
     checkpoints = CheckpointManager(run / "checkpoints", CheckpointingConfig())
     return checkpoints.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
-
-
-def contents(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
 
 
 # --- Damaged files ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from MaxText.run.restore import (
     restore_or_initialize,
 )
 from MaxText.storage.atomic import write_json_with_digest
+from tests.refusals import refused
 
 
 def batches(seed=0):
@@ -77,8 +78,7 @@ def test_a_damaged_file_counts_as_none(tmp_path, change):
     assert "rollbacks.json" in lines[0]
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match=r"rollbacks\.json"):
-        read_rollbacks(folder, print)
+    refused(r"rollbacks\.json", read_rollbacks, folder, print)
 
 
 def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
@@ -117,7 +117,6 @@ def test_where_data_begins_and_ends():
     start = start._replace(position={"step": 0, "samples": 12, **batches(seed=1).identity})
     with pytest.raises(UserError, match=r"^growth.data=continue: .*growth.data=restart"):
         restore_data_position(start, batches(), 10)
-    with pytest.raises(UserError, match=r"^(?!growth)"):
-        restore_data_position(start._replace(how="resume"), batches(), 10)
+    refused(r"^(?!growth)", restore_data_position, start._replace(how="resume"), batches(), 10)
     assert "steps=7, num_epoch=-1. Raise steps " in complete_message(start, 7, 6, -1)
     assert "num_epoch=1. Raise num_epoch " in complete_message(start, 9, 6, 1)

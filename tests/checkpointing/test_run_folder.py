@@ -15,6 +15,7 @@ from MaxText.checkpointing.run_folder import (
 )
 from MaxText.errors import UserError
 from MaxText.storage.atomic import atomic_write_text
+from tests.refusals import refused
 from tests.runtime.child_programs import ended, started, wait_for
 
 
@@ -23,8 +24,7 @@ def test_it_is_created_and_probed(tmp_path):
     assert folder.is_dir()
     assert list(folder.iterdir()) == []
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"file/run.*base_output_directory"):
-        create_run_folder(tmp_path / "file" / "run")
+    refused(r"file/run.*base_output_directory", create_run_folder, tmp_path / "file" / "run")
 
 
 def test_small_files_are_on_disk_before_they_replace_others(tmp_path, monkeypatch):
@@ -59,13 +59,11 @@ def test_it_has_one_owner_at_a_time_until_that_is_dead(tmp_path):
         with pytest.raises(UserError, match=f"process {holder.pid} on {socket.gethostname()}"):
             lock_run_folder(epath.Path(tmp_path), timeout=0)
         lock.write_bytes(b"\xff{")
-        with pytest.raises(UserError, match="another process"):
-            lock_run_folder(epath.Path(tmp_path), timeout=0)
+        refused("another process", lock_run_folder, epath.Path(tmp_path), timeout=0)
         holder.send_signal(signal.SIGKILL)
         assert ended(holder)[0] == -signal.SIGKILL
     lock_run_folder(epath.Path(tmp_path), timeout=0)
-    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        lock_run_folder(epath.Path(tmp_path), timeout=0)
+    refused(f"process {os.getpid()} on", lock_run_folder, epath.Path(tmp_path), timeout=0)
     unlock_run_folder()
     lock_run_folder(epath.Path(tmp_path), timeout=0)
     unlock_run_folder()

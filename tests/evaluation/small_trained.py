@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.special
 
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
@@ -32,8 +33,7 @@ def full_log_probabilities(trained: TrainedModel, ids: Any) -> np.ndarray:
     tokens = np.full((1, window), trained.model.section.shape.vocab_size - 1, np.int32)
     tokens[0, : len(ids)] = ids
     logits = np.asarray(forward(trained.model)(trained.params, tokens)[0, : len(ids)], np.float64)
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return scipy.special.log_softmax(logits, axis=-1)
 
 
 @functools.cache

@@ -72,14 +72,6 @@ def batches_of(folder, masking=None):
     )  # fmt: skip
 
 
-def documents_of(folder):
-    (source,) = open_eval_sources(configured(folder))
-    stream = source.data.store
-    ends = stream.document_offsets
-    ids = stream.read(ends[:1], ends[-1:])
-    return [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
-
-
 def begin_of_window(target, last, stride):
     """First token that the window sees in which token `target` of a document counts.
 
@@ -109,7 +101,10 @@ def by_hand(trained, documents, stride):
                 (16, False)], 2),
 )  # fmt: skip
 def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
-    documents = documents_of(folder)
+    (source,) = open_eval_sources(configured(folder))
+    ends = source.data.store.document_offsets
+    ids = source.data.store.read(ends[:1], ends[-1:])
+    documents = [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]
     keys = {"eval_stride": stride, "cross_document_attention": joined} if stride else {}

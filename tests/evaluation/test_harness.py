@@ -15,6 +15,7 @@ from MaxText.evaluation.scorers import LoglikelihoodScorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from tests.evaluation.small_trained import tiny_trained
+from tests.refusals import refused
 
 # Warnings of the harness and of the libraries behind it are theirs.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -274,15 +275,13 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
 )
 def test_tasks_that_cannot_be_run(run, settings, message, tmp_path):
     name = task(tmp_path / "tasks", "broken", [{"text": "a b"}], **(LAMBADA | settings))
-    with pytest.raises(UserError, match=message):
-        run(tmp_path / "tasks", name)
+    refused(message, run, tmp_path / "tasks", name)
 
 
 def test_tasks_that_are_not_there(run, tmp_path):
     folder = tmp_path / "tasks"
     task(folder, "passages", [{"text": "a b"}], **LAMBADA)
-    with pytest.raises(UserError, match=r"=pasages: no such task.*Nearest: passages"):
-        run(folder, "pasages")
+    refused(r"=pasages: no such task.*Nearest: passages", run, folder, "pasages")
 
 
 def test_arguments_of_the_harness(monkeypatch):

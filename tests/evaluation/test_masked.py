@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.config.loading import configure
-from MaxText.errors import UserError
 from MaxText.evaluation import lambada, masked_text, tasks, wikitext
 from MaxText.evaluation.lambada import Passage
 from MaxText.evaluation.masked_text import Masked, MaskIds
@@ -19,6 +19,7 @@ from MaxText.evaluation.scorers import MaskedScorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from tests.evaluation.small_trained import forward, tiny_trained
+from tests.refusals import refused
 from tests.small_models import some_quick
 
 VOCAB, WINDOW = 64, 16
@@ -63,8 +64,7 @@ def slow_log_p(trained, ids, hidden, cls: int | None = CLS):
     tokens = np.array([[*before, *read]], np.int32)
     logits = np.asarray(forward(trained.model)(trained.params, tokens)[0], np.float64)
     logits = logits[[len(before) + place for place in hidden]]
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return scipy.special.log_softmax(logits, axis=-1)
 
 
 def random_ids(count, seed):
@@ -104,8 +104,7 @@ def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request)
 def test_only_masked_models_are_asked_for_hidden_tokens():
     section = configure(dataset_type="synthetic").model
     causal: Any = SimpleNamespace(model=SimpleNamespace(section=section))
-    with pytest.raises(UserError, match="this model is causal"):
-        MaskedScorer(causal, MaskIds(MASK, None))
+    refused("this model is causal", MaskedScorer, causal, MaskIds(MASK, None))
 
 
 @given(st.integers(0, 40), st.integers(0, 2), st.integers(1, 12))
@@ -145,8 +144,7 @@ def test_mask_and_cls_are_those_of_the_training():
     ],
 )
 def test_masks_that_cannot_be(keys, mask_id, message):
-    with pytest.raises(UserError, match=message):
-        masked_text.mask_ids(masking(**keys), tokenizer_of(mask_id=mask_id))
+    refused(message, masked_text.mask_ids, masking(**keys), tokenizer_of(mask_id=mask_id))
 
 
 def test_cls_begins_a_row_once():
@@ -171,8 +169,7 @@ def scorer_of(trained):
 )
 def test_words_that_cannot_be_hidden(trained, word, message):
     passages = [Passage(letters([1, 2]), " " + letters([3])), Passage(letters([1, 2]), word)]
-    with pytest.raises(UserError, match=message):
-        lambada.score_masked(passages, "file", scorer_of(trained), tokenizer_of())
+    refused(message, lambada.score_masked, passages, "file", scorer_of(trained), tokenizer_of())
 
 
 def test_wikitext_by_a_plain_loop(trained):

@@ -8,6 +8,7 @@ from MaxText.errors import UserError
 from MaxText.experiments import solver
 from MaxText.experiments.solver import budget_metric, cost, solve
 from MaxText.layers.model import Model
+from tests.refusals import refused
 from tests.small_models import tiny_config
 
 
@@ -131,8 +132,7 @@ def test_values_that_a_rule_forbids_are_passed_over():
     ],
 )
 def test_what_cannot_be_solved(config, match, free, factor, message):
-    with pytest.raises(UserError, match=message):
-        solved(config(), match, free, factor, seconds=(0.25,))
+    refused(message, solved, config(), match, free, factor, seconds=(0.25,))
 
 
 def test_what_meets_the_budget_stays_as_it_is():
@@ -187,8 +187,7 @@ def test_steps_of_all_stages_are_scaled_alike(match):
 def test_every_stage_keeps_a_step():
     _, found = solved_chain(CHAIN, "tokens", "steps", 3 / 35)
     assert [stage.run.steps for stage in found.stages] == [1, 1, 1]
-    with pytest.raises(UserError, match="smallest steps"):
-        solved_chain(CHAIN, "tokens", "steps", 2 / 35)
+    refused("smallest steps", solved_chain, CHAIN, "tokens", "steps", 2 / 35)
 
 
 def test_slots_of_all_stages_are_scaled_alike_and_the_last_has_the_parameters():

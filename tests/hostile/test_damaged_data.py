@@ -13,7 +13,6 @@ from MaxText.errors import UserError
 from tests.hostile.files import damaged
 from tests.input_pipeline import small_data
 from tests.input_pipeline.token_store import token_files
-from tests.refusals import refused
 
 VOCAB_SIZE = 3000
 DOCUMENTS = token_files.documents(0, (40, 7, 19, 1, 64, 33, 12, 25, 50, 3), VOCAB_SIZE)
@@ -99,14 +98,3 @@ def test_damage_is_an_error_or_leaves_out_documents(tmp_path, name):
             assert len(documents) == len(DOCUMENTS), f"{folder}: no error for lost documents"
     # A file that is shorter or longer than it was is always noticed.
     assert noticed >= DAMAGES // (3 if checked else 4)
-
-
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    token_files.write_megatron(tmp_path / "a", DOCUMENTS)
-    content = bytearray((tmp_path / "a.bin").read_bytes())
-    content[21] |= 0x80  # the upper half of id 10
-    (tmp_path / "a.bin").write_bytes(content)
-    data = small_data.data_keys(tmp_path, data_cache_dir=str(tmp_path / "cache"))
-    batches = small_data.open_train(data, batch=4, vocab_size=VOCAB_SIZE)
-    refused("vocab_size=3000", list, itertools.islice(batches, 8))
-    batches.close()

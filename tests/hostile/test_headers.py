@@ -120,13 +120,6 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
             read(tmp_path / "a.arrow")
 
 
-@pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
-def test_array_records_of_nothing(tmp_path, content):
-    (tmp_path / "a.array_record").write_bytes(content)
-    with pytest.raises(BadRecordError, match="ArrayRecord"):
-        list(read_ids(str(tmp_path / "a.array_record"), "arrayrecord"))
-
-
 @pytest.mark.parametrize(
     ("name", "read"),
     [

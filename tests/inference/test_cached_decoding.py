@@ -2,7 +2,6 @@
 architecture in tests/layers/test_conformance.py."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,25 +9,7 @@ from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
-from tests.evaluation.small_trained import forward
 from tests.small_models import noisy_params, tiny_config
-
-
-def test_several_new_tokens_at_once():
-    model = Model(tiny_config(base_num_decoder_layers=1).model)
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    tokens = np.random.default_rng(1).integers(0, 64, (2, 12))
-
-    @jax.jit
-    def run(params, tokens_BT):
-        decoder = model.merge(params)
-        _, states = decoder.prefill(tokens_BT[:, :8], jnp.array([8, 8]), 16)
-        positions_BT = jnp.tile(jnp.arange(8, 12), (2, 1))
-        return decoder.logits(decoder.decode_step(tokens_BT[:, 8:], positions_BT, states)[0])
-
-    expected = forward(model)(params, tokens)[:, 8:]
-    np.testing.assert_allclose(run(params, tokens), expected, atol=1e-4)
-
 
 ALL_KINDS = {
     "attention_types": [[["none", "global", "local", "linear"], 1]], "base_num_decoder_layers": 4,

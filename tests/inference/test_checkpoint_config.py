@@ -20,6 +20,7 @@ from MaxText.inference.trained_model import load_model, weights_path, with_store
 from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.run.records import write_run_files
 from tests.inference.small_models import END, llama_folder
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +57,9 @@ def test_a_config_file_or_preset_decides_instead(folders, tmp_path):
     ],
 )
 def test_mistakes(line, named, tmp_path):
-    with pytest.raises(UserError, match=named):
-        load(line.split(), "decode.py")
+    refused(named, load, line.split(), "decode.py")
     config = load([f"base_output_directory={tmp_path}", "run_name=first"]).config
-    with pytest.raises(UserError, match=r"load_parameters_path="):
-        weights_path(config)
+    refused(r"load_parameters_path=", weights_path, config)
 
 
 @pytest.mark.parametrize("name", ["hf", "run"])
@@ -135,13 +134,11 @@ def test_tokenizers_of_a_folder(tmp_path):
     tokenizer = open_tokenizer(loaded.config, str(folder), typed=True)
     assert tokenizer.tokenizer.entry.origin != "file tokenizer.json"
     gone = load([path, "tokenizer_path=gone/tokenizer.json"]).config
-    with pytest.raises(UserError, match=r"tokenizer_path=gone/tokenizer\.json"):
-        open_tokenizer(gone, str(folder), typed=True)
+    refused(r"tokenizer_path=gone/tokenizer\.json", open_tokenizer, gone, str(folder), typed=True)
     # From a file, which may name a hub's id, it comes after what lies here.
     assert open_tokenizer(gone, str(folder)).folder == folder
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="tokenizer_path="):
-        open_tokenizer(config, str(folder))
+    refused("tokenizer_path=", open_tokenizer, config, str(folder))
 
 
 def test_typed_data_replace_those_of_the_training(tmp_path, folders):

@@ -1,4 +1,4 @@
-"""Distributions and draws, against hand-computed values, definitions and transformers."""
+"""Distributions and draws, against hand-computed values and transformers."""
 
 import math
 
@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from MaxText.errors import UserError
 from MaxText.inference.sampling import SamplingParams as Params
@@ -71,6 +69,12 @@ def test_a_bound_that_is_missed_by_rounding_is_reached(params, num_kept):
     assert int(jnp.sum(p_V > 0)) == num_kept
 
 
+def test_equally_likely_ids_are_kept_together():
+    for params in (Params(top_k=1), Params(nucleus_p=0.2), Params(min_p=0.9), Params(eta=0.9)):
+        p_V = distribution(logits_of(0.3, 0.3, 0.2, 0.2), params)[0]
+        np.testing.assert_allclose(p_V, [0.5, 0.5, 0, 0], atol=1e-5)
+
+
 def test_repetition_penalty_pushes_both_signs_down():
     logits_BV = jnp.array([[2.0, -1.0, 0.5, 0.0]])
     generated_BV = jnp.array([[True, True, False, True]])
@@ -84,47 +88,6 @@ def test_greedy_takes_the_lowest_of_the_likeliest_and_knows_only_the_penalty():
     generated_BV = jnp.array([[0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]], bool)
     token_B, _ = draw(logits_BV, jax.random.split(jax.random.key(0), 3), greedy, generated_BV)
     assert (token_B.tolist(), token_B.dtype) == ([1, 3, 1], jnp.int32)
-
-
-def kept_by_definition(p_V, name, setting):
-    """Ids that a filter must keep, and may keep where a comparison is too close for float32.
-
-    `setting` of a filter by mass is compared with the mass of all that is nearer than an id.
-    """
-    surprisal_V = -np.log(p_V)
-    entropy = np.sum(p_V * surprisal_V)
-    near = 1e-5
-    if name == "top_k":
-        margin_V = setting - np.array([np.sum(p_V > p) for p in p_V]) - 0.5
-    elif name == "min_p":
-        margin_V = p_V / p_V.max() - setting
-    elif name == "eta":
-        margin_V = p_V / min(setting, math.sqrt(setting) * math.exp(-entropy)) - 1
-    else:
-        distance_V = surprisal_V if name == "nucleus_p" else abs(surprisal_V - entropy)
-        before = [np.sum(p_V[distance_V < distance - near]) for distance in distance_V]
-        margin_V = setting - np.array(before)
-    return margin_V > near, margin_V > -near
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    # Quarters make ties.
-    st.lists(st.lists(st.integers(-12, 12), min_size=11, max_size=11), min_size=3, max_size=3),
-    st.sampled_from([1.0, 0.9731]),
-)
-def test_supports_are_those_of_the_definitions(quarters, scale):
-    logits_BV = np.float32(np.array(quarters) * (scale / 4))
-    for name, setting in {**ALL_FILTERS, "top_k": 4}.items():
-        p_BV = np.array(distribution(logits_BV, Params(**{name: setting})), np.float64)
-        for logits_V, p_V in zip(logits_BV, p_BV, strict=True):
-            full_V = scipy.special.softmax(logits_V.astype(np.float64))
-            must_V, may_V = kept_by_definition(full_V, name, setting)
-            kept_V = p_V > 0
-            assert np.all(kept_V[must_V]), name
-            assert not np.any(kept_V[~may_V]), name
-            full_V = np.where(kept_V, full_V, 0)
-            np.testing.assert_allclose(p_V, full_V / full_V.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +158,6 @@ def test_extreme_logits_give_distributions(temperature):
         assert np.all(np.take_along_axis(np.array(p_BV), np.array(token_B)[:, None], -1) > 0)
         assert np.all(np.isfinite(log_probability_B))
         assert token_B[3] == 2
-
-
-@pytest.mark.parametrize("params", [Params(temperature=0), Params(), Params(nucleus_p=0.9)])
-def test_logits_that_are_nan_are_not_hidden(params):
-    logits_BV = jnp.array([[0.0, jnp.nan, 1.0], [-jnp.inf] * 3, [0.0, 1.0, 2.0]])
-    token_B, log_probability_B = draw(logits_BV, jax.random.split(jax.random.key(0), 3), params)
-    assert np.isnan(log_probability_B).tolist() == [True, True, False]
-    assert np.all((np.array(token_B) >= 0) & (np.array(token_B) < 3))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about what XLA compiles for a CPU")

@@ -67,11 +67,6 @@ def content(board, tag):
     return board.Tensors(tag)[-1].tensor_proto.string_val[0]
 
 
-def texts(board):
-    tags = board.PluginTagToContent("text")
-    return {tag.removesuffix("/text_summary"): content(board, tag).decode() for tag in tags}
-
-
 def test_each_event_reaches_every_place(tmp_path):
     lines = []
     keys = {"config": {"learning_rate": 0.001}, "log_period": 1, "enable_tensorboard": True}
@@ -198,7 +193,8 @@ def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
     stream.emit("sample", step=0, text="# A sample\n</pre>")
     stream.close()
     board = tensorboard_of(tmp_path)
-    shown = texts(board)
+    tags = board.PluginTagToContent("text")
+    shown = {tag.removesuffix("/text_summary"): content(board, tag).decode() for tag in tags}
     assert shown.keys() == {"config", "num_model_parameters", "sample"}
     assert shown["num_model_parameters"] == "1,234"
     assert shown["sample"] == "    # A sample\n    </pre>"  # code in Markdown

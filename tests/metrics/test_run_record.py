@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.metrics.goodput import PARTS
 from MaxText.metrics.provenance import provenance
 from MaxText.metrics.run_record import read_run
+from tests.refusals import refused
 from tests.reports.run_files import RunFiles, completed
 
 
@@ -88,20 +88,16 @@ ROW = b'{"time": 1.0, "event": "step", "phase": "train", "attempt": 0, "step": 0
 )
 def test_rows_that_are_none(tmp_path, content, message):
     (tmp_path / "events.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_run(tmp_path)
+    refused(message, read_run, tmp_path)
 
 
 def test_mistakes_are_one_message(tmp_path):
-    with pytest.raises(UserError, match="none"):
-        read_run(tmp_path / "none")
-    with pytest.raises(UserError, match=r"events\.jsonl"):
-        read_run(tmp_path)
+    refused("none", read_run, tmp_path / "none")
+    refused(r"events\.jsonl", read_run, tmp_path)
     completed(tmp_path / "run")
     for text in ("steps: [1,\n", "just words\n"):
         (tmp_path / "run" / "config.yml").write_text(text)
-        with pytest.raises(UserError, match=r"config\.yml"):
-            read_run(tmp_path / "run")
+        refused(r"config\.yml", read_run, tmp_path / "run")
 
 
 def train(run, first, end):

@@ -13,7 +13,6 @@ from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, StepMetrics
 from MaxText.metrics.tables import short_time
-from MaxText.reports.report_writer import write_loss_curve
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 
@@ -132,15 +131,6 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
         assert text in drawn
     else:
         assert lines == [text, report(5, 2.0).line()]
-
-
-def test_loss_curve_is_drawn_from_the_records(run):
-    assert write_loss_curve(run.write()) is None
-    run.steps(0, 300, every=50, nan_at=20)
-    path = write_loss_curve(run.write())
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().length > 20_000
 
 
 def test_the_configured_steps_are_traced(tmp_path):

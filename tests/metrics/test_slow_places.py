@@ -1,8 +1,5 @@
 """Trackers and buckets that are slow, hang or fail: the run goes on, and its rows stay in order."""
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -17,7 +14,7 @@ from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.runtime import processes
-from tests.house.sources import REPOSITORY
+from tests.runtime.child_programs import ended, started
 
 
 @pytest.fixture(autouse=True)
@@ -132,11 +129,9 @@ def test_a_thread_that_hangs_does_not_keep_the_process():
             return 75
         processes.run(main)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.count("warning")) == (75, 1), done.stderr
+    with started(program) as process:
+        code, output = ended(process)
+    assert (code, output.count("warning")) == (75, 1), output
 
 
 @pytest.fixture

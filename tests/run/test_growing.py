@@ -18,13 +18,13 @@ from tests.conversion.small_folders import random, write
 from tests.growth.growing import (
     by_name,
     config_of,
-    grow,
     grow_by,
     logits_of,
     program,
     save,
     stored_in,
 )
+from tests.refusals import refused
 from tests.small_models import random_batch
 
 
@@ -84,16 +84,6 @@ def test_the_run_that_is_written(small, tmp_path):
     assert lineage[-1].growth == lineage[0].growth == result.resolved.record
 
 
-def test_the_same_numbers_as_a_run_that_grows(small, tmp_path):
-    folder, _, _ = small
-    made(folder, tmp_path / "large", "slot_num=10")
-    grown = grow(tmp_path / "run", folder, slot_num=10)
-    written = params_of(tmp_path / "large")
-    for name, array in grown.params.items():
-        # Both are drawn by the same seed, in programs that are compiled apart.
-        np.testing.assert_allclose(written[name], array, rtol=1e-6, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -115,8 +105,7 @@ def test_what_is_refused(small, tmp_path, arguments, problem):
 def test_a_run_without_configuration(small, tmp_path):
     _, config, state = small
     source = save(tmp_path / "small", config, state, {"config": {}})
-    with pytest.raises(UserError, match=r"CONFIG\.yml from="):
-        made(source, tmp_path / "large", "slot_num=10")
+    refused(r"CONFIG\.yml from=", made, source, tmp_path / "large", "slot_num=10")
     assert stored_in(source).try_metadata()["config"] == {}
 
 
@@ -140,5 +129,4 @@ def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
         np.testing.assert_array_equal(array, deep[name].astype(array.dtype), err_msg=name)
     assert grown.start.source == f"parameters grown from {folder}"
     wider = configure(**{**flatten(config), "base_mlp_dim": 48})
-    with pytest.raises(UserError, match=r"(?s)other shape layers/mlp.*config\.yml"):
-        grow_by(tmp_path / "wider", wider)
+    refused(r"(?s)other shape layers/mlp.*config\.yml", grow_by, tmp_path / "wider", wider)

@@ -20,6 +20,7 @@ from tests.checkpointing.small_state import (
     start,
     update,
 )
+from tests.refusals import refused
 
 
 def with_sgd():
@@ -75,16 +76,13 @@ def test_given_paths(tmp_path, saved_run, place, step):
 
 def test_refused_paths(tmp_path, saved_run):
     section = CheckpointingConfig(load_parameters_path=str(saved_run[0] / "checkpoints" / "3"))
-    with pytest.raises(UserError, match=r"(?s)^load_parameters_path.* 0, 2, 4"):
-        start(tmp_path / "new", section)
+    refused(r"(?s)^load_parameters_path.* 0, 2, 4", start, tmp_path / "new", section)
     section = CheckpointingConfig(load_parameters_path="a", load_full_state_path="b")
-    with pytest.raises(UserError, match="load_full_state_path and load_parameters_path"):
-        start(tmp_path, section)
+    refused("load_full_state_path and load_parameters_path", start, tmp_path, section)
     checkpoints = CheckpointManager(tmp_path / "newer" / "checkpoints", CheckpointingConfig())
     checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
     checkpoints.close()
-    with pytest.raises(UserError, match="schema 10000"):
-        start(tmp_path / "newer")
+    refused("schema 10000", start, tmp_path / "newer")
 
 
 @pytest.mark.parametrize("key", ["", "load_full_state_path", "load_parameters_path"])

@@ -40,21 +40,6 @@ def opened(folder):
         yield open_it
 
 
-def test_saved_kept_and_restored(folder, opened):
-    checkpoints = opened(max_to_keep=2, keep_period=4)
-    state, kept = save_steps(checkpoints, fresh_state(), [0, 2, 4, 6, 7])
-    assert checkpoints.steps() == [0, 4, 6, 7]
-    assert not [path for path in folder.iterdir() if path.name == "2"]
-    again = opened()
-    assert again.latest_step() == 7
-    for step in (4, 7):
-        restored, position, metadata = again.restore(step, abstract(state))
-        assert_bit_equal(restored, kept[step])
-        assert position == {"step": step + 1}
-        assert metadata["config"]["base_emb_dim"] == 8
-    assert checkpoint_files.resolve_checkpoint(str(folder.parent), "load_parameters_path").step == 7
-
-
 def test_a_save_that_was_killed_is_not_there(folder, opened):
     state, kept = save_steps(opened(), fresh_state(), [0, 1])
     # What a kill leaves: everything but the mark, which is written last.

@@ -1,19 +1,17 @@
 """The lock of a run folder in a bucket."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from MaxText import exit_codes
 from MaxText.storage.lease import Lease
-from tests import programs
 from tests.refusals import refused
-from tests.runtime.child_programs import ended, wait_for
+from tests.runtime.child_programs import ended, started, wait_for
 from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
@@ -46,24 +44,15 @@ def hold(lock):
 
 
 @pytest.fixture
-def start(lock, tmp_path):
-    (tmp_path / "holder.py").write_text(HOLDER)
-    started = []
+def start(lock):
+    with contextlib.ExitStack() as stack:
 
-    def start(seconds):
-        process = programs.popen(
-            [sys.executable, str(tmp_path / "holder.py"), lock, seconds],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        started.append(process)
-        wait_for(process, "held")
-        return process
+        def start(seconds):
+            process = stack.enter_context(started(HOLDER, lock, seconds))
+            wait_for(process, "held")
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        with process:
-            pass
+        yield start
 
 
 def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, lock, emulator):
