@@ -12,6 +12,7 @@ from MaxText.experiments import comparison_results, execution
 from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.comparison_results import RunResult, group_results
 from MaxText.experiments.seed_statistics import (
+    CONFIDENCE,
     Estimate,
     format_difference,
     holm_corrected,
@@ -42,6 +43,22 @@ def test_holm_corrects_p_values_for_their_number():
     assert [one.p_value for one in found.values()] == pytest.approx([0.04, None, 0.03, 0.04])
 
 
+@pytest.mark.parametrize("num_configs", [2, 4])
+def test_equal_configurations_differ_in_one_set_of_twenty(num_configs):
+    """A/A: without a true difference, 5 % of the sets have a significant one."""
+    generator, num_false, count = np.random.default_rng(0), 0, 400
+    labels = [f"c{number}" for number in range(num_configs)]
+    for _ in range(count):
+        of_seed = generator.normal(4.0, 0.1, 3)  # the order of the data, which pairing cancels
+        losses = of_seed + generator.normal(0.0, 0.02, (num_configs, 3))
+        found = results(
+            {name: dict(enumerate(of)) for name, of in zip(labels, losses, strict=True)}
+        )
+        groups = group_results(labels, found)
+        num_false += any(group.difference.is_significant for group in groups[1:])
+    assert num_false / count == pytest.approx(1 - CONFIDENCE, abs=0.015)
+
+
 def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
     values = {
         "config": config, "seed": seed, "state": "diverged" if loss is None else "completed",
@@ -61,6 +78,15 @@ def plan(**fields) -> Plan:
     question = ComparisonSpec("tokens", None, {}, 0.02, 1)
     labels = ("a", "b", "c")
     return Plan(Path("x"), question, {}, planned=dict.fromkeys(labels, planned), seeds=(0, 1, 2))
+
+
+def test_groups_have_means_and_differences_to_the_first():
+    a, b = group_results(["a", "b"], results())
+    assert (a.loss.mean, a.loss.std) == (pytest.approx(4.1), pytest.approx(0.1))
+    assert a.difference is None
+    assert a.perplexity == pytest.approx(math.exp(4.1))
+    assert b.difference.mean == pytest.approx(-(0.5 + 0.6 + 0.5) / 3)
+    assert b.mean("tokens_per_second") == 320.0
 
 
 def test_diverged_runs_are_counted_and_in_no_mean():
