@@ -80,15 +80,6 @@ def plan(**fields) -> Plan:
     return Plan(Path("x"), question, {}, planned=dict.fromkeys(labels, planned), seeds=(0, 1, 2))
 
 
-def test_groups_have_means_and_differences_to_the_first():
-    a, b = group_results(["a", "b"], results())
-    assert (a.loss.mean, a.loss.std) == (pytest.approx(4.1), pytest.approx(0.1))
-    assert a.difference is None
-    assert a.perplexity == pytest.approx(math.exp(4.1))
-    assert b.difference.mean == pytest.approx(-(0.5 + 0.6 + 0.5) / 3)
-    assert b.mean("tokens_per_second") == 320.0
-
-
 def test_diverged_runs_are_counted_and_in_no_mean():
     a, b = group_results(["a", "b"], results({"a": {0: 4.0, 1: 4.2}, "b": {0: 3.5, 1: None}}))
     assert (b.loss.count, b.loss.mean, b.diverged, b.difference.count) == (1, 3.5, 1, 1)
