@@ -178,7 +178,11 @@ def _restore_arrays(
         restored = jax.tree.leaves(
             _restore(stored, structure.unflatten(items), structure.unflatten(arguments), limits)
         )
-        read = {names[i]: restored[i] for i in sorted(group)}
+        # One replica's arrays are broadcast as sums, which makes booleans integers.
+        read = {
+            names[i]: restored[i].astype(dtypes.get(names[i], leaves[i].dtype))
+            for i in sorted(group)
+        }
         if checksums is not None and (mismatch := first_mismatch(array_checksums(read), checksums)):
             raise CheckpointCorruptedError(mismatch)
         for i in sorted(group):
