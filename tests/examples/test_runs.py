@@ -47,8 +47,8 @@ def runs(tmp_path, users_environment):
     runs = fault_injection.FaultInjection(
         place, users_environment | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen
     )
-    text = (place / "fault_injection.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
-    (place / "fault_injection.yml").write_text(f"{text}layer_pattern: G*\n")
+    text = (place / "kills.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
+    (place / "kills.yml").write_text(f"{text}layer_pattern: G*\n")
     return runs
 
 
@@ -75,7 +75,7 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
         assert found.returncode == 0, found.stdout + found.stderr
         return found.stdout
 
-    config = str(tmp_path / "kills" / "fault_injection.yml")
+    config = str(tmp_path / "kills" / "kills.yml")
     shown = done(
         "decode.py", f"load_parameters_path={killed}", IMPORT, "prompt=def f", "max_new_tokens=8",
         "decode_ignore_eos=true",
