@@ -178,9 +178,9 @@ def _restore_arrays(
         restored = jax.tree.leaves(
             _restore(stored, structure.unflatten(items), structure.unflatten(arguments), limits)
         )
-        # One replica's arrays are broadcast as sums, which makes booleans integers.
+        # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
         read = {
-            names[i]: restored[i].astype(dtypes.get(names[i], leaves[i].dtype))
+            names[i]: restored[i].astype(bool) if leaves[i].dtype == bool else restored[i]
             for i in sorted(group)
         }
         if checksums is not None and (mismatch := first_mismatch(array_checksums(read), checksums)):

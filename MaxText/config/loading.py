@@ -18,7 +18,13 @@ from MaxText.config import axis_rules, config_files, import_modules, layer_kinds
 from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.problems import (
+    ConfigurationError,
+    Problem,
+    close_matches,
+    close_matches_fact,
+    nearest_fact,
+)
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
@@ -222,8 +228,7 @@ def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", places)
-    nearest = (("nearest", ", ".join(close)),) if close else ()
-    facts = (*nearest, ("all keys", "configs/base.yml, or --help"))
+    facts = (*nearest_fact(close), ("all keys", "configs/base.yml, or --help"))
     return Problem(f"{name}: unknown key", places, facts)
 
 

@@ -65,8 +65,13 @@ def close_matches_fact(
     name: str, known: Iterable[str], form: str = "{}"
 ) -> tuple[tuple[str, str], ...]:
     """Returns the nearest names as a fact of a problem, if any."""
-    close = close_matches(name, known)
-    return (("nearest", ", ".join(map(form.format, close))),) if close else ()
+    return nearest_fact(close_matches(name, known), form)
+
+
+def nearest_fact(close: Iterable[str], form: str = "{}") -> tuple[tuple[str, str], ...]:
+    """Returns names as a fact of a problem, if any."""
+    names = ", ".join(map(form.format, close))
+    return (("nearest", names),) if names else ()
 
 
 def _sorted_words(name: str) -> str:
