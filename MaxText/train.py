@@ -99,11 +99,11 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     start_up.assert_same_config(flatten(config))
-    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
-    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
+    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
     eval_batch_size = mesh.microbatch_size(
-        config.batch, layout, evaluation.eval_per_device_batch_size
+        config.batch, sharding, evaluation.eval_per_device_batch_size
     )
 
     # --- Model and optimizer ----------------------------------------------------------------------
@@ -116,10 +116,10 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
     config, config_flat = growth.config, flatten(growth.config)
-    built = setup_train(config, layout, growth.existing_slots, growth.old_slots_learning_rate)
+    built = setup_train(config, sharding, growth.existing_slots, growth.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
-    details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
+    details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
     print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *growth.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.layers.batch import batch_shapes
 
     length, sizes = model.section.shape.max_target_length, config.batch
-    plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, layout, size))
+    plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size))
     check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_batch_size, *layout.batch_slice(), stop.is_pending
+        config, plan, eval_batch_size, *sharding.batch_slice(), stop.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
@@ -140,16 +140,16 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
     train_step = ShapeSpecializedStep(
-        lambda shapes: layout.compile_step(
+        lambda shapes: sharding.compile_step(
             built.step, abstract_state, shapes, built.compiler_options
         ),
-        load_compiled(config, model.section, layout, abstract_state),
+        load_compiled(config, model.section, sharding, abstract_state),
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
     shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
-    compiling = ThreadPoolExecutor(1).submit(train_step.prepare, layout.abstract_batch(shapes))
-    eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
+    compiling = ThreadPoolExecutor(1).submit(train_step.prepare, sharding.abstract_batch(shapes))
+    eval_step = sharding.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.compatibility import checkpoint_metadata
@@ -160,7 +160,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         checkpoints,
         config.checkpoint,
         abstract_state,
-        lambda: layout.init_state(
+        lambda: sharding.init_state(
             built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,
@@ -193,7 +193,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
-        config, layout, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
+        config, sharding, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
         checkpoints, metadata, records, rollback, watchdog, stop, log,
         start.state, start.first_step, last_step,
     )  # fmt: skip
@@ -220,7 +220,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         else:
             watchdog.enter("finish")
             write_final_artifacts(
-                run_folder, config, records, train_batches, built, training.state, layout,
+                run_folder, config, records, train_batches, built, training.state, sharding,
                 training.eval_loss,
             )  # fmt: skip
             end.reason = loop.COMPLETED

@@ -57,7 +57,7 @@ class Program:
 
     config: Config  # with `auto` in the model section resolved
     choices: tuple[str, ...]  # one line for each `auto`
-    layout: ShardingPlan  # mesh and sharding rules
+    sharding: ShardingPlan  # mesh and sharding rules
     sizes: MeshSizes  # mesh sizes within and across slices
     model: Model
     rows: int  # B of a microbatch over all devices
@@ -66,11 +66,11 @@ class Program:
 
     @property
     def platform(self) -> str:
-        return self.layout.mesh.devices.flat[0].platform
+        return self.sharding.mesh.devices.flat[0].platform
 
     @property
     def num_devices(self) -> int:
-        return self.layout.mesh.size
+        return self.sharding.mesh.size
 
     @property
     def num_microbatches(self) -> int:
@@ -90,7 +90,7 @@ class Program:
         """Shapes and shardings of the TrainState."""
         config, section = self.config, _weights_of(self.config.model)
         shapes = _state_shapes(section, config.optimizer, config.schedule, config.guard)
-        return self.layout.with_shardings(shapes, self.model.parameters)
+        return self.sharding.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -99,7 +99,7 @@ class Program:
         Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
         before use. A pipeline stage has its own layers between embedding and head.
         """
-        return abstract_model(_local(self.model.section, self.layout))
+        return abstract_model(_local(self.model.section, self.sharding))
 
     @functools.cached_property
     def model_of_all_stages(self) -> Model:
@@ -111,11 +111,11 @@ class Program:
 
     @property
     def local_rows(self) -> int:
-        return self.rows // self.layout.num_batch_parts
+        return self.rows // self.sharding.num_batch_parts
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        num_stages = self.layout.mesh.shape["stage"]
+        num_stages = self.sharding.mesh.shape["stage"]
         return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
@@ -124,7 +124,7 @@ class Program:
 
     @property
     def local_tokens(self) -> int:
-        return self.local_rows * self.length // self.layout.num_length_parts
+        return self.local_rows * self.length // self.sharding.num_length_parts
 
     @property
     def num_hidden_parts(self) -> int:
@@ -134,7 +134,7 @@ class Program:
         """
         d = self.config.model.shape.dimensions.emb_dim
         shape = self.rows, self.length, d
-        shard = self.layout.sharding(HIDDEN, shape).shard_shape(shape)
+        shard = self.sharding.named_sharding(HIDDEN, shape).shard_shape(shape)
         return self.local_tokens * d // math.prod(shard)
 
     @property
@@ -151,7 +151,7 @@ class Program:
         than parts, these are the first tokens; step_time.context_parallel_attention_flops adds
         pairs with the other parts.
         """
-        parts = self.layout.num_length_parts
+        parts = self.sharding.num_length_parts
         rows = math.gcd(self.local_rows, parts)
         sizes = self.local_rows // rows, self.length * rows // parts
         return batch_shapes(*sizes, with_documents=False)
@@ -167,28 +167,35 @@ def make_program(
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
-    layout = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
-    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
-    assumes_cudnn = _assumes_cudnn(config.model, section, layout)
+    sharding = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
+    section, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
+    assumes_cudnn = _assumes_cudnn(config.model, section, sharding)
     if assumes_cudnn:
         choices = [line for line in choices if not line.startswith("attention: ")]
         choices.append("attention: flash (assumes that cuDNN has a kernel for it)")
     config = config.model_copy(update={"model": section})
-    rows = microbatch_size(config.batch, layout)
-    microbatch_size(config.batch, layout, config.evaluation.eval_per_device_batch_size)
+    rows = microbatch_size(config.batch, sharding)
+    microbatch_size(config.batch, sharding, config.evaluation.eval_per_device_batch_size)
     length = section.shape.max_target_length
-    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, layout, size))
-    check_lengths(length, config.batch, layout)
+    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
+    check_lengths(length, config.batch, sharding)
     return Program(
-        config, tuple(choices), layout, sizes, abstract_model(section), rows, length, assumes_cudnn
+        config,
+        tuple(choices),
+        sharding,
+        sizes,
+        abstract_model(section),
+        rows,
+        length,
+        assumes_cudnn,
     )
 
 
-def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, layout: ShardingPlan) -> bool:
+def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
-    if layout.mesh.devices.flat[0].platform != "gpu":
+    if sharding.mesh.devices.flat[0].platform != "gpu":
         return False
-    parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
+    parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
     refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", parts, stages)
     return asked.attention.attention in ("autoselected", "flash") and refused is None
 
@@ -232,14 +239,14 @@ def _state_shapes(
     return jax.eval_shape(initialize, jax.random.key(0))
 
 
-def _local(section: ModelConfig, layout: ShardingPlan) -> ModelConfig:
+def _local(section: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
     def part(name: str, size: int) -> int:
         # Activation axes: weights sharded on their own are gathered before use.
         name = f"activation_{name}"
-        return layout.sharding((name,), (size,)).shard_shape((size,))[0]
+        return sharding.named_sharding((name,), (size,)).shard_shape((size,))[0]
 
     d = section.shape.dimensions
-    num_layers = d.num_layers // layout.mesh.shape["stage"]
+    num_layers = d.num_layers // sharding.mesh.shape["stage"]
     heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
     shape = section.shape.model_copy(
         update={

@@ -31,7 +31,7 @@ def train_compile(
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
     show(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
     planned = lower_train_step(config, devices)
-    show("\n".join([f"mesh: {planned.layout.words}", *planned.lines]))
+    show("\n".join([f"mesh: {planned.sharding.mesh_sizes}", *planned.lines]))
     stages, stage = planned.plan.stages, planned.plan.stages[-1]
     last = f", the last of {len(stages)} stages" if len(stages) > 1 else ""
     show(f"batch: {planned.plan.rows(stage)} x {stage.length} tokens{last}")
@@ -96,8 +96,8 @@ def cost_lines(
     planned: LoweredStep, compiled: jax.stages.Compiled, program: HloModule
 ) -> list[str]:
     """Returns FLOPs, bytes, collectives and time of a step."""
-    layout, stage = planned.layout, planned.plan.stages[-1]
-    num_devices = layout.mesh.size
+    sharding, stage = planned.sharding, planned.plan.stages[-1]
+    num_devices = sharding.mesh.size
     tokens = stage.samples * planned.plan.window
     count = count_flops(planned.model, stage.length)
     tflops = count.tflops(tokens / num_devices)
@@ -106,7 +106,7 @@ def cost_lines(
         f"FLOPs of a step per device, by formula: {tflops:,.4g} TFLOP "
         f"({count.per_token / 1e6:,.3f} MFLOP x {tokens:,} tokens / {num_devices} devices)",
     ]
-    peak = datasheet_peak(layout.mesh.devices.flat[0].device_kind)
+    peak = datasheet_peak(sharding.mesh.devices.flat[0].device_kind)
     if peak is not None:
         lines.append(
             f"at {peak.tflops:g} TFLOP/s ({peak.source}) a step takes at least "

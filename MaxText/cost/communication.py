@@ -50,7 +50,7 @@ class CommCost:
 
 def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
     """Returns the communication of a step over mesh axes of several devices."""
-    mesh = program.layout.mesh
+    mesh = program.sharding.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
         return []
@@ -66,12 +66,12 @@ def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
 
 
 def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
-    layout, parameters = program.layout, program.model.parameters
+    sharding, parameters = program.sharding, program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
-    shape = layout.mesh.shape
+    shape = sharding.mesh.shape
     schedule = program.schedule
-    batch = [axis for axis in (*layout.batch_axes, *layout.length_axes) if shape[axis] > 1]
-    for name, sharding in layout.parameter_shardings(parameters).items():
+    batch = [axis for axis in (*sharding.batch_axes, *sharding.length_axes) if shape[axis] > 1]
+    for name, weight in sharding.parameter_shardings(parameters).items():
         info = parameters[name]
         num_bytes = info.size * width
         turns = 1.0  # gathers per use of all layers
@@ -81,10 +81,10 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
         # Each stage's embedding and head have gradients of their own.
         if schedule is not None and (schedule.num_repeats > 1 or not in_layers):
             share = (schedule.num_stages - 1) / schedule.num_stages
-            shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+            shard = math.prod(weight.shard_shape(info.shape)) * info.dtype.itemsize
             bytes_of["stage"] += 2 * program.num_microbatches * shard * share
         split: list[str] = []
-        for logical, axes in zip(info.logical_axes, sharding.spec, strict=False):
+        for logical, axes in zip(info.logical_axes, weight.spec, strict=False):
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 if axis in batch and logical != "exp":
                     split.append(axis)
@@ -107,7 +107,7 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 def _tensor_bytes(program: Program) -> float:
     """Returns the bytes over the tensor axis per microbatch."""
-    section, layout = program.config.model, program.layout
+    section, sharding = program.config.model, program.sharding
     parameters = program.model.parameters
     layers = section.shape.dimensions.num_layers
     sums, again = 0.0, 0.0
@@ -115,7 +115,7 @@ def _tensor_bytes(program: Program) -> float:
         axes = [name for name in info.logical_axes if name != "layers"]
         contracted = axes[: info.num_in_dims]
         sizes = info.shape[len(info.logical_axes) - len(axes) :]
-        spec = layout.sharding(axes, sizes).spec
+        spec = sharding.named_sharding(axes, sizes).spec
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
         times = info.shape[0] if "layers" in info.logical_axes else 1
@@ -126,7 +126,7 @@ def _tensor_bytes(program: Program) -> float:
     policy = section.memory.remat_policy
     # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
     number = 2 * sums + 2 + (again if policy in _RECOMPUTE_OUT_PROJ else 0)
-    n = layout.mesh.shape["tensor"]
+    n = sharding.mesh.shape["tensor"]
     return 2 * number * program.state_bytes * (n - 1) / n
 
 
@@ -149,7 +149,7 @@ def _expert_bytes(program: Program) -> float:
     filled = experts.num_experts * capacity / group
     layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
     passes = 3 if section.memory.remat_policy in _RECOMPUTE_QKV else 2
-    n = program.layout.mesh.shape["expert"]
+    n = program.sharding.mesh.shape["expert"]
     return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
 
 
@@ -160,7 +160,7 @@ def _context_bytes(program: Program) -> float:
     width = np.dtype(section.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
     layers = len(softmax_windows(section))
-    others = program.layout.mesh.shape["context"] - 1
+    others = program.sharding.mesh.shape["context"] - 1
     forward = 2 if section.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":
         return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)

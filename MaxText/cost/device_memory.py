@@ -118,7 +118,7 @@ def out_of_memory(target: CompileTarget, planned: LoweredStep, error: BaseExcept
     """Returns an error if compilation ran out of memory."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
     arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
-    where = f"unsharded, over all {planned.layout.mesh.size} devices, before fusion"
+    where = f"unsharded, over all {planned.sharding.mesh.size} devices, before fusion"
     return _oom_message(target, planned, _before_compilation(planned), arrays, where, needs)
 
 
@@ -165,12 +165,12 @@ def _advice(
     memory: MemoryBreakdown,
     arrays: Sequence[LargeBuffer],
 ) -> list[str]:
-    section, batch, layout = planned.model.section, planned.config.batch, planned.layout
+    section, batch, sharding = planned.model.section, planned.config.batch, planned.sharding
     lines = []
     limit = usable_bytes(target)
     if limit and memory.arguments + memory.gradients > limit:
         lines.append("parameters, optimizer state and gradients alone exceed device memory")
-        if layout.mesh.shape["data"] > 1:
+        if sharding.mesh.shape["data"] > 1:
             lines.append("ici_data_parallelism=1 ici_fsdp_parallelism=-1: shard the weights")
     else:
         if section.memory.remat_policy != "full":
@@ -186,13 +186,13 @@ def _advice(
         if whole and any(of.count(length) >= 2 for of in sizes):
             lines.append("attention=autoselected: compute scores in a kernel, or in blocks")
         rows = batch.per_device_batch_size
-        if rows * layout.mesh.size / 2 >= layout.num_batch_parts:
+        if rows * sharding.mesh.size / 2 >= sharding.num_batch_parts:
             lines.append(
                 f"per_device_batch_size={rows / 2:g} "
                 f"gradient_accumulation_steps={2 * batch.gradient_accumulation_steps}: the same "
                 "batch in more microbatches"
             )
-    if not layout.optimizer_state_axis and layout.mesh.shape["data"] > 1:
+    if not sharding.optimizer_state_axis and sharding.mesh.shape["data"] > 1:
         lines.append("shard_optimizer_over_data=true: each replica keeps a shard of the moments")
     optimizer, (condition,) = planned.config.optimizer, all_keys()["mu_dtype"].conditions
     if optimizer.opt_type in condition["opt_type"] and not optimizer.mu_dtype:

@@ -24,7 +24,7 @@ def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
     lines = [
         f"hardware: {plan.hardware.describe()}, {plan.hardware.memory / _GB:.1f} GB per device, "
         f"{plan.time.peak.tflops:.3g} TFLOP/s ({plan.time.peak.source})",
-        f"model: {program.model.num_parameters:,} parameters; mesh: {program.layout.words}; "
+        f"model: {program.model.num_parameters:,} parameters; mesh: {program.sharding.mesh_sizes}; "
         f"remat_policy={section.memory.remat_policy}, scan_layers={section.memory.scan_layers}",
         f"step: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
         f"= {program.tokens_per_update:,} tokens",
@@ -158,7 +158,7 @@ def _interval(low: float, high: float) -> str:
 
 
 def _mesh_words(program: Program) -> str:
-    words = program.layout.words
+    words = program.sharding.mesh_sizes
     sizes = zip(MESH_AXES, program.sizes.dcn, strict=True)
     if across := [f"{axis} {size}" for axis, size in sizes if size > 1]:
         words += f"; across slices {', '.join(across)}"

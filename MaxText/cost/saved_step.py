@@ -27,7 +27,7 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
         ) from error
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
     facts = step_fingerprint.fingerprint(
-        planned.config, planned.model.section, planned.layout, planned.state
+        planned.config, planned.model.section, planned.sharding, planned.state
     )
     kept = {
         "run": facts,
@@ -38,7 +38,7 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
 
 
 def load_compiled(
-    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
+    config: Config, section: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> Callable[[Any], Callable | None] | None:
     """Returns a function from batch shapes to the saved step, if any.
 
@@ -51,7 +51,7 @@ def load_compiled(
         return None
     kept, executable = serialized_executable.read(path)
     different = step_fingerprint.differences(
-        kept["run"], step_fingerprint.fingerprint(config, section, layout, state)
+        kept["run"], step_fingerprint.fingerprint(config, section, sharding, state)
     )
     if different:
         more = len(different) - _SHOWN
@@ -67,7 +67,7 @@ def load_compiled(
         if step_fingerprint.describe(batch) != kept["batch"]:
             return None
         out_tree = jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0)))
-        devices = list(layout.mesh.devices.flat)
+        devices = list(sharding.mesh.devices.flat)
         try:
             return serialize_executable.deserialize_and_load(
                 executable,

@@ -88,7 +88,7 @@ def min_memory(program: Program) -> float:
     params = _bytes(state.params, size_of)
     given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
     d = section.shape.dimensions
-    layers = d.num_layers // program.layout.mesh.shape["stage"]
+    layers = d.num_layers // program.sharding.mesh.shape["stage"]
     width = np.dtype(section.numerics.dtype).itemsize
     hidden = layers * program.local_tokens * d.emb_dim * width / program.num_hidden_parts
     return given + max(params, hidden)
@@ -118,7 +118,7 @@ def _trace_turns(program: Program) -> Traced:
 
     A device has its share of every array.
     """
-    num_stages = program.layout.mesh.shape["stage"]
+    num_stages = program.sharding.mesh.shape["stage"]
     if num_stages == 1:
         return trace(program)
     size = program.local_rows, program.local_tokens // program.local_rows
@@ -129,7 +129,7 @@ def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
     weights = tuple(_gathered(program, name) for name in names)
-    rules, num_hidden_parts = program.layout.rules, program.num_hidden_parts
+    rules, num_hidden_parts = program.sharding.rules, program.num_hidden_parts
     return _trace(
         model.section, size, program.platform, rules, weights, num_hidden_parts, num_stages,
         program.assumes_cudnn,
@@ -181,10 +181,10 @@ def _gathered(program: Program, name: str) -> float:
     axes = program.model.parameters[name].logical_axes
     if "exp" not in axes:
         return 1.0
-    spec = program.layout.parameter_shardings(program.model.parameters)[name].spec
+    spec = program.sharding.parameter_shardings(program.model.parameters)[name].spec
     found = spec[axes.index("exp")] or ()
     split = (found,) if isinstance(found, str) else found
-    return 1 / math.prod(program.layout.mesh.shape[axis] for axis in split)
+    return 1 / math.prod(program.sharding.mesh.shape[axis] for axis in split)
 
 
 def _converted_bytes(program: Program) -> float:
@@ -193,7 +193,7 @@ def _converted_bytes(program: Program) -> float:
     width = np.dtype(section.numerics.dtype).itemsize
     if section.memory.scan_layers is not True:
         return 0.0
-    shardings = program.layout.parameter_shardings(parameters)
+    shardings = program.sharding.parameter_shardings(parameters)
     return sum(
         math.prod(shardings[name].shard_shape(info.shape)) * float(width)
         for name, info in parameters.items()
@@ -203,14 +203,16 @@ def _converted_bytes(program: Program) -> float:
 
 def _update_bytes(program: Program) -> float:
     """Returns the optimizer's working bytes besides gradients."""
-    state, layout = program.abstract_state, program.layout
+    state, sharding = program.abstract_state, program.sharding
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
-    alike = ShardingPlan(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
+    alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(
+        state, program.model.parameters
+    )
     leaves, structure = jax.tree.flatten((state.params, state.opt_state))
     shardings = jax.tree.leaves((alike.params, alike.opt_state))
     shards = tuple(
-        (sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
+        (named.shard_shape(leaf.shape), leaf.dtype)
+        for leaf, named in zip(leaves, shardings, strict=True)
     )
     return _bytes_of_update(program.optimizer, structure, shards, program.platform)
 

@@ -119,7 +119,7 @@ def context_parallel_attention_flops(program: Program) -> float:
     With fewer sequences than parts the trace has too few keys. Under a causal mask the last part of
     a sequence sees more than the mean, except in a balanced ring. 0 for unsplit sequences.
     """
-    parts = program.layout.num_length_parts
+    parts = program.sharding.num_length_parts
     if parts == 1:
         return 0.0
     section = program.local_model.section

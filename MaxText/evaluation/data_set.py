@@ -65,10 +65,10 @@ def score_data_set(
     Raises UserError for batches that the devices do not divide, or unreadable data.
     """
     per_device = config.evaluation.eval_per_device_batch_size
-    batch_size = mesh.microbatch_size(config.batch, trained.layout, per_device)
+    batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
     objective = trained.model.section.objective
     counts_correct = config.masking.mlm_training
-    step = trained.layout.jit(make_score_step(trained.model, count_correct=counts_correct))
+    step = trained.sharding.jit(make_score_step(trained.model, count_correct=counts_correct))
     compiled: dict[Any, Any] = {}  # by structure of the batch
 
     def score(source: OpenDataSource | None) -> SourceScore:
@@ -90,7 +90,7 @@ def score_data_set(
         def outputs() -> Iterator[LossTotals]:
             nonlocal compiling
             for number, batch in enumerate(batches, 1):
-                placed = trained.layout.to_global_batch(batch, batch_size)
+                placed = trained.sharding.to_global_batch(batch, batch_size)
                 kind = jax.tree.structure(placed)
                 if kind not in compiled:
                     compile_began = time.perf_counter()
@@ -130,7 +130,7 @@ def _placed_tables(byte_counts: TokenByteCounts | None, trained: TrainedModel) -
         table[: len(known)] = known[: len(table)]
     counts_V, has_dummy_prefix_V = tables
     placed = counts_V, has_dummy_prefix_V.astype(bool)
-    return TokenByteCounts(*jax.device_put(placed, trained.layout.replicated))
+    return TokenByteCounts(*jax.device_put(placed, trained.sharding.replicated))
 
 
 def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def _score_tasks(
 
 
 def _described(trained: TrainedModel) -> dict[str, Any]:
-    devices = trained.layout.mesh.devices.flat
+    devices = trained.sharding.mesh.devices.flat
     return {
         "weights": trained.source,
         "folder": trained.folder,

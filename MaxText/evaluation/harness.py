@@ -220,7 +220,7 @@ class MaxTextLM(TemplateLM):
 
         @functools.cache
         def engine_for(sampling: "SamplingParams") -> Engine:
-            return Engine(trained.model, parts, trained.layout, sampling, num_ids=self._num_ids)
+            return Engine(trained.model, parts, trained.sharding, sampling, num_ids=self._num_ids)
 
         return engine_for
 
@@ -250,7 +250,7 @@ class MaxTextLM(TemplateLM):
             engine_for(_sampling_params(kwargs)),
             [(self.tok_encode(context) or [self._prefix_id])[-room:] for context in contexts],
             StoppingCriteria(max_new_tokens, self._eos_ids | {self._eot_id}, tuple(until)),
-            batch_size=microbatch_size(config.batch, self._trained.layout, per_device),
+            batch_size=microbatch_size(config.batch, self._trained.sharding, per_device),
             seed=config.decoding.decode_seed,
             decode=self._text_tokenizer.decode_all,
         )

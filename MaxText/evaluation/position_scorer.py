@@ -54,17 +54,17 @@ class PositionScorer:
     def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
         """Compiles nothing yet. Without `mask_ids`, inputs get no mask and no CLS."""
         section = trained.model.section
-        config, layout = trained.config, trained.layout
+        config, sharding = trained.config, trained.sharding
         length = section.shape.max_target_length
         per_device = config.evaluation.eval_per_device_batch_size
         self._mask_ids = mask_ids
         self._before = [] if mask_ids is None or mask_ids.cls is None else [mask_ids.cls]
         self.window: int = length - len(self._before)
         self._max_length = length
-        self._num_tokens = microbatch_size(config.batch, layout, per_device) * length
-        self._num_parts = layout.num_batch_parts
+        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * length
+        self._num_parts = sharding.num_batch_parts
         self._sees_padding = not section.attention.causal
-        self._layout = layout
+        self._sharding = sharding
         self._params = trained.params
         score = functools.partial(
             _score_positions,
@@ -73,14 +73,14 @@ class PositionScorer:
             vocab=section.shape.vocab_size,
         )
         # Every host submits all requests and reads all outputs, which are small.
-        self._score_positions = layout.jit(score, out_shardings=layout.replicated)
+        self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)
 
     def score(self, requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreResult]]:
         """Yields results by batch, longest first. Requests have 1 to `window` ids."""
         waiting: tuple[list[int], Any] | None = None
         # Outputs are fetched one batch late, to keep the devices busy.
         for numbers, arrays, num_rows in self._batches(requests):
-            arrays = jax.device_put(arrays, self._layout.batch_sharding(num_rows))
+            arrays = jax.device_put(arrays, self._sharding.batch_sharding(num_rows))
             outputs = self._score_positions(self._params, *arrays)
             if waiting is not None:
                 yield _results(requests, *waiting)

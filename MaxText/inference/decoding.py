@@ -43,13 +43,13 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     output = JsonlWriter(section.decode_output_path, section.prompt_file)
     trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))
-    batch_size = microbatch_size(config.batch, trained.layout)
+    batch_size = microbatch_size(config.batch, trained.sharding)
     if jax.process_index() > 0:  # all hosts generate the same texts
         write, output = lambda text: None, JsonlWriter("", "")
     engine = Engine(
         trained.model,
         trained.model.unstack_params(trained.params),
-        trained.layout,
+        trained.sharding,
         sampling_params(section),
         num_ids=tokenizer.num_sampled_ids(config.model.shape.vocab_size),
     )
@@ -67,7 +67,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
 def write_sample(
     model: Model,
     params: Parameters,
-    layout: ShardingPlan,
+    sharding: ShardingPlan,
     config: Config,
     tokenizer_folder: Path,
     run_folder: Any,
@@ -80,7 +80,7 @@ def write_sample(
     section = config.decoding
     tokenizer = load_model_tokenizer(str(tokenizer_folder), config)
     num_ids = tokenizer.num_sampled_ids(model.section.shape.vocab_size)
-    engine = Engine(model, params, layout, sampling_params(section), num_ids=num_ids)
+    engine = Engine(model, params, sharding, sampling_params(section), num_ids=num_ids)
     ((_, completion),) = generate(
         engine,
         [tokenizer.encode(section.prompt)],

@@ -62,7 +62,7 @@ class Engine:
         self,
         model: Model,
         params: Parameters,
-        layout: ShardingPlan,
+        sharding: ShardingPlan,
         sampling: SamplingParams,
         *,
         num_ids: int | None = None,
@@ -73,14 +73,14 @@ class Engine:
         (tokenizer vocabulary size) on are never sampled.
         """
         self.window = model.section.shape.max_target_length
-        self.batch_divisor = layout.num_batch_parts
+        self.batch_divisor = sharding.num_batch_parts
         self._model, self._params = model, params
         self._sampling, self._num_ids = sampling, num_ids
         # Sampled tokens are replicated, so that every host can read them.
-        outputs = {"out_shardings": (None, layout.replicated)}
-        self._prefill_step = layout.jit(self._prefill, static_argnums=6, **outputs)
-        self._decode_step = layout.jit(self._decode, donate_argnums=1, **outputs)
-        self._growth = layout.jit(_with_capacity, static_argnums=1)
+        outputs = {"out_shardings": (None, sharding.replicated)}
+        self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
+        self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
+        self._growth = sharding.jit(_with_capacity, static_argnums=1)
 
     def prefill(
         self,

@@ -21,7 +21,7 @@ class TrainedModel:
 
     config: Config
     model: Any  # layers.model.Model, with backend defaults resolved
-    layout: Any
+    sharding: Any
     params: Any
     source: str  # one-line description of the weights' origin
     folder: str  # checkpoint step folder, or Hugging Face checkpoint
@@ -48,12 +48,14 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
     run = config.run
     devices = start_up.find_devices(run.hardware)
     show(compilation_cache.enable(run, devices[0].platform, may_make=False))
-    layout = mesh.ShardingPlan(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    sharding = mesh.ShardingPlan(
+        mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules
+    )
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)
-    section, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
+    section, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
     model = Model(section)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
+    abstract = sharding.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
     given = open_pretrained(path, key, abstract, flatten(config), show)
     params = jax.block_until_ready(given.read())
@@ -64,7 +66,7 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
         f"{time.perf_counter() - began:.1f} s; {section.numerics.dtype} on {len(devices)} x "
         f"{devices[0].device_kind}"
     )
-    return TrainedModel(config, model, layout, params, given.source, given.folder, given.metadata)
+    return TrainedModel(config, model, sharding, params, given.source, given.folder, given.metadata)
 
 
 def with_stored_zoom(config: Config, path: str, key: str) -> Config:

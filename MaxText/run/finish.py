@@ -27,7 +27,7 @@ def write_final_artifacts(
     batches: BatchIterator,
     built: TrainSetup,
     state: Any,
-    layout: ShardingPlan,
+    sharding: ShardingPlan,
     eval_loss: float | None,
 ) -> None:
     """Prints and writes the final outputs of a run.
@@ -44,7 +44,7 @@ def write_final_artifacts(
         with _optional("sample", line):
             from MaxText.inference.decoding import write_sample
 
-            text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
+            text = write_sample(model, state.params, sharding, config, tokenizer, run_folder)
             # Its time is part of the finish, which the stop row records.
             records.events.emit("sample", step=records.stats.num_steps - 1, text=text)
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")

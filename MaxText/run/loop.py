@@ -56,7 +56,7 @@ class Loop:
     """
 
     config: Config
-    layout: ShardingPlan
+    sharding: ShardingPlan
     plan: BatchSchedule
     eval_batch_size: int
     batches: BatchIterator
@@ -123,7 +123,7 @@ class Loop:
         batch = None
         with contextlib.suppress(WaitCancelledError), self.log.waiting_for_data():
             rows = self.plan.rows(self.plan.at(self.step))
-            batch = self.layout.to_global_batch(next(self.batches), rows)
+            batch = self.sharding.to_global_batch(next(self.batches), rows)
         self.records.log_data_events(self.batches, self.step)
         return batch
 
@@ -158,7 +158,9 @@ class Loop:
             self.log.exclude_time(),
             self.records.events.timed("evaluation", step=step) as facts,
         ):
-            placed = (self.layout.to_global_batch(batch, self.eval_batch_size) for batch in watched)
+            placed = (
+                self.sharding.to_global_batch(batch, self.eval_batch_size) for batch in watched
+            )
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)

@@ -38,13 +38,13 @@ class TrainSetup(NamedTuple):
 
 def setup_train(
     config: Config,
-    layout: ShardingPlan,
+    sharding: ShardingPlan,
     existing_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
     old_slots_learning_rate: float = 1.0,  # factor of their updates
 ) -> TrainSetup:
     """Assembles a train step; raises UserError if the mesh does not fit."""
-    platform = layout.mesh.devices.flat[0].platform
-    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
+    platform = sharding.mesh.devices.flat[0].platform
+    section, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
     model = Model(section)
     if not all(part.is_built_in for part in registrations()):
         _trace(model)  # before anything slow
@@ -54,9 +54,9 @@ def setup_train(
         optimizer, model.parameters, existing_slots, old_slots_learning_rate
     )
     initialize = steps.make_initialize(model, optimizer, config.guard)
-    check_lengths(section.shape.max_target_length, config.batch, layout)
-    replicated = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
-    state = layout.abstract_state(initialize, model.parameters)
+    check_lengths(section.shape.max_target_length, config.batch, sharding)
+    replicated = check_sharding(model.parameters, sharding, config.mesh.sharding_tolerance)
+    state = sharding.abstract_state(initialize, model.parameters)
     step = steps.make_train_step(
         model,
         optimizer,
@@ -68,7 +68,7 @@ def setup_train(
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )
-    options = compiler_options(platform, layout.mesh.size, section.numerics.quantization)
+    options = compiler_options(platform, sharding.mesh.size, section.numerics.quantization)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]
     return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
 

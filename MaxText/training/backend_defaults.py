@@ -19,7 +19,7 @@ _VOCABULARY = "a multiple of 128 is faster (GPT-2 small on an H100: 23 %)"
 
 
 def resolve_auto(
-    section: ModelConfig, backend: str, layout: ShardingPlan | None = None
+    section: ModelConfig, backend: str, sharding: ShardingPlan | None = None
 ) -> tuple[ModelConfig, list[str]]:
     """Returns the section without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
@@ -39,9 +39,9 @@ def resolve_auto(
     )
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
-    on_one_gpu = backend == "gpu" and layout is not None and layout.mesh.size == 1
+    on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
     dense = section.dense_connections
-    mixing, why = _mixing(section, backend, dtype, layout)
+    mixing, why = _mixing(section, backend, dtype, sharding)
     if section.scan_unsupported_reason is not None:
         scanned, reason = False, section.scan_unsupported_reason
     elif not section.layer_plan.repeats:
@@ -85,7 +85,7 @@ def resolve_auto(
     asked = section.attention.attention
     if asked not in ("autoselected", "flash"):
         return resolved, lines
-    refused = _flash_refused(resolved, backend, layout)
+    refused = _flash_refused(resolved, backend, sharding)
     chosen = "flash" if refused is None else "blocked"
     if asked != chosen:
         reason = refused or "scores stay on the chip"
@@ -94,22 +94,22 @@ def resolve_auto(
     return resolved.model_copy(update={"attention": attention}), lines
 
 
-def _flash_refused(section: ModelConfig, backend: str, layout: ShardingPlan | None) -> str | None:
+def _flash_refused(section: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
-    if layout is not None:
-        parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
+    if sharding is not None:
+        parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
     refused = flash_attention.kernel_unsupported_reason(section, backend, parts, stages)
     if refused is not None or backend == "tpu":
         return refused
-    if layout is None:
+    if sharding is None:
         return "cuDNN's kernel was not tried"
-    return flash_attention.cudnn_failure_reason(section, layout.mesh.devices.flat)
+    return flash_attention.cudnn_failure_reason(section, sharding.mesh.devices.flat)
 
 
 def _mixing(
-    section: ModelConfig, backend: str, dtype: str, layout: ShardingPlan | None
+    section: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
     dense = section.dense_connections
@@ -128,6 +128,6 @@ def _mixing(
         dimensions.emb_dim,
         backend,
         bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), of_state),
-        device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
+        device_kind="" if sharding is None else sharding.mesh.devices.flat[0].device_kind,
     )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

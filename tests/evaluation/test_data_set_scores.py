@@ -115,7 +115,7 @@ def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
 
 def test_the_same_as_the_evaluation_of_training(trained, folder):
     (found,) = score(trained, folder)
-    step = trained.layout.jit(make_eval_step(trained.model))
+    step = trained.sharding.jit(make_eval_step(trained.model))
     report = evaluate(step, trained.params, batches_of(folder), step=0)
     assert (found.total_nll, found.num_targets) == (report.total_loss, report.total_weights)
     assert found.num_batches == report.num_batches

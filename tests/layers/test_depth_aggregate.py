@@ -226,11 +226,11 @@ def test_form_on_each_generation(kind, form):
     """As tests on several devices, without one: what is chosen reads a device's name alone."""
     device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
     mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
-    layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
+    sharding: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
     keys = {"dense_conn": True, "dense_aggregation_impl": "auto"}
     keys |= {"scan_layers": "auto", "dtype": "bfloat16"}
     section = tiny_config("llama2", base_emb_dim=4096, base_num_decoder_layers=32, **keys).model
-    resolved, lines = backend_defaults.resolve_auto(section, "tpu", layout)
+    resolved, lines = backend_defaults.resolve_auto(section, "tpu", sharding)
     assert resolved.dense_connections.dense_aggregation_impl == form
     assert resolved.memory.scan_layers is False
     assert any(f"dense_aggregation_impl: auto -> {form}" in line for line in lines)

@@ -90,8 +90,8 @@ def test_they_conform_and_decode():
     rows = {part.name: part for part in count_flops(model, LENGTH).parts}
     assert (rows["head"].parameters, rows["head"].flops) == (16 * 3 + 3 * 32, 2 * (16 * 3 + 3 * 32))
 
-    layout = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
-    engine = Engine(model, subject.params, layout, SamplingParams(temperature=0))
+    sharding = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
+    engine = Engine(model, subject.params, sharding, SamplingParams(temperature=0))
     sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
     _, second = engine.step(sequences)
     ids = [1, 2, 3, int(first.tokens_B[0])]
@@ -136,9 +136,9 @@ def test_what_is_refused(module):
     ):
         module.write_text(MINE.replace(old, new))
         config = tiny_config(**KEYS)
-        layout = make_sharding_plan(config.mesh, jax.devices()[:1])
+        sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
         with pytest.raises(UserError, match=words):
-            setup_train(config, layout)
+            setup_train(config, sharding)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))
     with pytest.raises(ConfigurationError, match=r"LowRank \(.*mine.py:\d+\) is not derived"):
         tiny_config(**KEYS)
