@@ -300,10 +300,10 @@ class Run:
         """The model with unrolled layers, no remat, and attention in one block."""
         from MaxText.layers.model import Model
 
-        section = self.trained.model.section
-        memory = section.memory.model_copy(update={"scan_layers": False, "remat_policy": "none"})
-        attention = section.attention.model_copy(update={"attention": "dot_product"})
-        return Model(section.model_copy(update={"memory": memory, "attention": attention}))
+        config = self.trained.model.config
+        memory = config.memory.model_copy(update={"scan_layers": False, "remat_policy": "none"})
+        attention = config.attention.model_copy(update={"attention": "dot_product"})
+        return Model(config.model_copy(update={"memory": memory, "attention": attention}))
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
 
-    length, sizes = model.section.shape.max_target_length, config.batch
+    length, sizes = model.config.shape.max_target_length, config.batch
     plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size))
     check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
@@ -143,7 +143,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         lambda shapes: sharding.compile_step(
             built.step, abstract_state, shapes, built.compiler_options
         ),
-        load_compiled(config, model.section, sharding, abstract_state),
+        load_compiled(config, model.config, sharding, abstract_state),
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
@@ -161,7 +161,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         config.checkpoint,
         abstract_state,
         lambda: sharding.init_state(
-            built.initialize, abstract_state, model.section.initialization.init_weights_seed
+            built.initialize, abstract_state, model.config.initialization.init_weights_seed
         ),
         config_flat,
         resolved=growth,

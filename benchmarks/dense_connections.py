@@ -128,11 +128,13 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
 
     config = configure(**keys_of(shape, row, options))
     sharding = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
+    model_config, choices = backend_defaults.resolve_auto(
+        config.model, devices[0].platform, sharding
+    )
     for choice in choices:
         if choice.startswith(("dense_aggregation_impl", "attention")):
             print(f"    {choice}")
-    model = Model(section)
+    model = Model(model_config)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     initialize = make_initialize(model, optimizer)
@@ -148,14 +150,14 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     seconds = time.process_time() - began
     program: Any = step
     costs = dict(program.cost_analysis())
-    dense = section.dense_connections
+    dense = model_config.dense_connections
     num_reads = sum(
         len(dense.sources(depth))
         for depth in range(1, shape.num_layers + 1)
         if dense.stands_after(depth)
     )
     state_bytes = (
-        shape.batch * shape.length * shape.width * np.dtype(section.numerics.dtype).itemsize
+        shape.batch * shape.length * shape.width * np.dtype(model_config.numerics.dtype).itemsize
     )
     one_step: Any = None
     if options.topology is None:

@@ -62,10 +62,12 @@ def our_step(size, batch):
     sharding = ShardingPlan(
         make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules
     )
-    section, choices = backend_defaults.resolve_auto(config.model, jax.default_backend(), sharding)
+    model_config, choices = backend_defaults.resolve_auto(
+        config.model, jax.default_backend(), sharding
+    )
     for choice in choices:
         print(f"  ours, {choice}")
-    model = Model(section)
+    model = Model(model_config)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     initialize = make_initialize(model, optimizer)

@@ -17,7 +17,7 @@ from MaxText.layers.part import Connection, LayerInputs, register
 class ValueResidual(Connection):
     """Carries the residual stream, the embedding, and the first values."""
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         _, _, K, H = init.dimensions[:4]
         self.values_shape, self.dtype = (K, H), init.dtype
         L, dtype = init.dimensions.num_layers, init.weight_dtype
@@ -46,8 +46,8 @@ class ValueResidual(Connection):
 class ValueResidualAttention(Attention):
     """Attention on a learned mean of its own and the first layer's values."""
 
-    def __init__(self, keys, init, rngs):
-        super().__init__(keys, init, rngs)
+    def __init__(self, config, init, rngs):
+        super().__init__(config, init, rngs)
         self.value_scales = param(rngs, (2,), (None,), constant(0.5), dtype=init.weight_dtype)
 
     def values(self, v_BTD, context):

@@ -39,7 +39,7 @@ class CheckpointManager:
     def __init__(
         self,
         directory: epath.PathLike,
-        section: CheckpointingConfig,
+        config: CheckpointingConfig,
         healthy_after_steps: int = 0,
         show: Callable[[str], None] = print,
     ):
@@ -47,7 +47,7 @@ class CheckpointManager:
         self.directory = epath.Path(directory)
         self.healthy_after_steps = healthy_after_steps
         self.show = show
-        self._section = section
+        self._config = config
         self._healthy = HealthyCheckpoints(
             self.directory, healthy_after_steps, lambda line: self.show(line)
         )
@@ -65,19 +65,19 @@ class CheckpointManager:
 
     def preload(self) -> None:
         """Imports Orbax in the background (0.3 s), hidden behind compilation."""
-        if self._section.enable_checkpointing:
+        if self._config.enable_checkpointing:
             name = "orbax.checkpoint"
             threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
     def should_save(self, step: int, last_step: int) -> bool:
-        section = self._section
-        if not section.enable_checkpointing:
+        config = self._config
+        if not config.enable_checkpointing:
             return False
-        if step == last_step and section.save_checkpoint_on_completion:
+        if step == last_step and config.save_checkpoint_on_completion:
             return True
         if step == 0:
-            return section.save_checkpoint_on_start
-        return step % section.checkpoint_period == 0
+            return config.save_checkpoint_on_start
+        return step % config.checkpoint_period == 0
 
     def save(
         self,
@@ -93,16 +93,16 @@ class CheckpointManager:
         raises UserError, and so does one that leaves the run without any checkpoint. Returns False
         if the step is on disk already, could not be written, or checkpointing is disabled.
         """
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return False
         assert int(state.step) == step + 1, (int(state.step), step)
         self._finish()
         import orbax.checkpoint as ocp
 
-        storage = self._section.checkpoint_storage
+        storage = self._config.checkpoint_storage
         items, stored_position = checkpoint_reader.as_dict(state), dict(position or {})
         metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
-        if self._section.async_checkpointing and jax.default_backend() == "cpu":
+        if self._config.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
             # read, so the next step would block until the file is written (0.9 s, against 0.02 s to
             # copy 240 MB).
@@ -141,7 +141,7 @@ class CheckpointManager:
         left = set(manager.all_steps())
         self._finalized &= left
         self._healthy.forget(lambda healthy: healthy not in left)
-        if not self._section.async_checkpointing:
+        if not self._config.async_checkpointing:
             self._complete()
         return saved
 
@@ -234,7 +234,7 @@ class CheckpointManager:
 
     def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call in order."""
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return
         self._healthy.update(step, healthy)
         # A checkpoint may be promoted before its save completes; check again later, do not block.
@@ -265,7 +265,7 @@ class CheckpointManager:
 
     def rollbacks(self) -> tuple[Rollback, ...]:
         """Returns the rollbacks in order; UserError if the file cannot be read."""
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return ()
         if self._rollbacks is None:
             self._rollbacks = read_rollbacks(self.directory, self.show)
@@ -276,7 +276,7 @@ class CheckpointManager:
 
         Otherwise a killed run could resume from the later checkpoints despite the record.
         """
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return
         self._rollbacks = (*self.rollbacks(), rollback)
         if jax.process_index() != 0:
@@ -301,7 +301,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Lists the steps with a complete checkpoint, ascending; none if disabled."""
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return []
         listed = checkpoint_files.finalized_steps(self.directory, self._finalized)
         self._finalized, self._is_listed = set(listed), True
@@ -346,7 +346,7 @@ class CheckpointManager:
             config_flat or {},
             show,
             is_same_run=True,
-            storage=self._section.checkpoint_storage,
+            storage=self._config.checkpoint_storage,
         )
         return state, position, metadata
 
@@ -451,7 +451,7 @@ class CheckpointManager:
             orbax_errors.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
                 self._remove_partial("")
-            storage = self._section.checkpoint_storage
+            storage = self._config.checkpoint_storage
             handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
             handlers.add(
                 checkpoint_files.ITEMS,
@@ -468,7 +468,7 @@ class CheckpointManager:
                 handler_registry=handlers,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=self,
-                    enable_async_checkpointing=self._section.async_checkpointing,
+                    enable_async_checkpointing=self._config.async_checkpointing,
                     async_options=ocp.options.AsyncOptions(timeout_secs=storage.timeout),
                     lightweight_initialize=True,  # else reads metadata of every step
                 ),
@@ -482,12 +482,12 @@ class CheckpointManager:
         return [step in kept for step in steps]
 
     def _kept(self, steps: Sequence[int]) -> set[int]:
-        section = self._section
-        if section.max_to_keep is None:
+        config = self._config
+        if config.max_to_keep is None:
             return set(steps)
-        kept = {*steps[-section.max_to_keep :], *self._healthy.steps_to_preserve()}
-        if section.keep_period is not None:
-            kept |= {step for step in steps if step % section.keep_period == 0}
+        kept = {*steps[-config.max_to_keep :], *self._healthy.steps_to_preserve()}
+        if config.keep_period is not None:
+            kept |= {step for step in steps if step % config.keep_period == 0}
         return kept
 
     def _delete_old(self) -> None:

@@ -26,8 +26,8 @@ def export_forward(weights: WeightSource, length: int) -> export.Exported:
 
     Maps tokens to logits for any b. Computes in the configuration's dtype, float32 if it is auto.
     """
-    section, _ = resolve_auto(weights.config.model, "cpu")
-    model = Model(section)
+    config, _ = resolve_auto(weights.config.model, "cpu")
+    model = Model(config)
     params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 
     def forward(tokens_BT: jax.Array) -> jax.Array:

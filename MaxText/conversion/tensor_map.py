@@ -37,7 +37,7 @@ class TensorMap:
         """Uses the family's rows, or `rows` for another layout of its models."""
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
-        num_layers = model.section.shape.dimensions.num_layers
+        num_layers = model.config.shape.dimensions.num_layers
         for row, layer in self._declared() if rows is None else ():
             self._add(row, layer)
         declared = {(tensor.param_names[0], tensor.index) for tensor in self.tensors}
@@ -58,8 +58,8 @@ class TensorMap:
     def _declared(self) -> list[tuple[WeightMapping, int]]:
         """Returns the rows declared by mixers and feed-forwards, with layers."""
         found = []
-        for layer, one in enumerate(self.model.section.layers):
-            feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
+        for layer, one in enumerate(self.model.config.layers):
+            feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
             for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
                 for param, hf_name in part.hugging_face_names.items() if part else ():
                     name = f"{folder}/{param}"
@@ -70,10 +70,10 @@ class TensorMap:
         return found
 
     def _add(self, row: WeightMapping, layer: int) -> None:
-        section = self.model.section
-        num_layers, num_experts = section.shape.dimensions.num_layers, 1
+        config = self.model.config
+        num_layers, num_experts = config.shape.dimensions.num_layers, 1
         if row.in_experts:
-            num_experts = section.mixture_of_experts.num_experts
+            num_experts = config.mixture_of_experts.num_experts
         stored = self._stored(row, layer)
         names, outer = tuple(name for name, _ in stored), stored[0][1]
         shape = row.layout.shape(self._sizes(row, names[0]), len(names))
@@ -88,7 +88,7 @@ class TensorMap:
         """Returns the stored arrays of a row in a layer, and the index in each."""
         stored = []
         for name in row.param_names:
-            found = numbered(name, self.model.section.shape.dimensions.num_layers, layer)
+            found = numbered(name, self.model.config.shape.dimensions.num_layers, layer)
             folder, _, within = found.partition("/")
             found, index = self.model.stored(layer, within) if folder == "layers" else (found, None)
             stored.append((found, () if index is None else (index,)))

@@ -107,9 +107,9 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 def _tensor_bytes(program: Program) -> float:
     """Returns the bytes over the tensor axis per microbatch."""
-    section, sharding = program.config.model, program.sharding
+    config, sharding = program.config.model, program.sharding
     parameters = program.model.parameters
-    layers = section.shape.dimensions.num_layers
+    layers = config.shape.dimensions.num_layers
     sums, again = 0.0, 0.0
     for info in parameters.values():
         axes = [name for name in info.logical_axes if name != "layers"]
@@ -119,11 +119,11 @@ def _tensor_bytes(program: Program) -> float:
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
         times = info.shape[0] if "layers" in info.logical_axes else 1
-        if section.block.share_layer_params and info.owner == "layers":
+        if config.block.share_layer_params and info.owner == "layers":
             times = layers
         sums += times
         again += times * info.is_recomputed
-    policy = section.memory.remat_policy
+    policy = config.memory.remat_policy
     # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
     number = 2 * sums + 2 + (again if policy in _RECOMPUTE_OUT_PROJ else 0)
     n = sharding.mesh.shape["tensor"]
@@ -141,27 +141,27 @@ def _pipeline_bytes(program: Program) -> float:
 
 def _expert_bytes(program: Program) -> float:
     """Returns the bytes over the expert axis per microbatch."""
-    section = program.config.model
-    experts = section.mixture_of_experts
+    config = program.config.model
+    experts = config.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
         return 0.0
     group, capacity = expert_capacity(experts, program.length, experts.capacity_factor)
     filled = experts.num_experts * capacity / group
-    layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
-    passes = 3 if section.memory.remat_policy in _RECOMPUTE_QKV else 2
+    layers = sum(layer.config.mixture_of_experts.num_experts > 1 for layer in config.layers)
+    passes = 3 if config.memory.remat_policy in _RECOMPUTE_QKV else 2
     n = program.sharding.mesh.shape["expert"]
     return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
 
 
 def _context_bytes(program: Program) -> float:
     """Returns the bytes over the context axis per microbatch."""
-    section = program.config.model
-    attention, d = section.attention, program.local_model.section.shape.dimensions
-    width = np.dtype(section.numerics.dtype).itemsize
+    config = program.config.model
+    attention, d = config.attention, program.local_model.config.shape.dimensions
+    width = np.dtype(config.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = len(softmax_windows(section))
+    layers = len(softmax_windows(config))
     others = program.sharding.mesh.shape["context"] - 1
-    forward = 2 if section.memory.remat_policy in _RECOMPUTE_QKV else 1
+    forward = 2 if config.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":
         return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)
     return layers * part * others * (forward + 1)

@@ -165,7 +165,7 @@ def _advice(
     memory: MemoryBreakdown,
     arrays: Sequence[LargeBuffer],
 ) -> list[str]:
-    section, batch, sharding = planned.model.section, planned.config.batch, planned.sharding
+    config, batch, sharding = planned.model.config, planned.config.batch, planned.sharding
     lines = []
     limit = usable_bytes(target)
     if limit and memory.arguments + memory.gradients > limit:
@@ -173,16 +173,16 @@ def _advice(
         if sharding.mesh.shape["data"] > 1:
             lines.append("ici_data_parallelism=1 ici_fsdp_parallelism=-1: shard the weights")
     else:
-        if section.memory.remat_policy != "full":
-            policy = section.memory.remat_policy
+        if config.memory.remat_policy != "full":
+            policy = config.memory.remat_policy
             lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
-        if not section.memory.scan_layers and section.scan_unsupported_reason is None:
+        if not config.memory.scan_layers and config.scan_unsupported_reason is None:
             lines.append("scan_layers=true: one layer's temporaries at a time")
-        vocabulary, length = section.shape.vocab_size, planned.length
+        vocabulary, length = config.shape.vocab_size, planned.length
         sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
-        if any(vocabulary in of for of in sizes) and section.objective.num_vocab_tiling == 1:
+        if any(vocabulary in of for of in sizes) and config.objective.num_vocab_tiling == 1:
             lines.append("num_vocab_tiling=8: compute logits in chunks of the sequence")
-        whole = section.attention.attention == "dot_product"
+        whole = config.attention.attention == "dot_product"
         if whole and any(of.count(length) >= 2 for of in sizes):
             lines.append("attention=autoselected: compute scores in a kernel, or in blocks")
         rows = batch.per_device_batch_size
@@ -210,9 +210,9 @@ def check_memory_lower_bound(
     """
     device = jax.local_devices()[0]
     limit = device_memory_bytes(device)
-    section = built.model.section
+    config = built.model.config
     tokens = max(plan.rows(stage) * stage.length for stage in plan.stages)
-    width = section.shape.dimensions.emb_dim * jax.numpy.dtype(section.numerics.dtype).itemsize
+    width = config.shape.dimensions.emb_dim * jax.numpy.dtype(config.numerics.dtype).itemsize
     parameters = bytes_on_device(built.state.params)
     needed = {
         "parameters": parameters,

@@ -51,7 +51,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     model, state = built.model, built.state
     plan = plan_batches(
         config.batch,
-        model.section.shape.max_target_length,
+        model.config.shape.max_target_length,
         lambda size: mesh.global_batch_size(config.batch, sharding, size),
     )
     stage = plan.stages[-1]

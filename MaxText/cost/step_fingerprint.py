@@ -33,15 +33,15 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 
 
 def fingerprint(
-    config: Config, section: ModelConfig, sharding: ShardingPlan, state: Any
+    config: Config, model_config: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
-    `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
+    `config` has the score zoom fixed; `model_config` has `auto` resolved, which may differ without
     cuDNN.
     """
     device = sharding.mesh.devices.flat[0]
-    values = flatten(config.model_copy(update={"model": section}))
+    values = flatten(config.model_copy(update={"model": model_config}))
     names = [
         key.name for section, keys in keys_by_section().items() for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS

@@ -83,13 +83,13 @@ def estimate_memory(program: Program) -> MemoryEstimate:
 
 def min_memory(program: Program) -> float:
     """Returns a lower bound without tracing: state, and gradients or inputs."""
-    section, state = program.config.model, program.abstract_state
+    config, state = program.config.model, program.abstract_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
     given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
-    d = section.shape.dimensions
+    d = config.shape.dimensions
     layers = d.num_layers // program.sharding.mesh.shape["stage"]
-    width = np.dtype(section.numerics.dtype).itemsize
+    width = np.dtype(config.numerics.dtype).itemsize
     hidden = layers * program.local_tokens * d.emb_dim * width / program.num_hidden_parts
     return given + max(params, hidden)
 
@@ -131,14 +131,14 @@ def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages:
     weights = tuple(_gathered(program, name) for name in names)
     rules, num_hidden_parts = program.sharding.rules, program.num_hidden_parts
     return _trace(
-        model.section, size, program.platform, rules, weights, num_hidden_parts, num_stages,
+        model.config, size, program.platform, rules, weights, num_hidden_parts, num_stages,
         program.assumes_cudnn,
     )  # fmt: skip
 
 
 @cached
 def _trace(
-    section: ModelConfig,
+    config: ModelConfig,
     size: tuple[int, int],
     platform: str,
     rules: Rules,
@@ -148,15 +148,15 @@ def _trace(
     assumes_cudnn: bool,
 ) -> Traced:
     """Caches `trace` for equal local shapes; `weights` are gathered shares."""
-    model, objective = abstract_model(section), section.objective
+    model, objective = abstract_model(config), config.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        key = jax.random.key(0) if section.is_random else None
+        key = jax.random.key(0) if config.is_random else None
         sums = loss_sums(model.merge(params), batch, objective, key, training=True)
         totals = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0), num_tokens(batch)
         return sum(sums.means(*totals).values())  # type: ignore[return-value]
 
-    hidden = size[1], section.shape.dimensions.emb_dim  # [..., T, D]
+    hidden = size[1], config.shape.dimensions.emb_dim  # [..., T, D]
 
     def size_of(shape: Sequence[int], width: int) -> float:
         is_hidden = len(shape) > 2 and tuple(shape[-2:]) == hidden
@@ -189,9 +189,9 @@ def _gathered(program: Program, name: str) -> float:
 
 def _converted_bytes(program: Program) -> float:
     """Returns the bytes of the layers' matrices in the compute dtype."""
-    section, parameters = program.config.model, program.model.parameters
-    width = np.dtype(section.numerics.dtype).itemsize
-    if section.memory.scan_layers is not True:
+    config, parameters = program.config.model, program.model.parameters
+    width = np.dtype(config.numerics.dtype).itemsize
+    if config.memory.scan_layers is not True:
         return 0.0
     shardings = program.sharding.parameter_shardings(parameters)
     return sum(

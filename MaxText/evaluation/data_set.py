@@ -34,7 +34,7 @@ def make_score_step(
 
     Nats are float32, counts int32. With `count_correct` it also counts `correct`, the argmax hits.
     """
-    objective = model.section.objective
+    objective = model.config.objective
 
     def score_step(params: Any, batch: Batch, byte_counts: TokenByteCounts) -> LossTotals:
         sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
@@ -66,7 +66,7 @@ def score_data_set(
     """
     per_device = config.evaluation.eval_per_device_batch_size
     batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
-    objective = trained.model.section.objective
+    objective = trained.model.config.objective
     counts_correct = config.masking.mlm_training
     step = trained.sharding.jit(make_score_step(trained.model, count_correct=counts_correct))
     compiled: dict[Any, Any] = {}  # by structure of the batch
@@ -124,7 +124,7 @@ def score_data_set(
 
 def _placed_tables(byte_counts: TokenByteCounts | None, trained: TrainedModel) -> TokenByteCounts:
     """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
-    tables = np.zeros((2, trained.model.section.shape.vocab_size), np.int32)
+    tables = np.zeros((2, trained.model.config.shape.vocab_size), np.int32)
     for table, known in zip(tables, byte_counts or (), strict=False):
         # The model's vocabulary may be padded, or smaller than the tokenizer's.
         table[: len(known)] = known[: len(table)]

@@ -197,7 +197,7 @@ def _described(trained: TrainedModel) -> dict[str, Any]:
         "weights": trained.source,
         "folder": trained.folder,
         "num_parameters": trained.model.num_parameters,
-        "dtype": trained.model.section.numerics.dtype,
+        "dtype": trained.model.config.numerics.dtype,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

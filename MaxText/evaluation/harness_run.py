@@ -40,8 +40,8 @@ def run_harness(
     Returns results, configurations, versions and sample counts by task, as JSON values. Raises
     UserError as check_harness does, or if a task cannot be read.
     """
-    section = config.scoring
-    names, manager = _find_tasks(section.harness.tasks, section.harness.task_path)
+    scoring = config.scoring
+    names, manager = _find_tasks(scoring.harness.tasks, scoring.harness.task_path)
     # Bootstrapping would fork, which is unsafe with jax's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -53,7 +53,7 @@ def run_harness(
     from MaxText.evaluation.harness import MaxTextLM
 
     lm = MaxTextLM(trained, tokenizer, show)
-    fewshot = section.harness.num_fewshot
+    fewshot = scoring.harness.num_fewshot
     try:
         found = lm_eval.simple_evaluate(
             model=lm,

@@ -53,9 +53,9 @@ class PositionScorer:
 
     def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
         """Compiles nothing yet. Without `mask_ids`, inputs get no mask and no CLS."""
-        section = trained.model.section
+        model_config = trained.model.config
         config, sharding = trained.config, trained.sharding
-        length = section.shape.max_target_length
+        length = model_config.shape.max_target_length
         per_device = config.evaluation.eval_per_device_batch_size
         self._mask_ids = mask_ids
         self._before = [] if mask_ids is None or mask_ids.cls is None else [mask_ids.cls]
@@ -63,14 +63,14 @@ class PositionScorer:
         self._max_length = length
         self._num_tokens = microbatch_size(config.batch, sharding, per_device) * length
         self._num_parts = sharding.num_batch_parts
-        self._sees_padding = not section.attention.causal
+        self._sees_padding = not model_config.attention.causal
         self._sharding = sharding
         self._params = trained.params
         score = functools.partial(
             _score_positions,
             trained.model,
             num_parts=self._num_parts,
-            vocab=section.shape.vocab_size,
+            vocab=model_config.shape.vocab_size,
         )
         # Every host submits all requests and reads all outputs, which are small.
         self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)

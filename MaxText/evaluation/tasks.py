@@ -33,9 +33,9 @@ TASKS = {
 
 def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
     """Returns the items of each task; UserError for missing or bad files."""
-    section = config.scoring
+    scoring = config.scoring
     return {
-        name: TASKS[name].read(getattr(section.task_files, name)) for name in section.eval_tasks
+        name: TASKS[name].read(getattr(scoring.task_files, name)) for name in scoring.eval_tasks
     }
 
 

@@ -136,7 +136,7 @@ class Subject:
 
     def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
         sums = loss_sums(
-            model.merge(params), batch, model.section.objective, self.key, training=True
+            model.merge(params), batch, model.config.objective, self.key, training=True
         )
         return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
 

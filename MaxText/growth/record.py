@@ -19,17 +19,17 @@ Record = Mapping[str, Any]
 
 
 def make_record(
-    growth: GrowthPlan, section: CheckpointingConfig, zoom: Mapping[str, float]
+    growth: GrowthPlan, checkpoint: CheckpointingConfig, zoom: Mapping[str, float]
 ) -> Record:
     """Returns the record of a growth, with the fixed keys `zoom`."""
-    rate = section.growth.old_slots_learning_rate
+    rate = checkpoint.growth.old_slots_learning_rate
     return {
-        "mode": section.growth.mode,
+        "mode": checkpoint.growth.mode,
         "slots": {name: list(pair) for name, pair in growth.slots.items()},
         "layers": list(growth.layers) if growth.layers else None,
         "zoom": dict(zoom),
-        "moments": section.growth.moments,
-        "data": section.growth.data,
+        "moments": checkpoint.growth.moments,
+        "data": checkpoint.growth.data,
         "old_slots_learning_rate": 1.0 if rate is None else rate,
     }
 

@@ -72,7 +72,7 @@ class Engine:
         A step is several times faster with `params` from Model.unstack_params. Ids from `num_ids`
         (tokenizer vocabulary size) on are never sampled.
         """
-        self.window = model.section.shape.max_target_length
+        self.window = model.config.shape.max_target_length
         self.batch_divisor = sharding.num_batch_parts
         self._model, self._params = model, params
         self._sampling, self._num_ids = sampling, num_ids
@@ -162,7 +162,7 @@ class Engine:
     def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
         if self._sampling.repetition_penalty == 1:
             return None
-        none_V = jnp.zeros(self._model.section.shape.vocab_size, bool)
+        none_V = jnp.zeros(self._model.config.shape.vocab_size, bool)
         real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
         return jax.vmap(lambda tokens_T, real_T: none_V.at[tokens_T].max(real_T))(
             tokens_BT, real_BT

@@ -53,8 +53,8 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
     )
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)
-    section, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
-    model = Model(section)
+    model_config, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
+    model = Model(model_config)
     abstract = sharding.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
     given = open_pretrained(path, key, abstract, flatten(config), show)
@@ -63,7 +63,7 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
         show(warning)
     show(
         f"{model.num_parameters:,} parameters of {given.folder} in "
-        f"{time.perf_counter() - began:.1f} s; {section.numerics.dtype} on {len(devices)} x "
+        f"{time.perf_counter() - began:.1f} s; {model_config.numerics.dtype} on {len(devices)} x "
         f"{devices[0].device_kind}"
     )
     return TrainedModel(config, model, sharding, params, given.source, given.folder, given.metadata)

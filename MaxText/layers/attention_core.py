@@ -160,13 +160,11 @@ def _local_attention(
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 
-def softmax_windows(section: ModelConfig) -> list[int | None]:
+def softmax_windows(config: ModelConfig) -> list[int | None]:
     """Returns W of each layer with softmax attention; None is full attention."""
-    mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
+    mixers = ((lookup("mixer", layer.config.block.mixer), layer) for layer in config.layers)
     return [
-        mixer.sliding_window(layer.section.attention)
-        for mixer, layer in mixers
-        if mixer.has_softmax
+        mixer.sliding_window(layer.config.attention) for mixer, layer in mixers if mixer.has_softmax
     ]
 
 

@@ -20,13 +20,13 @@ _MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the oth
 
 
 def block_class(layer: LayerConfig) -> type[Block]:
-    own = layer.section.block
+    own = layer.config.block
     bases: list[type[Block]] = [ParallelBlock if own.block_arrangement == "parallel" else Block]
     if own.mixer == "none":
         bases = [BlockWithoutMixer]
-    elif layer.section.attention.static_sgu:
+    elif layer.config.attention.static_sgu:
         bases.append(WithStaticSGU)
-    if layer.section.dense_connections.mixes_attention_inputs and own.mixer != "none":
+    if layer.config.dense_connections.mixes_attention_inputs and own.mixer != "none":
         bases.append(WithSeparateNorms)
     if own.use_macaron:
         bases.append(Macaron)
@@ -42,7 +42,7 @@ def combine(*bases: type) -> Any:
 
 
 def mixer_class(layer: LayerConfig) -> type[Mixer] | None:
-    if layer.section.block.mixer == "none":
+    if layer.config.block.mixer == "none":
         return None
     return block_class(layer).mixer_class(layer)
 
@@ -53,7 +53,7 @@ class ParallelBlock(Block):
     not_recomputed = ("self_attention", "mlp")
 
     def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        if not layer.section.block.parallel_residual_shared_norm:
+        if not layer.config.block.parallel_residual_shared_norm:
             return super().build_feed_forward(layer, init, rngs)
         self.pre_mlp_layer_norm = None
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
@@ -77,8 +77,8 @@ class BlockWithoutMixer(Block):
     """y = x + mlp(norm(x))."""
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        self.doubles = layer.section.attention.gpt_neo_none_attention_bug
-        self.is_parallel = layer.section.block.block_arrangement == "parallel"
+        self.doubles = layer.config.attention.gpt_neo_none_attention_bug
+        self.is_parallel = layer.config.block.block_arrangement == "parallel"
 
     def __call__(
         self, inputs: LayerInputs, context: Context, state: Any = None
@@ -127,9 +127,9 @@ class Macaron(Block):
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
-        section = layer.section
-        self.macaron_mlp = PlainMLP(section.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
-        has_norm = section.block.macaron_prenorm
+        config = layer.config
+        self.macaron_mlp = PlainMLP(config.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
+        has_norm = config.block.macaron_prenorm
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
     def __call__(
@@ -152,7 +152,7 @@ class ReZero(Block):
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
-        own = layer.section.block
+        own = layer.config.block
         if own.mixer != "none":
             self.attention_gate = ReZeroScale(init, rngs)
         self.mlp_gate = ReZeroScale(init, rngs)

@@ -43,30 +43,30 @@ class Decoder(nnx.Module):
 
     rows: ClassVar = {"token_embedder": "token embedding"}
 
-    def __init__(self, section: ModelConfig, rngs: nnx.Rngs):
-        assert section.numerics.dtype != "auto", "resolve backend defaults first"
-        assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
-        dimensions = section.shape.dimensions
-        precision = section.numerics.matmul_precision
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        assert config.numerics.dtype != "auto", "resolve backend defaults first"
+        assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
+        dimensions = config.shape.dimensions
+        precision = config.numerics.matmul_precision
         init = Init(
             dimensions=dimensions,
-            initializers=initializers(section.initialization, dimensions),
-            dtype=jnp.dtype(section.numerics.dtype),
-            weight_dtype=jnp.dtype(section.numerics.weight_dtype),
+            initializers=initializers(config.initialization, dimensions),
+            dtype=jnp.dtype(config.numerics.dtype),
+            weight_dtype=jnp.dtype(config.numerics.weight_dtype),
             precision=None if precision == "default" else precision,
-            zero_centered_norms=section.block.normalization_zero_centered,
+            zero_centered_norms=config.block.normalization_zero_centered,
         )
         D, V = dimensions.emb_dim, dimensions.vocab_size
-        self.section = section
+        self.config = config
         self.dtype = init.dtype
-        scale = math.sqrt(D) if section.embedding.scale_embedding else None
-        used_in = jnp.dtype(jnp.float32) if section.head.logits_dot_in_fp32 else None
+        scale = math.sqrt(D) if config.embedding.scale_embedding else None
+        used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole = LayerConfig(section, dimensions)
-        position = lookup("position", section.position.position_embedding)
+        whole = LayerConfig(config, dimensions)
+        position = lookup("position", config.position.position_embedding)
         self.position_embedder = position.build(whole, init, rngs)
-        layers = section.layers
-        quantizer = Quantizer(section.numerics)
+        layers = config.layers
+        quantizer = Quantizer(config.numerics)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
@@ -74,17 +74,17 @@ class Decoder(nnx.Module):
             return quantizer.quantize(block_class(layer)(layer, own, rngs))
 
         self.layers, self.blueprint = stack(
-            block, section.layer_plan, rngs, shared=section.block.share_layer_params
+            block, config.layer_plan, rngs, shared=config.block.share_layer_params
         )
         quantizer.check()
-        self.connections = lookup("connection", section.connection).build(whole, init, rngs)
-        kind = section.head.final_normalization_type
+        self.connections = lookup("connection", config.connection).build(whole, init, rngs)
+        kind = config.head.final_normalization_type
         self.decoder_norm = (
-            make_norm(section.block, init, rngs, kind=None if kind == "auto" else kind)
-            if section.head.final_norm
+            make_norm(config.block, init, rngs, kind=None if kind == "auto" else kind)
+            if config.head.final_norm
             else None
         )
-        head, own_keys = head_and_layer(section)
+        head, own_keys = head_and_layer(config)
         self.head = head.build(own_keys, init, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns final hidden states h_BTD, and auxiliary losses as sums."""
-        memory = self.section.memory
+        memory = self.config.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
             positions_BT = _positions(batch.tokens_BT)
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
                 carried,
                 context,
                 apply,
-                schedule=self.section.pipeline_schedule(num_stages),
+                schedule=self.config.pipeline_schedule(num_stages),
                 policy=memory.remat_policy,
             )
         else:
@@ -226,7 +226,7 @@ class Decoder(nnx.Module):
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
-        return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
+        return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
         """Returns the head's state of the whole sequence, an argument of `logits`."""

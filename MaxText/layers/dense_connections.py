@@ -56,41 +56,41 @@ class DenseConnections(Connection):
     rows = "dense connections"
     not_recomputed = ("after",)
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
-        section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
-        self.section = section
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
+        dense, epsilon = config.dense_connections, config.block.normalization_layer_epsilon
+        self.config = dense
         self.epsilon = epsilon
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.num_layers = num_layers
         self.after = nnx.Dict(
             {
-                str(depth): DepthAggregate(section, depth, epsilon, init, rngs)
+                str(depth): DepthAggregate(dense, depth, epsilon, init, rngs)
                 for depth in range(1, num_layers + 1)
-                if section.stands_after(depth)
+                if dense.stands_after(depth)
             }
         )
         # The last aggregation is read outside of the layers, and so saved anyway.
         made_again = [one for one in self.after.values() if one.depth < num_layers]
-        for one in made_again[max(0, len(made_again) - section.dense_saved_aggregates) :]:
+        for one in made_again[max(0, len(made_again) - dense.dense_saved_aggregates) :]:
             one.kept = True
         self.source_norm = (
-            PreNormScales((num_layers + 1, D), init, rngs) if section.mudd_prenorm else None
+            PreNormScales((num_layers + 1, D), init, rngs) if dense.mudd_prenorm else None
         )
 
     @classmethod
-    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        section, num_layers = keys.dense_connections, dimensions.num_layers
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        dense, num_layers = config.dense_connections, dimensions.num_layers
         sums = {
             depth: 2.0
             * dimensions.emb_dim
-            * len(_ways(section, depth, num_layers))
-            * len(section.sources(depth))
+            * len(_ways(dense, depth, num_layers))
+            * len(dense.sources(depth))
             for depth in range(1, num_layers + 1)
-            if section.stands_after(depth)
+            if dense.stands_after(depth)
         }
         # The backward pass of the last aggregation does not read its result.
-        kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
-        if section.dense_saved_aggregates:
+        kept = sums.get(num_layers, 0.0) if dense.mudd_postnorm == "none" else 0.0
+        if dense.dense_saved_aggregates:
             kept = math.nan
         return {"depth aggregation": Flops(sum(sums.values()), kept=kept)}
 
@@ -143,43 +143,41 @@ class DepthAggregate(nnx.Module):
 
     not_recomputed = ("wi",)  # every policy saves x W1
 
-    def __init__(
-        self, section: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs):
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
-        self.section = section
+        self.config = config
         self.depth = depth
         self.epsilon = epsilon
-        self.sources = section.sources(depth)
+        self.sources = config.sources(depth)
         self.kept = False  # whether its results are saved for the backward pass
-        self.ways = _ways(section, depth, num_layers)
+        self.ways = _ways(config, depth, num_layers)
         C, S = len(self.ways), len(self.sources)
-        if not section.dense_dynamic:
+        if not config.dense_dynamic:
             self.norm = self.wi = self.wo = None
         else:
-            width = C * S * (section.dynamic_dense_last_layer_expand if depth == num_layers else 1)
-            K = _round_hidden_width(width, section.dense_hidden_rounding)
-            self.norm = RMSNorm(D, epsilon, init, rngs, parametric=section.mudd_prenorm)
+            width = C * S * (config.dynamic_dense_last_layer_expand if depth == num_layers else 1)
+            K = _round_hidden_width(width, config.dense_hidden_rounding)
+            self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
             draw = init.initializers.connection
             self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)
             self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
         self.static = (
             param(rngs, (C, S), (None, None), constant(self._identity()), dtype=init.weight_dtype)
-            if section.dense_static
+            if config.dense_static
             else None
         )
         self.post_norms = nnx.Dict(
             {
                 way: RMSNorm(D, epsilon, init, rngs, initial=0.001)
                 for way in self.ways
-                if section.mudd_postnorm == "all"
-                or (section.mudd_postnorm == "residual" and way == "r")
+                if config.mudd_postnorm == "all"
+                or (config.mudd_postnorm == "residual" and way == "r")
             }
         )
 
     def _identity(self) -> np.ndarray:
         identity = np.zeros((len(self.ways), len(self.sources)), np.float32)
-        if not self.section.adds:
+        if not self.config.adds:
             identity[:, -1] = 1.0
         return identity
 
@@ -196,7 +194,7 @@ class DepthAggregate(nnx.Module):
         kernel_DK = self.wi.kernel[...]
         if self.norm.scale is not None:
             kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
-        hidden_BTK = ACTIVATIONS[self.section.dynamic_dense_act_cls](
+        hidden_BTK = ACTIVATIONS[self.config.dynamic_dense_act_cls](
             rms_norm_matmul(
                 x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
             )
@@ -220,7 +218,7 @@ class DepthAggregate(nnx.Module):
         mixed = aggregate(
             weights_BTCS,
             [source.x_BTD for source in chosen],
-            self.section.dense_aggregation_impl,
+            self.config.dense_aggregation_impl,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
@@ -244,7 +242,7 @@ class DepthAggregate(nnx.Module):
         for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
             if way in post_norms:
                 y_BTD = rms_normalize(y_BTD, post_norms[way], self.epsilon)
-            if self.section.adds:
+            if self.config.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, *HIDDEN)
             if self.kept:
@@ -260,8 +258,8 @@ class DepthAggregate(nnx.Module):
         chosen = [(place, norm) for place, norm in candidates if isinstance(norm, RMSNorm)]
         if (
             not chosen
-            or self.section.adds
-            or not supports_fused_norms(self.section.dense_aggregation_impl, x_BTD)
+            or self.config.adds
+            or not supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
         ):
             return NO_NORMS, None
         places, modules = zip(*chosen, strict=True)
@@ -275,8 +273,8 @@ class DepthAggregate(nnx.Module):
         return LayerOutput(scale_grad_only(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
 
 
-def _ways(section: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
-    return ("r",) if depth == num_layers else section.dense_streams
+def _ways(config: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
+    return ("r",) if depth == num_layers else config.dense_streams
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -38,22 +38,22 @@ class MLP(FeedForward):
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
-        section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
+        config, experts = layer.config.feed_forward, layer.config.mixture_of_experts
         if experts.num_experts > 1:
-            return RoutedMoE(experts, section.mlp_activations, init, rngs)
-        return cls(section, init, rngs)
+            return RoutedMoE(experts, config.mlp_activations, init, rngs)
+        return cls(config, init, rngs)
 
     def __init__(
         self,
-        section: FeedForwardConfig,
+        config: FeedForwardConfig,
         init: Init,
         rngs: nnx.Rngs,
         place: int = _RANDOM_SLOPES,  # RNG stream id within a layer
     ):
         D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
         draw = init.initializers
-        bias = section.ffn_bias
-        self.activations = section.mlp_activations
+        bias = config.ffn_bias
+        self.activations = config.mlp_activations
         many = len(self.activations) > 1
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(self.activations))]
         for name in self.input_names:

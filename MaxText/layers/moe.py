@@ -23,12 +23,12 @@ from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
 
 
-def expert_capacity(section: MoEConfig, length: int, factor: float) -> tuple[int, int]:
+def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int, int]:
     """Returns the tokens of a group and C; the factor counts tokens (GShard)."""
     group = length
-    if section.moe_group_size != -1 and length % section.moe_group_size == 0:
-        group = section.moe_group_size
-    return group, max(min(group, int(group * factor / section.num_experts)), 1)
+    if config.moe_group_size != -1 and length % config.moe_group_size == 0:
+        group = config.moe_group_size
+    return group, max(min(group, int(group * factor / config.num_experts)), 1)
 
 
 class Experts(nnx.Module):
@@ -90,32 +90,32 @@ class RoutedMoE(nnx.Module):
 
     def __init__(
         self,
-        section: MoEConfig,
+        config: MoEConfig,
         activations: tuple[str, ...],
         init: Init,
         rngs: nnx.Rngs,
     ):
         dimensions = init.dimensions
-        self.section = section
+        self.config = config
         self.gate = Dense(
             (dimensions.emb_dim,),
-            (section.num_experts,),
+            (config.num_experts,),
             ("embed", None),
             init.initializers.kernel,
             init,
             rngs,
             used_in=jnp.dtype(jnp.float32),  # rounding could send a token to another expert
         )
-        width = dimensions.mlp_dim if section.moe_mlp_dim == -1 else section.moe_mlp_dim
-        chosen = section.moe_activations or activations
-        self.experts = Experts(section.num_experts, width, chosen, init, rngs)
+        width = dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
+        chosen = config.moe_activations or activations
+        self.experts = Experts(config.num_experts, width, chosen, init, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
-        section = self.section
+        config = self.config
         batch, length, width = x_BTD.shape
-        factor = section.capacity_factor if context.training else section.eval_capacity_factor
-        group, capacity = expert_capacity(section, length, factor)
+        factor = config.capacity_factor if context.training else config.eval_capacity_factor
+        group, capacity = expert_capacity(config, length, factor)
         if context.is_decoding or not context.drops_tokens:
             factor, capacity = self._factor_without_drops(factor), group
         x = x_BTD.reshape(-1, group, width)
@@ -124,8 +124,8 @@ class RoutedMoE(nnx.Module):
         real = jnp.ones(x.shape[:2], bool)
         if context.segments_BT is not None:
             real = (context.segments_BT > 0).reshape(x.shape[:2])
-        gates, choices = jax.lax.top_k(p, section.num_experts_per_tok)
-        if section.num_experts_per_tok > 1:
+        gates, choices = jax.lax.top_k(p, config.num_experts_per_tok)
+        if config.num_experts_per_tok > 1:
             gates = gates / (gates.sum(-1, keepdims=True) + 1e-9)
         kept = real[..., None] & self._policy(gates, context)
         scalars = self._auxiliary_losses(logits, p, choices, real)
@@ -142,12 +142,12 @@ class RoutedMoE(nnx.Module):
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
         """Returns a mask of choices to follow, [G, S, k]."""
-        section = self.section
+        config = self.config
         followed = jnp.ones(gates.shape, bool)
-        if section.num_experts_per_tok != 2:
+        if config.num_experts_per_tok != 2:
             return followed
-        second, threshold = gates[..., 1], section.moe_second.threshold
-        policy = section.moe_second.policy if context.training else section.moe_second.policy_eval
+        second, threshold = gates[..., 1], config.moe_second.threshold
+        policy = config.moe_second.policy if context.training else config.moe_second.policy_eval
         if policy == "none":
             wanted = jnp.zeros(second.shape, bool)
         elif policy == "threshold":
@@ -169,24 +169,24 @@ class RoutedMoE(nnx.Module):
         P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: logsumexp(logits)^2
         (Zoph et al. 2022, equation 5).
         """
-        section, num_experts = self.section, p.shape[-1]
+        config, num_experts = self.config, p.shape[-1]
         real = real[..., None].astype(jnp.float32)
         count = jnp.maximum(real.sum(1), 1.0)
         first = jax.nn.one_hot(choices[..., 0], num_experts) * real
         balance = num_experts * ((first.sum(1) / count) * ((p * real).sum(1) / count)).sum(-1)
         scalars = {
-            "moe_lb_loss": section.load_balance_loss_weight * (balance * real.sum((1, 2))).sum()
+            "moe_lb_loss": config.load_balance_loss_weight * (balance * real.sum((1, 2))).sum()
         }
-        if section.router_z_loss_weight:
+        if config.router_z_loss_weight:
             z = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real[..., 0]
-            scalars["moe_z_loss"] = section.router_z_loss_weight * z.sum()
+            scalars["moe_z_loss"] = config.router_z_loss_weight * z.sum()
         return scalars
 
     def _capacity_dispatch(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array, capacity: int
     ) -> jax.Array:
         num_groups, _, width = x.shape
-        num_experts, experts = self.section.num_experts, self.experts
+        num_experts, experts = self.config.num_experts, self.experts
         taken = jnp.zeros((num_groups, num_experts), jnp.int32)
         slots = []
         for choice in range(choices.shape[-1]):
@@ -232,7 +232,7 @@ class RoutedMoE(nnx.Module):
     def _dropless(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array
     ) -> jax.Array:
-        experts, num_experts = self.experts, self.section.num_experts
+        experts, num_experts = self.experts, self.config.num_experts
         per_token = choices.shape[-1]
 
         def on_one_device(x, gates, choices, kept, wi, wo, tensor_axes=()):

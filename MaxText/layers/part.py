@@ -4,7 +4,7 @@ A part is a class registered under a kind and a name (config/registry.py)::
 
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
-        def __init__(self, keys, init, rngs): ...      # declares weights: layers/params.py, Dense
+        def __init__(self, config, init, rngs): ...    # declares weights: layers/params.py, Dense
         def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
 
 It declares here all that the rest of the program needs to know; nothing else is edited.
@@ -66,33 +66,33 @@ class Part(nnx.Module):
     rows: ClassVar[str | dict[str, str]] = {}
     not_recomputed: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, keys: Any, init: Init, rngs: nnx.Rngs):
-        """Declares weights; `keys` are those of `keys_of`."""
+    def __init__(self, config: Any, init: Init, rngs: nnx.Rngs):
+        """Declares weights; `config` is that of `config_of`."""
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:
         """Builds the part of a layer, or of the model from its keys and sizes."""
-        return cls(cls.keys_of(layer), init, rngs)
+        return cls(cls.config_of(layer), init, rngs)
 
     @classmethod
-    def keys_of(cls, layer: LayerConfig) -> Any:
+    def config_of(cls, layer: LayerConfig) -> Any:
         """Returns the part's own keys in a layer, or else the model's."""
-        keys = layer.section.parts.of(cls)
-        return layer.section if keys is None else keys
+        config = layer.config.parts.of(cls)
+        return layer.config if config is None else config
 
     @classmethod
-    def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
+    def problem(cls, config: Any, dimensions: Dimensions) -> str | None:
         """Returns why keys or sizes are invalid, and on line 2 a remedy."""
         return None
 
     @classmethod
-    def flops(cls, keys: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, config: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs table row -> FLOPs, for sequences of `length` tokens."""
         return {}
 
     @classmethod
     def state_bytes(
-        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         """Returns bytes of decode state per sequence: (per token, fixed)."""
         return 0, 0
@@ -124,7 +124,7 @@ class Mixer(Part):
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
-    def notes(cls, keys: Any, length: int) -> tuple[str, str]:
+    def notes(cls, config: Any, length: int) -> tuple[str, str]:
         """Returns FLOPs table footnotes about `by_rule` and `executed`, or ""."""
         return "", ""
 
@@ -285,7 +285,7 @@ class Head(Part):
         return None
 
     @classmethod
-    def reads_table(cls, keys: Any) -> bool:
+    def reads_table(cls, config: Any) -> bool:
         """Returns whether its product with the token table counts as its own."""
         return False
 

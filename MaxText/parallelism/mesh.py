@@ -21,9 +21,9 @@ HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
 
 
-def make_mesh(section: MeshConfig, devices: Sequence[Any]) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
-    return Mesh(create_device_mesh(section, devices), MESH_AXES)
+    return Mesh(create_device_mesh(config, devices), MESH_AXES)
 
 
 class ShardingPlan:
@@ -253,16 +253,16 @@ def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) 
 
 
 def make_sharding_plan(
-    section: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
+    config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
 ) -> ShardingPlan:
     """Returns the sharding plan; raises UserError if the devices do not support it."""
-    offloads = section.optimizer_memory_host_offload
+    offloads = config.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
-    axis = "data" if section.shard_optimizer_over_data else ""
+    axis = "data" if config.shard_optimizer_over_data else ""
     return ShardingPlan(
-        make_mesh(section, devices),
-        section.logical_axis_rules,
+        make_mesh(config, devices),
+        config.logical_axis_rules,
         axis,
         pipeline,
         offloads_optimizer=offloads,
@@ -282,17 +282,17 @@ def _check_host_memory(device: Any) -> None:
         )
 
 
-def global_batch_size(section: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
+def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
     key = "per_device_batch_size"
     rows = _rows(sharding, per_device, key)
-    return rows * section.gradient_accumulation_steps
+    return rows * config.gradient_accumulation_steps
 
 
-def microbatch_size(section: BatchConfig, sharding: ShardingPlan, per_device: float = 0.0) -> int:
+def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float = 0.0) -> int:
     """Returns sequences per microbatch; raises UserError if not divisible."""
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
-    return _rows(sharding, per_device or section.per_device_batch_size, key)
+    return _rows(sharding, per_device or config.per_device_batch_size, key)
 
 
 def _rows(sharding: ShardingPlan, per_device: float, key: str) -> int:
@@ -312,10 +312,10 @@ def _rows(sharding: ShardingPlan, per_device: float, key: str) -> int:
     return int(rows)
 
 
-def check_lengths(longest: int, section: BatchConfig, sharding: ShardingPlan) -> None:
+def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> None:
     """Raises UserError if the mesh does not divide the sequence lengths."""
     lengths = {f"max_target_length={longest}": longest}
-    for _, length in section.sequence_length_stages:
+    for _, length in config.sequence_length_stages:
         lengths[f"a stage of {length} in sequence_length_stages"] = length
     parts = sharding.num_length_parts
     for name, length in lengths.items():

@@ -36,7 +36,7 @@ def write_final_artifacts(
     TrainingDivergedError if the training loss diverged.
     """
     line, model = records.terminal.line, built.model
-    entropy = batches.unigram_entropy if is_in_nats(model.section.objective) else None
+    entropy = batches.unigram_entropy if is_in_nats(model.config.objective) else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
     tokenizer = batches.tokenizer_folder
@@ -56,8 +56,8 @@ def write_final_artifacts(
             line(f"Loss curve: {write_loss_curve(run_folder)}")
     can_generate = (
         tokenizer is not None
-        and model.section.attention.causal
-        and all(lookup("mixer", name).decodes() for name in set(model.section.mixers))
+        and model.config.attention.causal
+        and all(lookup("mixer", name).decodes() for name in set(model.config.mixers))
     )
     for text in _next_steps(run_folder, can_generate, config.run.import_modules):
         line(text)

@@ -82,7 +82,7 @@ def open_records(
     num_steps = last_step + 1
     stats = TrainingStats(model, config.batch, plan, len(devices), num_steps, peak)
     lineage = Lineage.of(start, stats)
-    length = model.section.shape.max_target_length
+    length = model.config.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=built.state.opt_state)
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
@@ -104,7 +104,7 @@ def open_records(
         terminal=terminal,
         callbacks=callbacks,
     )
-    baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
+    baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
     facts = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
     emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
@@ -136,7 +136,7 @@ def run_metadata(
         "peak_source": stats.peak.source,
         "cost": cost.facts(),
         "lineage": lineage.facts(),
-        "data": {**data, "vocab_size": stats.model.section.shape.vocab_size},
+        "data": {**data, "vocab_size": stats.model.config.shape.vocab_size},
         "unigram_entropy": unigram_entropy,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},

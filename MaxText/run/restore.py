@@ -53,7 +53,7 @@ class RestoreResult(NamedTuple):
 
 def restore_or_initialize(
     checkpoints: CheckpointManager,
-    section: CheckpointingConfig,
+    config: CheckpointingConfig,
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
@@ -70,24 +70,24 @@ def restore_or_initialize(
     Raises:
       UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
     """
-    if section.load_full_state_path and section.load_parameters_path:
+    if config.load_full_state_path and config.load_parameters_path:
         raise UserError(
             "load_full_state_path and load_parameters_path are both set: set only one. The first "
             "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
-    _show_order(checkpoints, section, steps, show)
+    _show_order(checkpoints, config, steps, show)
     began = time.perf_counter()
     if steps:
         _check_has_train_state(checkpoints.stored(steps[0]))
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
-    elif section.load_full_state_path:
-        start = _load_full_state(section, abstract_state, config_flat, show)
+    elif config.load_full_state_path:
+        start = _load_full_state(config, abstract_state, config_flat, show)
     elif resolved and resolved.growth:
         start = _grow(resolved.growth, abstract_state, initialize)
-    elif section.load_parameters_path:
+    elif config.load_parameters_path:
         start = _load_parameters(
-            section.load_parameters_path, abstract_state, initialize, config_flat, show
+            config.load_parameters_path, abstract_state, initialize, config_flat, show
         )
     else:
         start = RestoreResult(initialize(), 0, None, "scratch", "scratch")
@@ -109,10 +109,10 @@ def restore_or_initialize(
 
 
 def _show_order(
-    checkpoints: CheckpointManager, section: CheckpointingConfig, steps: list[int], show: Show
+    checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], show: Show
 ) -> None:
-    full, params = section.load_full_state_path, section.load_parameters_path
-    if not section.enable_checkpointing:
+    full, params = config.load_full_state_path, config.load_parameters_path
+    if not config.enable_checkpointing:
         own = "enable_checkpointing is false"
     elif steps:
         own = f"step {steps[0]} in {checkpoints.directory}"
@@ -169,9 +169,9 @@ def _resume(
 
 
 def _load_full_state(
-    section: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
+    config: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> RestoreResult:
-    path = section.load_full_state_path
+    path = config.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
     with corruption_as_user_error(stored, "load_full_state_path"):
         position, metadata = None, stored.metadata.values
@@ -180,7 +180,7 @@ def _load_full_state(
         else:
             show(f"  {stored} has no data position: data begins at its step")
         state = checkpoint_reader.restore_state(
-            stored, abstract_state, config_flat, show, storage=section.checkpoint_storage
+            stored, abstract_state, config_flat, show, storage=config.checkpoint_storage
         )
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",

@@ -44,8 +44,8 @@ def setup_train(
 ) -> TrainSetup:
     """Assembles a train step; raises UserError if the mesh does not fit."""
     platform = sharding.mesh.devices.flat[0].platform
-    section, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
-    model = Model(section)
+    model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
+    model = Model(model_config)
     if not all(part.is_built_in for part in registrations()):
         _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
@@ -54,7 +54,7 @@ def setup_train(
         optimizer, model.parameters, existing_slots, old_slots_learning_rate
     )
     initialize = steps.make_initialize(model, optimizer, config.guard)
-    check_lengths(section.shape.max_target_length, config.batch, sharding)
+    check_lengths(model_config.shape.max_target_length, config.batch, sharding)
     replicated = check_sharding(model.parameters, sharding, config.mesh.sharding_tolerance)
     state = sharding.abstract_state(initialize, model.parameters)
     step = steps.make_train_step(
@@ -62,20 +62,20 @@ def setup_train(
         optimizer,
         schedule,
         num_microbatches=config.batch.gradient_accumulation_steps,
-        dropout_seed=section.initialization.init_weights_seed,
+        dropout_seed=model_config.initialization.init_weights_seed,
         guard=config.guard,
         repeat_update=config.optimizer.opt_type != "muon",
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )
-    options = compiler_options(platform, sharding.mesh.size, section.numerics.quantization)
+    options = compiler_options(platform, sharding.mesh.size, model_config.numerics.quantization)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]
     return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
 
 
 def _trace(model: Model) -> None:
     """Checks the parts by tracing the model on one sequence."""
-    section, shape = model.section, (1, model.section.shape.max_target_length)
+    config, shape = model.config, (1, model.config.shape.max_target_length)
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
@@ -83,10 +83,10 @@ def _trace(model: Model) -> None:
         return model.merge(params)(batch)
 
     found = jax.eval_shape(logits, model.abstract, ids_BT)
-    wanted = jax.ShapeDtypeStruct((*shape, section.shape.vocab_size), jnp.float32)
+    wanted = jax.ShapeDtypeStruct((*shape, config.shape.vocab_size), jnp.float32)
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise UserError(
-            f"head_type={section.head.name} returned {found.dtype} {list(found.shape)}, and has to "
-            f"return float32 {list(wanted.shape)}"
+            f"head_type={config.head.name} returned {found.dtype} {list(found.shape)}, and "
+            f"has to return float32 {list(wanted.shape)}"
         )
-    jax.eval_shape(functools.partial(per_token_losses, section=section.objective), wanted, ids_BT)
+    jax.eval_shape(functools.partial(per_token_losses, config=config.objective), wanted, ids_BT)

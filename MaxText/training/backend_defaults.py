@@ -19,9 +19,9 @@ _VOCABULARY = "a multiple of 128 is faster (GPT-2 small on an H100: 23 %)"
 
 
 def resolve_auto(
-    section: ModelConfig, backend: str, sharding: ShardingPlan | None = None
+    config: ModelConfig, backend: str, sharding: ShardingPlan | None = None
 ) -> tuple[ModelConfig, list[str]]:
-    """Returns the section without `auto`, and a line per choice."""
+    """Returns the config without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
     lines = []
 
@@ -33,18 +33,18 @@ def resolve_auto(
 
     dtype = choose(
         "dtype",
-        section.numerics.dtype,
+        config.numerics.dtype,
         "float32" if on_cpu else "bfloat16",
         "bfloat16 takes twice the time on CPU" if on_cpu else f"fast on {backend}",
     )
-    dimensions = section.shape.dimensions
+    dimensions = config.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
-    dense = section.dense_connections
-    mixing, why = _mixing(section, backend, dtype, sharding)
-    if section.scan_unsupported_reason is not None:
-        scanned, reason = False, section.scan_unsupported_reason
-    elif not section.layer_plan.repeats:
+    dense = config.dense_connections
+    mixing, why = _mixing(config, backend, dtype, sharding)
+    if config.scan_unsupported_reason is not None:
+        scanned, reason = False, config.scan_unsupported_reason
+    elif not config.layer_plan.repeats:
         scanned, reason = False, "no layers repeat"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster unrolled on CPU"
@@ -52,13 +52,13 @@ def resolve_auto(
         scanned, reason = False, "few layers run faster unrolled on one GPU"
     else:
         scanned, reason = True, "compile time does not grow with depth"
-    scan = choose("scan_layers", section.memory.scan_layers, scanned, reason)
+    scan = choose("scan_layers", config.memory.scan_layers, scanned, reason)
     if backend == "gpu" and dimensions.vocab_size % 128:
         lines.append(f"vocab_size={dimensions.vocab_size}: {_VOCABULARY}")
     unrolled_cpu = on_cpu and not scan
     policy = choose(
         "remat_policy",
-        section.memory.remat_policy,
+        config.memory.remat_policy,
         "none" if unrolled_cpu else "full",
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
@@ -73,16 +73,16 @@ def resolve_auto(
                 "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
             )
         dense = dense.model_copy(update={"dense_aggregation_impl": mixing})
-    resolved = section.model_copy(
+    resolved = config.model_copy(
         update={
             "dense_connections": dense,
-            "numerics": section.numerics.model_copy(update={"dtype": dtype}),
-            "memory": section.memory.model_copy(
+            "numerics": config.numerics.model_copy(update={"dtype": dtype}),
+            "memory": config.memory.model_copy(
                 update={"scan_layers": scan, "remat_policy": policy}
             ),
         }
     )
-    asked = section.attention.attention
+    asked = config.attention.attention
     if asked not in ("autoselected", "flash"):
         return resolved, lines
     refused = _flash_refused(resolved, backend, sharding)
@@ -90,35 +90,35 @@ def resolve_auto(
     if asked != chosen:
         reason = refused or "scores stay on the chip"
         lines.append(f"attention: {asked} -> {chosen} ({reason})")
-    attention = section.attention.model_copy(update={"attention": chosen})
+    attention = config.attention.model_copy(update={"attention": chosen})
     return resolved.model_copy(update={"attention": attention}), lines
 
 
-def _flash_refused(section: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
+def _flash_refused(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
     if sharding is not None:
         parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
-    refused = flash_attention.kernel_unsupported_reason(section, backend, parts, stages)
+    refused = flash_attention.kernel_unsupported_reason(config, backend, parts, stages)
     if refused is not None or backend == "tpu":
         return refused
     if sharding is None:
         return "cuDNN's kernel was not tried"
-    return flash_attention.cudnn_failure_reason(section, sharding.mesh.devices.flat)
+    return flash_attention.cudnn_failure_reason(config, sharding.mesh.devices.flat)
 
 
 def _mixing(
-    section: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
+    config: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
-    dense = section.dense_connections
+    dense = config.dense_connections
     asked, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):
         return asked, "asked for"
     if on_cpu:
         return "sum", "fastest on CPU"
-    dimensions = section.shape.dimensions
+    dimensions = config.shape.dimensions
     depths = range(1, dimensions.num_layers + 1)
     max_sources = max(
         (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0

@@ -21,13 +21,13 @@ BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments 
 
 
 def make_optimizer(
-    section: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
+    config: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
 ) -> optax.GradientTransformation:
     """Chains clipping, the rule's direction, decay, and learning rate.
 
     Patterns match anywhere in a parameter's name. Raises UserError if nothing is trainable.
     """
-    patterns = section.trainable_parameters_mask
+    patterns = config.trainable_parameters_mask
     trained = {
         name: info for name, info in parameters.items() if not patterns or _matches(patterns, name)
     }
@@ -38,18 +38,18 @@ def make_optimizer(
         )
 
     def decay(name: str) -> float:
-        default = 0.0 if _matches(section.adamw_mask, name) else section.adam_weight_decay
-        return _first_match(section.weight_decay_overrides, name, default)
+        default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
+        return _first_match(config.weight_decay_overrides, name, default)
 
     decay_of = map_param_names(trained, decay)
     multiplier_of = map_param_names(
-        trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
+        trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
     )
-    rule = lookup("optimizer", section.opt_type)
+    rule = lookup("optimizer", config.opt_type)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
-        _clipping(section),
-        rule(section.parts.of(rule) or section, trained),  # a custom rule gets its own keys
+        _clipping(config),
+        rule(config.parts.of(rule) or config, trained),  # a custom rule gets its own keys
         _add_decayed_weights(decay_of),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
         optax.scale_by_learning_rate(schedule),
@@ -129,55 +129,55 @@ def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
     )
 
 
-def _clipping(section: OptimizerConfig) -> optax.GradientTransformation:
+def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
-    bound = section.gradient_clipping_threshold
+    bound = config.gradient_clipping_threshold
     if bound == 0:
         return optax.identity()
-    if section.gradient_clipping_type == "value":
+    if config.gradient_clipping_type == "value":
         return optax.clip(bound)
     return optax.clip_by_global_norm(bound)
 
 
 @register("optimizer", "adamw")
-def adamw(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
-    if not section.adam_bias_correction:
-        return _adam_without_bias_correction(section)
+    if not config.adam_bias_correction:
+        return _adam_without_bias_correction(config)
     return optax.scale_by_adam(
-        b1=section.adam_b1,
-        b2=section.adam_b2,
-        eps=section.adam_eps,
-        eps_root=section.adam_eps_root,
-        mu_dtype=section.mu_dtype or None,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        eps_root=config.adam_eps_root,
+        mu_dtype=config.mu_dtype or None,
     )
 
 
 @register("optimizer", "lion")
-def lion(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def lion(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
-    mu_dtype = section.mu_dtype or None
-    return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
+    mu_dtype = config.mu_dtype or None
+    return optax.scale_by_lion(b1=config.adam_b1, b2=config.adam_b2, mu_dtype=mu_dtype)
 
 
 @register("optimizer", "sgd")
-def sgd(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    return optax.trace(decay=section.momentum, nesterov=section.nesterov)
+def sgd(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+    return optax.trace(decay=config.momentum, nesterov=config.nesterov)
 
 
 @register("optimizer", "muon")
-def muon(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
     # A learning rate of -1 makes optax's complete rule return its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
-        beta=section.muon_beta,
-        eps=section.adam_eps,
-        mu_dtype=section.mu_dtype or None,
-        nesterov=section.nesterov,
-        adam_b1=section.adam_b1,
-        adam_b2=section.adam_b2,
-        adam_eps_root=section.adam_eps_root,
+        beta=config.muon_beta,
+        eps=config.adam_eps,
+        mu_dtype=config.mu_dtype or None,
+        nesterov=config.nesterov,
+        adam_b1=config.adam_b1,
+        adam_b2=config.adam_b2,
+        adam_eps_root=config.adam_eps_root,
         muon_weight_dimension_numbers=map_param_names(
             parameters, lambda name: _muon_dimensions(parameters[name])
         ),
@@ -186,15 +186,15 @@ def muon(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
     )
 
 
-def _adam_without_bias_correction(section: OptimizerConfig) -> optax.GradientTransformation:
+def _adam_without_bias_correction(config: OptimizerConfig) -> optax.GradientTransformation:
     """Adam as in BERT and GPT-Neo, with the state of scale_by_adam."""
-    adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
+    adam = optax.scale_by_adam(b1=config.adam_b1, mu_dtype=config.mu_dtype or None)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        mu = optax.tree.update_moment(updates, state.mu, section.adam_b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, section.adam_b2, 2)
+        mu = optax.tree.update_moment(updates, state.mu, config.adam_b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, config.adam_b2, 2)
         moved = jax.tree.map(
-            lambda m, v: m / (jnp.sqrt(v + section.adam_eps_root) + section.adam_eps), mu, nu
+            lambda m, v: m / (jnp.sqrt(v + config.adam_eps_root) + config.adam_eps), mu, nu
         )
         count = optax.safe_increment(state.count)
         mu, nu = optax.tree.cast_like(mu, state.mu), optax.tree.cast_like(nu, state.nu)
@@ -204,7 +204,7 @@ def _adam_without_bias_correction(section: OptimizerConfig) -> optax.GradientTra
 
 
 @register("optimizer", "adafactor")
-def adafactor(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
 
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
@@ -212,15 +212,15 @@ def adafactor(section: OptimizerConfig, parameters: ParamSpecs) -> optax.Gradien
     """
     rule = (
         optax.scale_by_factored_rms(
-            decay_rate=section.adafactor.decay_exponent,
-            min_dim_size_to_factor=section.adafactor.min_dim_size_to_factor,
-            epsilon=section.adafactor.epsilon_gradient,
+            decay_rate=config.adafactor.decay_exponent,
+            min_dim_size_to_factor=config.adafactor.min_dim_size_to_factor,
+            epsilon=config.adafactor.epsilon_gradient,
         ),
-        optax.clip_by_block_rms(section.adafactor.clipping_threshold),
-        optax.scale_by_param_block_rms(section.adafactor.epsilon_parameter),
+        optax.clip_by_block_rms(config.adafactor.clipping_threshold),
+        optax.scale_by_param_block_rms(config.adafactor.epsilon_parameter),
     )
-    if section.adafactor.momentum:
-        return optax.chain(*rule, optax.ema(section.adafactor.momentum, debias=False))
+    if config.adafactor.momentum:
+        return optax.chain(*rule, optax.ema(config.adafactor.momentum, debias=False))
     return optax.chain(*rule)
 
 

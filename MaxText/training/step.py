@@ -58,7 +58,7 @@ def make_train_step(
     spares the memory and traffic of new values next to the old ones, for the FLOPs of the rule, few
     except for muon. CPUs copy what passes a barrier, so nothing is spared there.
     """
-    objective = model.section.objective
+    objective = model.config.objective
 
     def loss_and_gradients(params, batch: Batch, totals, dropout_key):
         def loss_function(params):
@@ -87,7 +87,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         dropout_key = None
-        if model.section.is_random:
+        if model.config.is_random:
             dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         total_weight = jnp.sum(batch.loss_mask_BT)
         # A batch of only padding has loss 0 and no gradient.

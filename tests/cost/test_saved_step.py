@@ -38,7 +38,7 @@ def saved(planned, compiled, tmp_path_factory):
 
 def open_with(planned, **keys):
     config = unflatten(flatten(planned.config) | keys)
-    return saved_step.load_compiled(config, planned.model.section, planned.sharding, planned.state)
+    return saved_step.load_compiled(config, planned.model.config, planned.sharding, planned.state)
 
 
 def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):

@@ -29,8 +29,8 @@ def tiny_trained(
 
 def full_log_probabilities(trained: TrainedModel, ids: Any) -> np.ndarray:
     """log p [T, V] of the next id after each of `ids`, one sequence at a time, in float64."""
-    window = trained.model.section.shape.max_target_length
-    tokens = np.full((1, window), trained.model.section.shape.vocab_size - 1, np.int32)
+    window = trained.model.config.shape.max_target_length
+    tokens = np.full((1, window), trained.model.config.shape.vocab_size - 1, np.int32)
     tokens[0, : len(ids)] = ids
     logits = np.asarray(forward(trained.model)(trained.params, tokens)[0, : len(ids)], np.float64)
     return scipy.special.log_softmax(logits, axis=-1)

@@ -190,7 +190,7 @@ def test_a_part_of_the_split(trained, folder):
 
 
 def test_the_z_loss_is_no_part_of_it(trained, folder):
-    section = trained.model.section
+    section = trained.model.config
     objective = section.objective.model_copy(update={"z_loss_multiplier": 0.5})
     model = Model(section.model_copy(update={"objective": objective}))
     other = dataclasses.replace(trained, model=model)

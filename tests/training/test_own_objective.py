@@ -132,7 +132,7 @@ def test_what_is_refused(module):
     for old, new, words in (
         (".astype(jnp.float32)", "[..., 1:]", r"head_type=low_rank returned float32 \[1, 16, 63\]"),
         (", log_z_BT\n", "\n", "loss_type=focal: focal has to return"),
-        ("keys.focal_gamma * losses_BT}", "2}, 0 * losses_BT.sum(), #", "loss_type=focal: focal"),
+        ("config.focal_gamma * losses_BT}", "2}, 0 * losses_BT.sum(), #", "loss_type=focal: focal"),
     ):
         module.write_text(MINE.replace(old, new))
         config = tiny_config(**KEYS)
