@@ -27,19 +27,19 @@ class ValueResidual(Connection):
     def begin(self, x_BTD):
         return x_BTD, x_BTD, jnp.zeros((*x_BTD.shape[:2], *self.values_shape), self.dtype)
 
-    def read(self, index, carried, norms):
-        x_BTD, x0_BTD, _ = carried
+    def read(self, index, carry, norms):
+        x_BTD, x0_BTD, _ = carry
         c, d = (w[...][index].astype(x_BTD.dtype) for w in (self.of_stream, self.of_embedding))
-        return LayerInputs.all(c * x_BTD + d * x0_BTD), carried
+        return LayerInputs.all(c * x_BTD + d * x0_BTD), carry
 
-    def shared(self, carried):
-        return {"first_values": carried[2]}
+    def shared(self, carry):
+        return {"first_values": carry[2]}
 
-    def write(self, index, carried, y_BTD, shared):
-        return y_BTD, carried[1], shared["first_values"]
+    def write(self, index, carry, y_BTD, shared):
+        return y_BTD, carry[1], shared["first_values"]
 
-    def end(self, carried):
-        return carried[0]
+    def end(self, carry):
+        return carry[0]
 
 
 @register("mixer", "value_residual_attention")

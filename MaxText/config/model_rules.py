@@ -185,7 +185,8 @@ def _parts(model):
             mixes = config.dense_connections.mixes_attention_inputs
             if kind == "mixer" and mixes and not part.has_separate_inputs:
                 return (
-                    f"mixer={name} has one input, and dense_conn=true makes several\ndense_ways=[r]"
+                    f"mixer={name} has one input, and dense_conn=true makes several\n"
+                    "dense_streams=[r]"
                 )
 
 

@@ -159,7 +159,7 @@ class Attention(Mixer):
         memory = None
         if self.memory_key is not None and self.memory_value is not None:
             memory = (self.memory_key[...], self.memory_value[...])
-            memory = jax.tree.map(lambda kept: kept.astype(k_BTKH.dtype), memory)
+            memory = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), memory)
         o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, memory, context)
         if context.capacity is None:
             return o_BTNH, None

@@ -168,11 +168,11 @@ def softmax_windows(config: ModelConfig) -> list[int | None]:
     ]
 
 
-def prepend_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
+def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
     """Prepends memories to keys or values, [B, K, M + S, H]."""
-    kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
-    kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
-    return jnp.concatenate([kept, x_BKSH], axis=-2)
+    memory_KMH = memory_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
+    memories = jnp.broadcast_to(memory_KMH, (*x_BKSH.shape[:-3], *memory_KMH.shape))
+    return jnp.concatenate([memories, x_BKSH], axis=-2)
 
 
 def kv_head_repeats(
@@ -209,9 +209,9 @@ def attend(
     if memory is not None:
         # Memories precede the tokens, at distance 0.
         keys, values = prepend_memories(memory[0], keys), prepend_memories(memory[1], values)
-        left = ((0, 0), (0, 0), (len(memory[0]), 0))
-        mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
-        distance_BTS = jnp.pad(distance_BTS, left)
+        padding = ((0, 0), (0, 0), (len(memory[0]), 0))
+        mask_BTS = jnp.pad(mask_BTS, padding, constant_values=True)
+        distance_BTS = jnp.pad(distance_BTS, padding)
     # One matrix per group: plain matmuls are fast on CPU.
     scale = spec.scale_for(head_dim)
     q_BKRH = (

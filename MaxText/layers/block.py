@@ -75,12 +75,12 @@ class Block(nnx.Module):
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
             if state is not None:
-                found = mixer.decode_step(x_BTD, state, context)
-                out, state = check_output(mixer, "decode_step", found, normed[0])
+                output = mixer.decode_step(x_BTD, state, context)
+                out, state = check_output(mixer, "decode_step", output, normed[0])
                 return out, {}, state
             if context.capacity is not None:
-                found = mixer.prefill(x_BTD, context)
-                out, state = check_output(mixer, "prefill", found, normed[0])
+                output = mixer.prefill(x_BTD, context)
+                out, state = check_output(mixer, "prefill", output, normed[0])
                 return out, {}, state
             return *check_output(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 

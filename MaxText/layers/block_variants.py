@@ -101,25 +101,25 @@ class WithSeparateNorms(Block):
     """Separate inputs and norms of q, k and v."""
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        for way in "qkv":
-            setattr(self, self._name(way), self.norm(layer, init, rngs))
+        for stream in "qkv":
+            setattr(self, self._name(stream), self.norm(layer, init, rngs))
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BTD, k_BTD, v_BTD = (
-            x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(way))(x)
-            for way, x in zip("qkv", inputs[:3], strict=True)
+            x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(stream))(x)
+            for stream, x in zip("qkv", inputs[:3], strict=True)
         )
         return q_BTD, k_BTD, v_BTD
 
     @property
     def stream_norms(self) -> dict[str, nnx.Module]:
-        norms = {way: getattr(self, self._name(way)) for way in "qkv"}
-        return {way: norm for way, norm in norms.items() if not isinstance(norm, Identity)}
+        norms = {stream: getattr(self, self._name(stream)) for stream in "qkv"}
+        return {stream: norm for stream, norm in norms.items() if not isinstance(norm, Identity)}
 
     @staticmethod
-    def _name(way: str) -> str:
-        return f"pre_self_attention_layer_norm_{way}"
+    def _name(stream: str) -> str:
+        return f"pre_self_attention_layer_norm_{stream}"
 
 
 class Macaron(Block):

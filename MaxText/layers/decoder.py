@@ -125,29 +125,29 @@ class Decoder(nnx.Module):
                 f"{NO_STAGES}"
             )
 
-        def apply(layer: Block, carried: Any, context: Context, index: jax.Array | int):
-            return self._layer(layer, carried, context, index, None)[:2]
+        def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
+            return self._layer(layer, carry, context, index, None)[:2]
 
-        carried = self.connections.begin(x_BTD)
+        carry = self.connections.begin(x_BTD)
         if num_stages > 1:
-            carried, scalars = pipeline_apply(
+            carry, scalars = pipeline_apply(
                 self.layers,
                 self.blueprint,
-                carried,
+                carry,
                 context,
                 apply,
                 schedule=self.config.pipeline_schedule(num_stages),
                 policy=memory.remat_policy,
             )
         else:
-            carried, scalars = apply_scanned(
+            carry, scalars = apply_scanned(
                 self.layers,
                 self.blueprint,
-                carried,
-                lambda layer, carried, index: apply(layer, carried, context, index),
+                carry,
+                lambda layer, carry, index: apply(layer, carry, context, index),
                 memory.remat_policy,
             )
-        x_BTD = self.connections.end(carried)
+        x_BTD = self.connections.end(carry)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -190,9 +190,9 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
     ) -> LayersOutput:
-        def apply(layer: Block, carried: Any, index: int, state: Any):
+        def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
-                return self._layer(layer, carried, context, index, state)
+                return self._layer(layer, carry, context, index, state)
 
         return apply_unrolled(
             self.layers,
@@ -205,19 +205,19 @@ class Decoder(nnx.Module):
         )
 
     def _layer(
-        self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
+        self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        # With a residual stream all inputs are `carried`, and y_BTD is carried on. Read inside the
+        # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
-        inputs, rest = self.connections.read(index, carried, layer.stream_norms)
+        inputs, rest = self.connections.read(index, carry, layer.stream_norms)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         after = self.connections.write(index, rest, y_BTD, context.shared)
-        return self.connections.checked(carried, after), scalars, state
+        return self.connections.checked(carry, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
-        return apply_remat(self.connections.end, policy, in_scan=False)(output.carried)
+        return apply_remat(self.connections.end, policy, in_scan=False)(output.carry)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)

@@ -1,6 +1,6 @@
 """Dense depth connections: layers read sums of all earlier hidden states.
 
-Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources, K hidden width.
+Legend: B sequences, T tokens, D emb_dim, C streams, S sources, K hidden width.
 """
 
 import functools
@@ -72,7 +72,7 @@ class DenseConnections(Connection):
         # The last aggregation is read outside of the layers, and so saved anyway.
         made_again = [one for one in self.after.values() if one.depth < num_layers]
         for one in made_again[max(0, len(made_again) - dense.dense_saved_aggregates) :]:
-            one.kept = True
+            one.is_saved = True
         self.source_norm = (
             PreNormScales((num_layers + 1, D), init, rngs) if dense.mudd_prenorm else None
         )
@@ -83,7 +83,7 @@ class DenseConnections(Connection):
         sums = {
             depth: 2.0
             * dimensions.emb_dim
-            * len(_ways(dense, depth, num_layers))
+            * len(_streams(dense, depth, num_layers))
             * len(dense.sources(depth))
             for depth in range(1, num_layers + 1)
             if dense.stands_after(depth)
@@ -98,24 +98,24 @@ class DenseConnections(Connection):
         return (LayerOutput(x_BTD),)
 
     def read(
-        self, index: int, carried: LayerOutputs, norms: Mapping[str, nnx.Module]
+        self, index: int, carry: LayerOutputs, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, LayerOutputs]:
         """Returns layer `index`'s inputs, fusing `norms` if profitable."""
-        sources, x_BTD = carried, carried[-1].x_BTD
+        sources, x_BTD = carry, carry[-1].x_BTD
         if str(index) not in self.after:
             return LayerInputs.all(x_BTD), sources
         scales = None if self.source_norm is None else self.source_norm.factors()
         sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
-        return LayerInputs(*(sums.get(way, rest) for way in LayerInputs._fields)), sources
+        return LayerInputs(*(sums.get(stream, rest) for stream in LayerInputs._fields)), sources
 
     def write(
-        self, index: int, carried: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
+        self, index: int, carry: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
     ) -> LayerOutputs:
-        return (*carried, LayerOutput(y_BTD))
+        return (*carry, LayerOutput(y_BTD))
 
-    def end(self, carried: LayerOutputs) -> jax.Array:
-        return self.read(self.num_layers, carried, {})[0].r
+    def end(self, carry: LayerOutputs) -> jax.Array:
+        return self.read(self.num_layers, carry, {})[0].r
 
 
 class PreNormScales(nnx.Module):
@@ -149,9 +149,9 @@ class DepthAggregate(nnx.Module):
         self.depth = depth
         self.epsilon = epsilon
         self.sources = config.sources(depth)
-        self.kept = False  # whether its results are saved for the backward pass
-        self.ways = _ways(config, depth, num_layers)
-        C, S = len(self.ways), len(self.sources)
+        self.is_saved = False  # whether its results are saved for the backward pass
+        self.streams = _streams(config, depth, num_layers)
+        C, S = len(self.streams), len(self.sources)
         if not config.dense_dynamic:
             self.norm = self.wi = self.wo = None
         else:
@@ -168,15 +168,15 @@ class DepthAggregate(nnx.Module):
         )
         self.post_norms = nnx.Dict(
             {
-                way: RMSNorm(D, epsilon, init, rngs, initial=0.001)
-                for way in self.ways
+                stream: RMSNorm(D, epsilon, init, rngs, initial=0.001)
+                for stream in self.streams
                 if config.mudd_postnorm == "all"
-                or (config.mudd_postnorm == "residual" and way == "r")
+                or (config.mudd_postnorm == "residual" and stream == "r")
             }
         )
 
     def _identity(self) -> np.ndarray:
-        identity = np.zeros((len(self.ways), len(self.sources)), np.float32)
+        identity = np.zeros((len(self.streams), len(self.sources)), np.float32)
         if not self.config.adds:
             identity[:, -1] = 1.0
         return identity
@@ -207,7 +207,7 @@ class DepthAggregate(nnx.Module):
         """Returns y_BTD or PreNormalized by stream, and the sources to carry on."""
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
-        chosen = [sources[place] for place in self.sources]
+        chosen = [sources[index] for index in self.sources]
         if scales_SD is not None:
             scales_SD = scales_SD[np.array(self.sources)]
             chosen = [self._normalized(*one) for one in zip(chosen, scales_SD, strict=True)]
@@ -223,11 +223,11 @@ class DepthAggregate(nnx.Module):
             norms=fused,
             factors_MD=factors_MD,
         )
-        factors = {way: norm.factors() for way, norm in self.post_norms.items()}
+        factors = {stream: norm.factors() for stream, norm in self.post_norms.items()}
         outputs = self.outputs(mixed.sums, x_BTD, factors, fused)
         passed_on = list(sources)
-        for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            passed_on[place] = source._replace(x_BTD=state_BTD)
+        for index, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
+            passed_on[index] = source._replace(x_BTD=state_BTD)
         return outputs, tuple(passed_on)
 
     def outputs(
@@ -239,32 +239,32 @@ class DepthAggregate(nnx.Module):
     ) -> dict[str, Any]:
         """Returns y_BTD by stream, PreNormalized if its norm was fused."""
         outputs: dict[str, Any] = {}
-        for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
-            if way in post_norms:
-                y_BTD = rms_normalize(y_BTD, post_norms[way], self.epsilon)
+        for index, (stream, y_BTD) in enumerate(zip(self.streams, sums, strict=True)):
+            if stream in post_norms:
+                y_BTD = rms_normalize(y_BTD, post_norms[stream], self.epsilon)
             if self.config.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, *HIDDEN)
-            if self.kept:
+            if self.is_saved:
                 y_BTD = checkpoint_name(y_BTD, "depth_aggregate")
-            outputs[way] = PreNormalized(y_BTD) if place in fused.ways else y_BTD
+            outputs[stream] = PreNormalized(y_BTD) if index in fused.streams else y_BTD
         return outputs
 
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
-        candidates = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
-        chosen = [(place, norm) for place, norm in candidates if isinstance(norm, RMSNorm)]
+        candidates = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
+        chosen = [(index, norm) for index, norm in candidates if isinstance(norm, RMSNorm)]
         if (
             not chosen
             or self.config.adds
             or not supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
         ):
             return NO_NORMS, None
-        places, modules = zip(*chosen, strict=True)
+        indices, modules = zip(*chosen, strict=True)
         factors_MD = jnp.stack([module.factors() for module in modules])
-        return Norms(places, modules[0].epsilon), factors_MD
+        return Norms(indices, modules[0].epsilon), factors_MD
 
     def _normalized(self, source: LayerOutput, scale_D: jax.Array) -> LayerOutput:
         if source.inverse_rms_BT1 is not None:
@@ -273,7 +273,7 @@ class DepthAggregate(nnx.Module):
         return LayerOutput(scale_grad_only(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
 
 
-def _ways(config: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
+def _streams(config: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
     return ("r",) if depth == num_layers else config.dense_streams
 
 
@@ -298,9 +298,9 @@ def _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision):
     return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
 
 
-def _rms_norm_matmul_backward(epsilon, precision, kept, grad_y_BTK):
+def _rms_norm_matmul_backward(epsilon, precision, residuals, grad_y_BTK):
     del epsilon
-    x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
+    x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = residuals
     grad_y_BTK = grad_y_BTK.astype(jnp.float32)
     grad_product_BTK = (inverse_rms_BT1 * grad_y_BTK).astype(x_BTD.dtype)
     grad_kernel_DK = einsum_f32("btd,btk->dk", x_BTD, grad_product_BTK, precision)

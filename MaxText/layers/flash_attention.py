@@ -79,14 +79,14 @@ def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | N
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
     d, attention = config.shape.dimensions, config.attention
-    length, there = d.max_target_length, SingleDeviceSharding(device)
+    length, on_device = d.max_target_length, SingleDeviceSharding(device)
 
-    def of(heads: int) -> jax.ShapeDtypeStruct:
+    def heads_shape(heads: int) -> jax.ShapeDtypeStruct:
         shape = (1, length, heads, d.head_dim)
-        return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=there)
+        return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=on_device)
 
-    queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
-    segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
+    queries, keys = heads_shape(d.num_query_heads), heads_shape(d.num_kv_heads)
+    segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_device)
     for window in dict.fromkeys(softmax_windows(config)):
         spec = AttentionSpec(attention.causal, window, attention.attention_scale)
 

@@ -70,8 +70,8 @@ def causal_linear_attention(
     phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     einsum = lambda spec, *x: jnp.einsum(spec, *x, precision=precision)  # noqa: E731
 
-    def one_chunk(state: LinearAttentionState, given):
-        phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = given
+    def one_chunk(state: LinearAttentionState, xs):
+        phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = xs
         # Padding keys do not count: exp(k - m) is 0.
         k_BCKH = jnp.where(real_BC[..., None, None], k_BCKH, _NOTHING)
         carries_BC1 = (segments_BC == state.segment_B[:, None])[..., None]
@@ -139,7 +139,7 @@ def causal_linear_attention(
             jnp.full(heads, _NOTHING, jnp.float32),
             segments_BT[:, 0],
         )
-    given = (
+    xs = (
         chunks(phi),
         chunks(k_BTKH.astype(jnp.float32)),
         chunks(v_BTKH.astype(jnp.float32)),
@@ -147,11 +147,11 @@ def causal_linear_attention(
         chunks(real_BT),
     )
     if num_chunks == 1:
-        state, o = one_chunk(state, jax.tree.map(lambda x: x[0], given))
+        state, o = one_chunk(state, jax.tree.map(lambda x: x[0], xs))
         o = o[None]
     else:
         # Scores [B, T, C] are recomputed in the backward pass instead of being saved.
-        state, o = jax.lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), state, given)
+        state, o = jax.lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), state, xs)
     o = jnp.moveaxis(o, 0, 1).reshape(batch, num_chunks * chunk, num_heads, head_dim)
     return o[:, :length].astype(q_BTNH.dtype), state
 

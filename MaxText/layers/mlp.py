@@ -48,7 +48,7 @@ class MLP(FeedForward):
         config: FeedForwardConfig,
         init: Init,
         rngs: nnx.Rngs,
-        place: int = _RANDOM_SLOPES,  # RNG stream id within a layer
+        rng_stream: int = _RANDOM_SLOPES,  # RNG stream id within a layer
     ):
         D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
         draw = init.initializers
@@ -63,7 +63,7 @@ class MLP(FeedForward):
             if activation in LEARNED:
                 learned = LearnedActivation(activation, init, rngs)
                 setattr(self, name.replace("wi", "activation"), learned)
-        self.place = place
+        self.rng_stream = rng_stream
         self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
@@ -80,7 +80,7 @@ class MLP(FeedForward):
         if activation in LEARNED:
             return getattr(self, name.replace("wi", "activation"))(x)
         if activation == "rrelu":
-            key = context.key_for(self.place) if context.training else None
+            key = context.key_for(self.rng_stream) if context.training else None
             if key is not None:
                 key = jax.random.fold_in(key, self.input_names.index(name))
             return rrelu(x, key)

@@ -39,9 +39,9 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
     row, is_recomputed = "", False
     for step in path:
         rows = getattr(type(module), "rows", {})
-        kept = getattr(type(module), "not_recomputed", None)
+        own = getattr(type(module), "not_recomputed", None)
         row = row or (rows if isinstance(rows, str) else rows.get(step, ""))
-        is_recomputed = is_recomputed or (kept is not None and step not in kept)
+        is_recomputed = is_recomputed or (own is not None and step not in own)
         is_container = isinstance(module, nnx.Dict | nnx.List)
         module = module[step] if is_container else getattr(module, step)
     return {"owner": path[0], "row": row, "is_recomputed": is_recomputed}

@@ -200,7 +200,7 @@ class Connection(Part):
         return x_BTD
 
     def read(
-        self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]
+        self, index: Any, carry: Any, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, Any]:
         """Returns the inputs of a layer, and the state to carry on.
 
@@ -210,15 +210,15 @@ class Connection(Part):
         """
         raise NotImplementedError
 
-    def shared(self, carried: Any) -> dict[str, jax.Array]:
+    def shared(self, carry: Any) -> dict[str, jax.Array]:
         """Returns the replaceable input of mixers in `context.shared`."""
         return {}
 
-    def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+    def write(self, index: Any, carry: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
         """Returns the state for the next layer from a layer's output and `shared`."""
         raise NotImplementedError
 
-    def end(self, carried: Any) -> jax.Array:
+    def end(self, carry: Any) -> jax.Array:
         """Returns the hidden state for the final norm."""
         raise NotImplementedError
 
@@ -237,15 +237,15 @@ class ResidualStream(Connection):
     """Residual stream: a layer reads the previous output (He et al. 2016)."""
 
     def read(
-        self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]
+        self, index: Any, carry: Any, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, Any]:
-        return LayerInputs.all(carried), carried
+        return LayerInputs.all(carry), carry
 
-    def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+    def write(self, index: Any, carry: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
         return y_BTD
 
-    def end(self, carried: Any) -> jax.Array:
-        return carried
+    def end(self, carry: Any) -> jax.Array:
+        return carry
 
 
 class Head(Part):
@@ -290,18 +290,19 @@ class Head(Part):
         return False
 
 
-def check_output(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
-    """Returns `found`; raises UserError unless it is (like x_BTD, anything)."""
-    if isinstance(found, tuple) and len(found) == 2 and _shape_text(found[0]) == _shape_text(x_BTD):
-        return found
-    given = (
-        f"({', '.join(map(_shape_text, found))})"
-        if isinstance(found, tuple)
-        else _shape_text(found)
+def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
+    """Returns `output`; raises UserError unless it is (like x_BTD, anything)."""
+    is_pair = isinstance(output, tuple) and len(output) == 2
+    if is_pair and _shape_text(output[0]) == _shape_text(x_BTD):
+        return output
+    returned = (
+        f"({', '.join(map(_shape_text, output))})"
+        if isinstance(output, tuple)
+        else _shape_text(output)
     )
     second = "scalars" if method == "__call__" else "state"
     raise UserError(
-        f"{describe(part)}: {method} returned {given}, and has to return "
+        f"{describe(part)}: {method} returned {returned}, and has to return "
         f"({_shape_text(x_BTD)}, {second})"
     )
 
@@ -316,5 +317,5 @@ def _shape_text(x: Any) -> str:
     return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
 
 
-def _shapes(carried: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carried))
+def _shapes(carry: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carry))

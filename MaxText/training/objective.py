@@ -39,8 +39,8 @@ def _cross_entropy_forward(logits_BTV, targets_BT):
     return outputs, (logits_BTV, targets_BT, log_normalizer_BT)
 
 
-def _cross_entropy_backward(kept, gradients):
-    logits_BTV, targets_BT, log_normalizer_BT = kept
+def _cross_entropy_backward(residuals, gradients):
+    logits_BTV, targets_BT, log_normalizer_BT = residuals
     grad_loss_BT, grad_log_normalizer_BT = gradients
     probabilities_BTV = jnp.exp(logits_BTV - log_normalizer_BT[..., None])
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
