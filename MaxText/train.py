@@ -40,10 +40,10 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> int:
     """Trains; returns a code of exit_codes.py."""
-    stop = PreemptionHandler.install()
+    preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:
-        return train(loaded.config, stop)
+        return train(loaded.config, preemption)
     except BaseException as error:
         processes.fail(error)  # one process of several ends here
         if isinstance(error, UserError):
@@ -55,7 +55,7 @@ def main() -> int:
         raise
 
 
-def train(config, stop: PreemptionHandler, callbacks=()) -> int:
+def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
@@ -116,11 +116,11 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
     config, config_flat = growth.config, flatten(growth.config)
-    built = setup_train(config, sharding, growth.existing_slots, growth.old_slots_learning_rate)
-    model, abstract_state = built.model, built.state
-    replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
+    setup = setup_train(config, sharding, growth.existing_slots, growth.old_slots_learning_rate)
+    model, abstract_state = setup.model, setup.state
+    replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *growth.lines]))
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *setup.choices, *growth.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.loader import open_batches
@@ -129,9 +129,9 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
 
     length, sizes = model.config.shape.max_target_length, config.batch
     plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size))
-    check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
+    check_memory_lower_bound(setup, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_batch_size, *sharding.batch_slice(), stop.is_pending
+        config, plan, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
@@ -141,7 +141,7 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
 
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
-            built.step, abstract_state, shapes, built.compiler_options
+            setup.step, abstract_state, shapes, setup.compiler_options
         ),
         load_compiled(config, model.config, sharding, abstract_state),
     )
@@ -156,19 +156,19 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.run.records import write_run_files
     from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
 
-    start = restore_or_initialize(
+    restored = restore_or_initialize(
         checkpoints,
         config.checkpoint,
         abstract_state,
         lambda: sharding.init_state(
-            built.initialize, abstract_state, model.config.initialization.init_weights_seed
+            setup.initialize, abstract_state, model.config.initialization.init_weights_seed
         ),
         config_flat,
         resolved=growth,
     )
-    last_step = restore_data_position(start, train_batches, run.steps)
-    if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
-        print(complete_message(start, run.steps, last_step, config.data.num_epoch))
+    last_step = restore_data_position(restored, train_batches, run.steps)
+    if restored.first_step > last_step and not restored.metadata.get("evaluation_is_due"):
+        print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
         return 0
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
@@ -181,46 +181,46 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.run.step_log import MetricLogger
 
     records = open_records(
-        config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
+        config, run_folder, restored, setup, plan, train_batches, devices, last_step, peak, details,
         callbacks,
     )  # fmt: skip
     checkpoints.show = records.terminal.line
     events = records.events
     rollback = RollbackController(
-        guard, checkpoints, events.emit, train_batches, abstract_state, start
+        guard, checkpoints, events.emit, train_batches, abstract_state, restored
     )
     log = MetricLogger(records, config, last_step, rollback.observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
         config, sharding, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
-        checkpoints, metadata, records, rollback, watchdog, stop, log,
-        start.state, start.first_step, last_step,
+        checkpoints, metadata, records, rollback, watchdog, preemption, log,
+        restored.state, restored.first_step, last_step,
     )  # fmt: skip
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         # Whichever of these fails, all are called, the last one first: a save in the background is
         # whole or nothing.
         for resource in (watchdog, train_batches, records):
-            closing.callback(resource.close)
-        closing.callback(processes.shutdown)
-        closing.callback(checkpoints.close)
-        end = closing.enter_context(loop.recorded_end(records, log, watchdog))
+            stack.callback(resource.close)
+        stack.callback(processes.shutdown)
+        stack.callback(checkpoints.close)
+        end = stack.enter_context(loop.recorded_end(records, log, watchdog))
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as facts:
             facts |= dataclasses.asdict(compiling.result())
-        reason = training.run(bool(start.metadata.get("evaluation_is_due")))
+        reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
         is_healthy = rollback.is_healthy and not records.trend.diverged
         if is_healthy and log.newest_step is not None and reason != loop.PREEMPTED:
             # No later step can show that it was healthy.
             checkpoints.promote(log.newest_step)
         checkpoints.close()
         if reason == loop.PREEMPTED:
-            print(stop.summary(checkpoints.latest_step(), run.run_name))
-            end.reason, end.exit_code = reason, stop.exit_code
+            print(preemption.summary(checkpoints.latest_step(), run.run_name))
+            end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("finish")
             write_final_artifacts(
-                run_folder, config, records, train_batches, built, training.state, sharding,
+                run_folder, config, records, train_batches, setup, training.state, sharding,
                 training.eval_loss,
             )  # fmt: skip
             end.reason = loop.COMPLETED

@@ -202,7 +202,7 @@ def _advice(
 
 
 def check_memory_lower_bound(
-    built: TrainSetup, plan: BatchSchedule, num_devices: int, num_microbatches: int
+    setup: TrainSetup, plan: BatchSchedule, num_devices: int, num_microbatches: int
 ) -> None:
     """Raises UserError if state, gradients and activations cannot fit.
 
@@ -210,14 +210,14 @@ def check_memory_lower_bound(
     """
     device = jax.local_devices()[0]
     limit = device_memory_bytes(device)
-    config = built.model.config
+    config = setup.model.config
     tokens = max(plan.rows(stage) * stage.length for stage in plan.stages)
     width = config.shape.dimensions.emb_dim * jax.numpy.dtype(config.numerics.dtype).itemsize
-    parameters = bytes_on_device(built.state.params)
+    parameters = bytes_on_device(setup.state.params)
     needed = {
         "parameters": parameters,
         "gradients": parameters,
-        "optimizer state": bytes_on_device(built.state) - parameters,
+        "optimizer state": bytes_on_device(setup.state) - parameters,
         "one activation of each token": tokens // num_devices // num_microbatches * width,
     }
     sharing = jax.local_device_count() if device.platform == "cpu" else 1

@@ -47,8 +47,8 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
     config = resolved.config
-    built = setup_train(config, sharding, resolved.existing_slots, resolved.old_slots_learning_rate)
-    model, state = built.model, built.state
+    setup = setup_train(config, sharding, resolved.existing_slots, resolved.old_slots_learning_rate)
+    model, state = setup.model, setup.state
     plan = plan_batches(
         config.batch,
         model.config.shape.max_target_length,
@@ -58,8 +58,8 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
     batch = sharding.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
-    lowered = sharding.lower_step(built.step, state, batch, built.compiler_options)
-    lines = [*built.choices, *resolved.lines]
+    lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
+    lines = [*setup.choices, *resolved.lines]
     return LoweredStep(config, model, sharding, state, batch, plan, stage.length, lowered, lines)
 
 

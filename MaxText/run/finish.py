@@ -25,7 +25,7 @@ def write_final_artifacts(
     config: Config,
     records: RunLogger,
     batches: BatchIterator,
-    built: TrainSetup,
+    setup: TrainSetup,
     state: Any,
     sharding: ShardingPlan,
     eval_loss: float | None,
@@ -35,7 +35,7 @@ def write_final_artifacts(
     `eval_loss` is that of the last evaluation in nats per token, None without one. Raises
     TrainingDivergedError if the training loss diverged.
     """
-    line, model = records.terminal.line, built.model
+    line, model = records.terminal.line, setup.model
     entropy = batches.unigram_entropy if is_in_nats(model.config.objective) else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")

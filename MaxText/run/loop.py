@@ -68,7 +68,7 @@ class Loop:
     records: RunLogger
     rollback: RollbackController
     watchdog: Watchdog
-    stop: PreemptionHandler
+    preemption: PreemptionHandler
     log: MetricLogger
     state: Any
     step: int
@@ -96,7 +96,7 @@ class Loop:
                 self.last_step,
                 eval_interval=self.config.evaluation.eval_interval,
                 checkpoint_due=self.checkpoints.should_save(step, self.last_step),
-                stop_requested=self.stop.requested(step),
+                stop_requested=self.preemption.requested(step),
             )
             if actions.report:
                 self.log.complete()
@@ -122,8 +122,8 @@ class Loop:
         self.watchdog.enter("data", self.step)
         batch = None
         with contextlib.suppress(WaitCancelledError), self.log.waiting_for_data():
-            rows = self.plan.rows(self.plan.at(self.step))
-            batch = self.sharding.to_global_batch(next(self.batches), rows)
+            batch_size = self.plan.rows(self.plan.at(self.step))
+            batch = self.sharding.to_global_batch(next(self.batches), batch_size)
         self.records.log_data_events(self.batches, self.step)
         return batch
 
@@ -152,16 +152,16 @@ class Loop:
     def evaluate(self, step: int) -> bool:
         """Evaluates the state after a step; False on a stop request."""
         self.eval_loss = None
-        watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
+        batches = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (
             contextlib.suppress(WaitCancelledError),
             self.log.exclude_time(),
             self.records.events.timed("evaluation", step=step) as facts,
         ):
-            placed = (
-                self.sharding.to_global_batch(batch, self.eval_batch_size) for batch in watched
+            global_batches = (
+                self.sharding.to_global_batch(batch, self.eval_batch_size) for batch in batches
             )
-            report = evaluate(self.eval_step, self.state.params, placed, step=step)
+            report = evaluate(self.eval_step, self.state.params, global_batches, step=step)
             progress = self.records.lineage.progress(step)
             facts.update(report=report, **report.row(), **progress)
             self.records.log_data_events(self.eval_batches, step)

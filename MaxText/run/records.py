@@ -62,8 +62,8 @@ class RunLogger:
 def open_records(
     config: Config,
     run_folder: epath.Path,
-    start: RestoreResult,
-    built: TrainSetup,
+    restored: RestoreResult,
+    setup: TrainSetup,
     plan: BatchSchedule,
     batches: BatchIterator,
     devices: Sequence[Any],
@@ -78,12 +78,12 @@ def open_records(
     `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
     UserError if a package is missing.
     """
-    run, monitoring, model = config.run, config.monitoring, built.model
+    run, monitoring, model = config.run, config.monitoring, setup.model
     num_steps = last_step + 1
     stats = TrainingStats(model, config.batch, plan, len(devices), num_steps, peak)
-    lineage = Lineage.of(start, stats)
+    lineage = Lineage.of(restored, stats)
     length = model.config.shape.max_target_length
-    cost = model_cost(model, sequence_length=length, optimizer_state=built.state.opt_state)
+    cost = model_cost(model, sequence_length=length, optimizer_state=setup.state.opt_state)
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
@@ -92,8 +92,10 @@ def open_records(
     if monitoring.enable_tensorboard:
         show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
-    first_step = start.first_step
-    is_due = bool(start.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
+    first_step = restored.first_step
+    is_due = (
+        bool(restored.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
+    )
     events = open_stream(
         run_folder,
         monitoring,
@@ -106,9 +108,9 @@ def open_records(
     )
     baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
     facts = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
-    emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
+    emit_start(events, restored, facts | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
-    trend = LossTrend(baseline, start.metadata.get("loss_trend"))
+    trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
 
 
@@ -143,35 +145,35 @@ def run_metadata(
     }
 
 
-def emit_start(events: EventLog, start: RestoreResult, facts: Mapping[str, Any]) -> None:
+def emit_start(events: EventLog, restored: RestoreResult, facts: Mapping[str, Any]) -> None:
     """Emits "resume" (from the run's own checkpoint) or "start".
 
     A changed configuration and a growth are events of their own.
     """
     events.emit(
-        "resume" if start.how == "resume" else "start",
-        step=start.first_step,
+        "resume" if restored.how == "resume" else "start",
+        step=restored.first_step,
         seconds=time.time() - process_start.launch_time(),
-        source=start.source,
+        source=restored.source,
         lost=events.lost,
         **facts,
     )
-    if start.changes:
-        changes = {name: list(values) for name, values in start.changes.items()}
-        events.emit("config_change", step=start.first_step, changes=changes)
-    if grown := _growth_facts(start):
-        events.emit("growth", step=start.first_step, **grown)
+    if restored.changes:
+        changes = {name: list(values) for name, values in restored.changes.items()}
+        events.emit("config_change", step=restored.first_step, changes=changes)
+    if grown := _growth_facts(restored):
+        events.emit("growth", step=restored.first_step, **grown)
 
 
-def _growth_facts(start: RestoreResult) -> dict[str, Any]:
+def _growth_facts(restored: RestoreResult) -> dict[str, Any]:
     """Returns the facts of a growth event; empty if none preceded this start."""
-    if start.how == "growth":
-        assert start.growth is not None
-        return event_facts(start.growth, start.folder)
+    if restored.how == "growth":
+        assert restored.growth is not None
+        return event_facts(restored.growth, restored.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
-    if start.how == "parameters" and start.growth and sizes(start.growth):
-        return event_facts(start.growth, parent_folder(start.metadata), start.folder)
+    if restored.how == "parameters" and restored.growth and sizes(restored.growth):
+        return event_facts(restored.growth, parent_folder(restored.metadata), restored.folder)
     return {}
 
 

@@ -80,28 +80,28 @@ def restore_or_initialize(
     began = time.perf_counter()
     if steps:
         _check_has_train_state(checkpoints.stored(steps[0]))
-        start = _resume(checkpoints, steps, abstract_state, config_flat, show)
+        restored = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif config.load_full_state_path:
-        start = _load_full_state(config, abstract_state, config_flat, show)
+        restored = _load_full_state(config, abstract_state, config_flat, show)
     elif resolved and resolved.growth:
-        start = _grow(resolved.growth, abstract_state, initialize)
+        restored = _grow(resolved.growth, abstract_state, initialize)
     elif config.load_parameters_path:
-        start = _load_parameters(
+        restored = _load_parameters(
             config.load_parameters_path, abstract_state, initialize, config_flat, show
         )
     else:
-        start = RestoreResult(initialize(), 0, None, "scratch", "scratch")
-        return start._replace(rollbacks=checkpoints.rollbacks())
-    show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
-    for warning in import_modules.changes(start.metadata):
+        restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
+        return restored._replace(rollbacks=checkpoints.rollbacks())
+    show(f"Restored {restored.source} in {time.perf_counter() - began:.1f} s")
+    for warning in import_modules.changes(restored.metadata):
         show(warning)
-    stored = start.metadata.get("config")
+    stored = restored.metadata.get("config")
     changes = diff_configs(stored, config_flat) if stored else {}
     if changes:
         show("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():
             show(f"  {name}: {old} -> {new}")
-    return start._replace(
+    return restored._replace(
         changes=changes,
         growth=resolved.record if resolved else None,
         rollbacks=checkpoints.rollbacks(),
@@ -220,22 +220,22 @@ def _grow(
 
 
 def restore_data_position(
-    start: RestoreResult, batches: BatchIterator, steps: int, show: Callable[[str], None] = print
+    restored: RestoreResult, batches: BatchIterator, steps: int, show: Callable[[str], None] = print
 ) -> int:
     """Moves the data to a start, with exclusions; returns the last step.
 
     Raises UserError if the stored position counts in other data.
     """
-    if start.position is None:
-        batches.seek(start.first_step)
+    if restored.position is None:
+        batches.seek(restored.first_step)
     else:
         try:
-            batches.resume(start.position)
+            batches.resume(restored.position)
         except UserError as error:
-            if start.how != "growth":
+            if restored.how != "growth":
                 raise
             raise UserError(f"growth.data=continue: {error} Or set growth.data=restart.") from None
-    for rollback in active_rollbacks(start, batches):
+    for rollback in active_rollbacks(restored, batches):
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.
         if batches.exclude_if_new(first, end):
@@ -246,9 +246,9 @@ def restore_data_position(
     return final_step(batches, steps)
 
 
-def active_rollbacks(start: RestoreResult, batches: BatchIterator) -> list[Rollback]:
+def active_rollbacks(restored: RestoreResult, batches: BatchIterator) -> list[Rollback]:
     """Returns the recorded rollbacks of the run's current data."""
-    return [each for each in start.rollbacks if not batches.differences(each.data)]
+    return [each for each in restored.rollbacks if not batches.differences(each.data)]
 
 
 def final_step(batches: BatchIterator, steps: int) -> int:
@@ -257,10 +257,10 @@ def final_step(batches: BatchIterator, steps: int) -> int:
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 
 
-def complete_message(start: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
+def complete_message(restored: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
     """Returns the message for a run without a step left."""
     limit = "steps" if last_step + 1 == steps else "num_epoch"
     return (
-        f"The run is complete: {start.source}, steps={steps}, num_epoch={num_epoch}. "
+        f"The run is complete: {restored.source}, steps={steps}, num_epoch={num_epoch}. "
         f"Raise {limit} to continue."
     )

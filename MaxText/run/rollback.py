@@ -62,13 +62,13 @@ class RollbackController:
         emit: Callable[..., None],
         batches: BatchIterator,
         abstract_state: Any,
-        start: RestoreResult,
+        restored: RestoreResult,
     ):
         """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
         self.trigger: RollbackTrigger | None = None
-        recorded = active_rollbacks(start, batches)
+        recorded = active_rollbacks(restored, batches)
         # Earlier versions saved it as "rewinds".
-        saved = start.metadata.get("rollbacks", start.metadata.get("rewinds", 0))
+        saved = restored.metadata.get("rollbacks", restored.metadata.get("rewinds", 0))
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._batches = batches
         self._abstract_state = abstract_state
@@ -79,10 +79,10 @@ class RollbackController:
         self._history: collections.deque[dict[str, float]] = collections.deque(
             maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * config.skip_step_interval
         )
-        self._begin(start.state)
+        self._begin(restored.state)
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
-            if rollback.restored_step >= start.first_step:
+            if rollback.restored_step >= restored.first_step:
                 emit("rollback", step=rollback.restored_step, again=True, **rollback.facts())
 
     def _begin(self, state: Any) -> None:

@@ -82,11 +82,11 @@ def _trace(model: Model) -> None:
         batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
         return model.merge(params)(batch)
 
-    found = jax.eval_shape(logits, model.abstract, ids_BT)
-    wanted = jax.ShapeDtypeStruct((*shape, config.shape.vocab_size), jnp.float32)
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+    actual = jax.eval_shape(logits, model.abstract, ids_BT)
+    expected = jax.ShapeDtypeStruct((*shape, config.shape.vocab_size), jnp.float32)
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         raise UserError(
-            f"head_type={config.head.name} returned {found.dtype} {list(found.shape)}, and "
-            f"has to return float32 {list(wanted.shape)}"
+            f"head_type={config.head.name} returned {actual.dtype} {list(actual.shape)}, and "
+            f"has to return float32 {list(expected.shape)}"
         )
-    jax.eval_shape(functools.partial(per_token_losses, config=config.objective), wanted, ids_BT)
+    jax.eval_shape(functools.partial(per_token_losses, config=config.objective), expected, ids_BT)

@@ -41,7 +41,7 @@ def resolve_auto(
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
     dense = config.dense_connections
-    mixing, why = _mixing(config, backend, dtype, sharding)
+    aggregation, why = _aggregation_impl(config, backend, dtype, sharding)
     if config.scan_unsupported_reason is not None:
         scanned, reason = False, config.scan_unsupported_reason
     elif not config.layer_plan.repeats:
@@ -63,16 +63,16 @@ def resolve_auto(
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
     if dense.dense_conn:
-        choose("dense_aggregation_impl", dense.dense_aggregation_impl, mixing, why)
-        if dense.dense_aggregation_impl not in ("auto", mixing):
+        choose("dense_aggregation_impl", dense.dense_aggregation_impl, aggregation, why)
+        if dense.dense_aggregation_impl not in ("auto", aggregation):
             lines.append(
-                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {mixing} ({why})"
+                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {aggregation} ({why})"
             )
-        if mixing == "kernel" and on_cpu:
+        if aggregation == "kernel" and on_cpu:
             lines.append(
                 "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
             )
-        dense = dense.model_copy(update={"dense_aggregation_impl": mixing})
+        dense = dense.model_copy(update={"dense_aggregation_impl": aggregation})
     resolved = config.model_copy(
         update={
             "dense_connections": dense,
@@ -82,40 +82,40 @@ def resolve_auto(
             ),
         }
     )
-    asked = config.attention.attention
-    if asked not in ("autoselected", "flash"):
+    requested = config.attention.attention
+    if requested not in ("autoselected", "flash"):
         return resolved, lines
-    refused = _flash_refused(resolved, backend, sharding)
-    chosen = "flash" if refused is None else "blocked"
-    if asked != chosen:
-        reason = refused or "scores stay on the chip"
-        lines.append(f"attention: {asked} -> {chosen} ({reason})")
+    problem = _flash_problem(resolved, backend, sharding)
+    chosen = "flash" if problem is None else "blocked"
+    if requested != chosen:
+        reason = problem or "scores stay on the chip"
+        lines.append(f"attention: {requested} -> {chosen} ({reason})")
     attention = config.attention.model_copy(update={"attention": chosen})
     return resolved.model_copy(update={"attention": attention}), lines
 
 
-def _flash_refused(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
+def _flash_problem(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
     if sharding is not None:
         parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
-    refused = flash_attention.kernel_unsupported_reason(config, backend, parts, stages)
-    if refused is not None or backend == "tpu":
-        return refused
+    problem = flash_attention.kernel_unsupported_reason(config, backend, parts, stages)
+    if problem is not None or backend == "tpu":
+        return problem
     if sharding is None:
         return "cuDNN's kernel was not tried"
     return flash_attention.cudnn_failure_reason(config, sharding.mesh.devices.flat)
 
 
-def _mixing(
+def _aggregation_impl(
     config: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
     dense = config.dense_connections
-    asked, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
-    if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):
-        return asked, "asked for"
+    impl, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
+    if not dense.dense_conn or impl not in ("auto", "kernel") or (impl == "kernel" and on_cpu):
+        return impl, "asked for"
     if on_cpu:
         return "sum", "fastest on CPU"
     dimensions = config.shape.dimensions
@@ -123,11 +123,11 @@ def _mixing(
     max_sources = max(
         (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0
     )
-    of_state = dimensions.emb_dim * jnp.dtype(dtype).itemsize
-    refused = kernel_unsupported_reason(
+    state_bytes = dimensions.emb_dim * jnp.dtype(dtype).itemsize
+    problem = kernel_unsupported_reason(
         dimensions.emb_dim,
         backend,
-        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), of_state),
+        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), state_bytes),
         device_kind="" if sharding is None else sharding.mesh.devices.flat[0].device_kind,
     )
-    return ("kernel", "least memory traffic") if refused is None else ("sum", refused)
+    return ("kernel", "least memory traffic") if problem is None else ("sum", problem)

@@ -29,7 +29,7 @@ def make_optimizer(
     """
     patterns = config.trainable_parameters_mask
     trained = {
-        name: info for name, info in parameters.items() if not patterns or _matches(patterns, name)
+        name: spec for name, spec in parameters.items() if not patterns or _matches(patterns, name)
     }
     if not trained:
         raise UserError(
@@ -41,8 +41,8 @@ def make_optimizer(
         default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
         return _first_match(config.weight_decay_overrides, name, default)
 
-    decay_of = map_param_names(trained, decay)
-    multiplier_of = map_param_names(
+    decays = map_param_names(trained, decay)
+    multipliers = map_param_names(
         trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
     )
     rule = lookup("optimizer", config.opt_type)
@@ -50,8 +50,8 @@ def make_optimizer(
     optimizer = optax.chain(
         _clipping(config),
         rule(config.parts.of(rule) or config, trained),  # a custom rule gets its own keys
-        _add_decayed_weights(decay_of),
-        optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
+        _add_decayed_weights(decays),
+        optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
     )
     return optimizer if len(trained) == len(parameters) else _freeze_untrained(optimizer, trained)
@@ -66,10 +66,10 @@ def _freeze_untrained(
         return map_param_names(trained, traverse_util.flatten_dict(tree, sep="/").__getitem__)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moved, state = optimizer.update(pick(updates), state, pick(params))
+        new_updates, state = optimizer.update(pick(updates), state, pick(params))
         zeros = jax.tree.map(jnp.zeros_like, updates)
         flat = traverse_util.flatten_dict(zeros, sep="/")
-        flat |= traverse_util.flatten_dict(moved, sep="/")
+        flat |= traverse_util.flatten_dict(new_updates, sep="/")
         return traverse_util.unflatten_dict(flat, sep="/"), state
 
     return optax.GradientTransformation(lambda params: optimizer.init(pick(params)), update)
@@ -88,7 +88,7 @@ def scale_existing_slot_updates(
     if factor == 1 or not existing_slots:
         return optimizer
 
-    def slowed(path: Any, update: jax.Array) -> jax.Array:
+    def scale(path: Any, update: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name not in existing_slots:
             return update
@@ -99,7 +99,7 @@ def scale_existing_slot_updates(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = optimizer.update(updates, state, params)
-        return jax.tree_util.tree_map_with_path(slowed, updates), state
+        return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
@@ -131,12 +131,12 @@ def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
 
 def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
-    bound = config.gradient_clipping_threshold
-    if bound == 0:
+    threshold = config.gradient_clipping_threshold
+    if threshold == 0:
         return optax.identity()
     if config.gradient_clipping_type == "value":
-        return optax.clip(bound)
-    return optax.clip_by_global_norm(bound)
+        return optax.clip(threshold)
+    return optax.clip_by_global_norm(threshold)
 
 
 @register("optimizer", "adamw")
@@ -193,12 +193,12 @@ def _adam_without_bias_correction(config: OptimizerConfig) -> optax.GradientTran
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu = optax.tree.update_moment(updates, state.mu, config.adam_b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, config.adam_b2, 2)
-        moved = jax.tree.map(
+        new_updates = jax.tree.map(
             lambda m, v: m / (jnp.sqrt(v + config.adam_eps_root) + config.adam_eps), mu, nu
         )
         count = optax.safe_increment(state.count)
         mu, nu = optax.tree.cast_like(mu, state.mu), optax.tree.cast_like(nu, state.nu)
-        return moved, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        return new_updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformation(adam.init, update)
 
@@ -224,17 +224,17 @@ def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.Gradient
     return optax.chain(*rule)
 
 
-def _muon_dimensions(info: ParamSpec) -> Any:
+def _muon_dimensions(spec: ParamSpec) -> Any:
     """Returns the matrix dimensions; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
     dense connections: in a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
     """
-    of_coefficients = not any(info.logical_axes)
-    if not info.num_in_dims or "vocab" in info.logical_axes or of_coefficients:
+    is_unsharded = not any(spec.logical_axes)
+    if not spec.num_in_dims or "vocab" in spec.logical_axes or is_unsharded:
         return None
     # Stacked layers and experts are separate matrices.
-    first = sum(name in ("layers", "exp") for name in info.logical_axes)
-    inputs = tuple(range(first, first + info.num_in_dims))
-    outputs = tuple(range(first + info.num_in_dims, len(info.shape)))
+    first = sum(name in ("layers", "exp") for name in spec.logical_axes)
+    inputs = tuple(range(first, first + spec.num_in_dims))
+    outputs = tuple(range(first + spec.num_in_dims, len(spec.shape)))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)

@@ -20,23 +20,23 @@ def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
     if config.lr_schedule_type == "constant":
         return optax.join_schedules([warm_up, optax.constant_schedule(peak)], [warmup])
     if config.learning_rate_decay.multiplies_warmup:
-        body = _ending(config, _body(config, total), total)
+        decay_steps = _join(config, _decay_segments(config, total), total)
         if warmup == 0:
-            return body
-        return lambda step: body(step) * jnp.minimum(step / warmup, 1.0)
-    pieces = [(warm_up, warmup), *_body(config, total - warmup)]
-    return _ending(config, pieces, total)
+            return decay_steps
+        return lambda step: decay_steps(step) * jnp.minimum(step / warmup, 1.0)
+    segments = [(warm_up, warmup), *_decay_segments(config, total - warmup)]
+    return _join(config, segments, total)
 
 
-def _body(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
+def _decay_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
     peak, fraction = config.learning_rate, config.learning_rate_final_fraction
     final = peak * fraction
     if config.lr_schedule_type == "wsd":
         total = config.learning_rate_schedule_steps
-        decay = min(int(total * config.wsd_decay_steps_fraction), length)
+        decay_steps = min(int(total * config.wsd_decay_steps_fraction), length)
         return [
-            (optax.constant_schedule(peak), length - decay),
-            (optax.linear_schedule(peak, final, max(decay, 1)), decay),
+            (optax.constant_schedule(peak), length - decay_steps),
+            (optax.linear_schedule(peak, final, max(decay_steps, 1)), decay_steps),
         ]
     if config.lr_schedule_type == "cosine":
         return [(optax.cosine_decay_schedule(peak, max(length, 1), alpha=fraction), length)]
@@ -44,10 +44,10 @@ def _body(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int
     return [(optax.polynomial_schedule(peak, final, power, max(length, 1)), length)]
 
 
-def _ending(
-    config: ScheduleConfig, pieces: list[tuple[optax.Schedule, int]], total: int
+def _join(
+    config: ScheduleConfig, segments: list[tuple[optax.Schedule, int]], total: int
 ) -> optax.Schedule:
-    schedules, lengths = zip(*pieces, strict=True)
+    schedules, lengths = zip(*segments, strict=True)
     boundaries = list(itertools.accumulate(lengths))
     if config.learning_rate_decay.after == "final":
         return optax.join_schedules(schedules, boundaries[:-1])  # bodies stay at their last value

@@ -90,7 +90,7 @@ def decide(
     window = config.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
     values_Q = jnp.stack([loss, grad_norm, update_norm / rate]).astype(jnp.float32)
-    finite = jnp.all(jnp.isfinite(values_Q))
+    is_finite = jnp.all(jnp.isfinite(values_Q))
 
     count = jnp.minimum(state.num_sound, window)
     median_Q = _median(state.values_QW, count)
@@ -101,10 +101,10 @@ def decide(
     # Until a quarter of the window is filled, only an exploding loss is caught.
     early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
     explodes = (count > 0) & (values_Q[0] > early_bound)
-    accepted = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
+    accepted = is_finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
-    place = state.num_sound % window
-    values_QW = jnp.where(accepted, state.values_QW.at[:, place].set(values_Q), state.values_QW)
+    slot = state.num_sound % window
+    values_QW = jnp.where(accepted, state.values_QW.at[:, slot].set(values_Q), state.values_QW)
     num_sound = state.num_sound + accepted
     skipped_W = state.skipped_W.at[step % window].set(~accepted)
 
