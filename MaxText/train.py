@@ -176,43 +176,43 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
     from MaxText.run.finish import write_final_artifacts
-    from MaxText.run.records import open_records
+    from MaxText.run.records import open_run_logger
     from MaxText.run.rollback import RollbackController
     from MaxText.run.step_log import MetricLogger
 
-    records = open_records(
+    run_logger = open_run_logger(
         config, run_folder, restored, setup, plan, train_batches, devices, last_step, peak, details,
         callbacks,
     )  # fmt: skip
-    checkpoints.show = records.terminal.line
-    events = records.events
+    checkpoints.show = run_logger.terminal.line
+    events = run_logger.events
     rollback = RollbackController(
         guard, checkpoints, events.emit, train_batches, abstract_state, restored
     )
-    log = MetricLogger(records, config, last_step, rollback.observe)
+    metric_logger = MetricLogger(run_logger, config, last_step, rollback.observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
         config, sharding, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
-        checkpoints, metadata, records, rollback, watchdog, preemption, log,
+        checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
         restored.state, restored.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as stack:
         # Whichever of these fails, all are called, the last one first: a save in the background is
         # whole or nothing.
-        for resource in (watchdog, train_batches, records):
+        for resource in (watchdog, train_batches, run_logger):
             stack.callback(resource.close)
         stack.callback(processes.shutdown)
         stack.callback(checkpoints.close)
-        end = stack.enter_context(loop.recorded_end(records, log, watchdog))
+        end = stack.enter_context(loop.recorded_end(run_logger, metric_logger, watchdog))
         watchdog.enter("compile", training.step)
-        with events.timed("compile", step=training.step) as facts:
-            facts |= dataclasses.asdict(compiling.result())
+        with events.timed("compile", step=training.step) as fields:
+            fields |= dataclasses.asdict(compiling.result())
         reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
-        is_healthy = rollback.is_healthy and not records.trend.diverged
-        if is_healthy and log.newest_step is not None and reason != loop.PREEMPTED:
+        is_healthy = rollback.is_healthy and not run_logger.trend.diverged
+        if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:
             # No later step can show that it was healthy.
-            checkpoints.promote(log.newest_step)
+            checkpoints.promote(metric_logger.newest_step)
         checkpoints.close()
         if reason == loop.PREEMPTED:
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
@@ -220,7 +220,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         else:
             watchdog.enter("finish")
             write_final_artifacts(
-                run_folder, config, records, train_batches, setup, training.state, sharding,
+                run_folder, config, run_logger, train_batches, setup, training.state, sharding,
                 training.eval_loss,
             )  # fmt: skip
             end.reason = loop.COMPLETED

@@ -39,10 +39,10 @@ class Rollback:
     reason: str
     data: Mapping[str, Any]
 
-    def facts(self) -> dict[str, Any]:
-        facts = dataclasses.asdict(self) | {"samples": list(self.samples)}
-        del facts["data"]
-        return facts
+    def fields(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self) | {"samples": list(self.samples)}
+        del fields["data"]
+        return fields
 
 
 def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:

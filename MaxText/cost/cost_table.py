@@ -101,7 +101,7 @@ class ModelCost:
             filter(None, (computed, *of_computed))
         )
 
-    def facts(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Returns JSON values for the events of a run; FLOPs by the MFU rule."""
         count, (rule, computed) = self.count, self.attention
         return {

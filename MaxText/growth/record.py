@@ -63,7 +63,7 @@ def sizes(record: Record) -> dict[str, str]:
     return found
 
 
-def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
+def event_fields(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
     """Returns the facts of a `growth` event; `grown` is convert.py's result."""
     begun = {"from": folder, "through": grown} if grown else {"from": folder}
     others = {name: record[name] for name in ("moments", "data", "old_slots_learning_rate")}

@@ -73,11 +73,11 @@ class Lineage:
         spent = self.spent_before(step + 1)
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 
-    def facts(self) -> list[dict[str, Any]]:
+    def fields(self) -> list[dict[str, Any]]:
         return [ancestor._asdict() for ancestor in self.ancestors]
 
     def metadata(self, step: int) -> dict[str, Any]:
-        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
+        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.fields()}
 
 
 def _ancestors(metadata: Mapping[str, Any]) -> tuple[Ancestor, ...]:

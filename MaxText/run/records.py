@@ -13,7 +13,7 @@ from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.growth.record import event_facts, parent_folder, sizes
+from MaxText.growth.record import event_fields, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
@@ -59,7 +59,7 @@ class RunLogger:
             self.events.emit("skip", step=step, what="record", reason=reason, count=1)
 
 
-def open_records(
+def open_run_logger(
     config: Config,
     run_folder: epath.Path,
     restored: RestoreResult,
@@ -107,8 +107,8 @@ def open_records(
         callbacks=callbacks,
     )
     baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
-    facts = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
-    emit_start(events, restored, facts | {"changed_keys": changed_keys(config)})
+    fields = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
+    emit_start(events, restored, fields | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
@@ -122,7 +122,7 @@ def run_metadata(
     data: Mapping[str, Any],
     unigram_entropy: float | None,
 ) -> dict[str, Any]:
-    """Returns the facts of a start event as JSON values."""
+    """Returns the fields of a start event as JSON values."""
     return {
         "run_name": run_name,
         "num_steps": stats.num_steps,
@@ -136,8 +136,8 @@ def run_metadata(
         "flops_of_run": stats.flops_of_run,
         "peak_tflops": stats.peak.tflops,
         "peak_source": stats.peak.source,
-        "cost": cost.facts(),
-        "lineage": lineage.facts(),
+        "cost": cost.fields(),
+        "lineage": lineage.fields(),
         "data": {**data, "vocab_size": stats.model.config.shape.vocab_size},
         "unigram_entropy": unigram_entropy,
         # Only process 0 records it. Git need not search the checkout on every host.
@@ -145,7 +145,7 @@ def run_metadata(
     }
 
 
-def emit_start(events: EventLog, restored: RestoreResult, facts: Mapping[str, Any]) -> None:
+def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:
     """Emits "resume" (from the run's own checkpoint) or "start".
 
     A changed configuration and a growth are events of their own.
@@ -156,24 +156,24 @@ def emit_start(events: EventLog, restored: RestoreResult, facts: Mapping[str, An
         seconds=time.time() - process_start.launch_time(),
         source=restored.source,
         lost=events.lost,
-        **facts,
+        **fields,
     )
     if restored.changes:
         changes = {name: list(values) for name, values in restored.changes.items()}
         events.emit("config_change", step=restored.first_step, changes=changes)
-    if grown := _growth_facts(restored):
+    if grown := _growth_fields(restored):
         events.emit("growth", step=restored.first_step, **grown)
 
 
-def _growth_facts(restored: RestoreResult) -> dict[str, Any]:
-    """Returns the facts of a growth event; empty if none preceded this start."""
+def _growth_fields(restored: RestoreResult) -> dict[str, Any]:
+    """Returns the fields of a growth event; empty if none preceded this start."""
     if restored.how == "growth":
         assert restored.growth is not None
-        return event_facts(restored.growth, restored.folder)
+        return event_fields(restored.growth, restored.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
     if restored.how == "parameters" and restored.growth and sizes(restored.growth):
-        return event_facts(restored.growth, parent_folder(restored.metadata), restored.folder)
+        return event_fields(restored.growth, parent_folder(restored.metadata), restored.folder)
     return {}
 
 

@@ -83,7 +83,7 @@ class RollbackController:
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
             if rollback.restored_step >= restored.first_step:
-                emit("rollback", step=rollback.restored_step, again=True, **rollback.facts())
+                emit("rollback", step=rollback.restored_step, again=True, **rollback.fields())
 
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
@@ -202,7 +202,7 @@ class RollbackController:
         self.num_rollbacks = rollback.number
         self.trigger = None
         self._begin(state)
-        self._emit("rollback", step=rollback.restored_step, **rollback.facts())
+        self._emit("rollback", step=rollback.restored_step, **rollback.fields())
         return state
 
     def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:

@@ -61,23 +61,23 @@ class Terminal(Sink):
         if event.kind in ("start", "resume"):
             self._start_bar(event.step or 0)
         if event.kind == "compile":
-            shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
-            seconds = event.facts["compile_seconds"]
-            source = _SOURCES[event.facts.get("source", "")]
+            shape = f"{event.fields['rows']} x {event.fields['length']} tokens"
+            seconds = event.fields["compile_seconds"]
+            source = _SOURCES[event.fields.get("source", "")]
             self.line(f"Train step ({shape}) {source} in {seconds:.1f} s")
-        if event.kind == "skip" and event.facts["what"] == "update":
-            facts = event.facts
-            count = facts["count"]
+        if event.kind == "skip" and event.fields["what"] == "update":
+            fields = event.fields
+            count = fields["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
-            self.line(f"{steps} skipped: {facts['reason']}")
+            self.line(f"{steps} skipped: {fields['reason']}")
         # A repeated event was printed before, and its exclusions when the data were opened.
-        if event.kind == "rollback" and not event.facts.get("again"):
-            facts = event.facts
-            first, end = facts["samples"]
+        if event.kind == "rollback" and not event.fields.get("again"):
+            fields = event.fields
+            first, end = fields["samples"]
             self.line(
-                f"Rolling back to step {facts['restored_step']} ({facts['source']}), skipping "
-                f"samples {first} to {end - 1}. Reason (step {facts['detected_step']}): "
-                f"{facts['reason']}"
+                f"Rolling back to step {fields['restored_step']} ({fields['source']}), skipping "
+                f"samples {first} to {end - 1}. Reason (step {fields['detected_step']}): "
+                f"{fields['reason']}"
             )
         if event.report is not None:
             is_step = isinstance(event.report, StepMetrics)
@@ -86,7 +86,7 @@ class Terminal(Sink):
             self.line(report.compact_line(self._num_steps) if compact else report.line())
             if is_step:
                 self._move(report)
-        if since := event.facts.get("seconds_since_launch"):
+        if since := event.fields.get("seconds_since_launch"):
             self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
