@@ -189,10 +189,10 @@ class Run:
             raise ValueError(f"ids of shape {ids.shape}; expected [T] or [B, T], not empty")
         ids_BT = np.atleast_2d(ids)
         # Devices that split a batch need rows to split.
-        rows = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
-        padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], rows - len(ids_BT), axis=0)])
+        batch_size = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
+        padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], batch_size - len(ids_BT), axis=0)])
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
-        return self.trained.sharding.to_global_batch(batch, rows), len(ids_BT), ids.ndim == 1
+        return self.trained.sharding.to_global_batch(batch, batch_size), len(ids_BT), ids.ndim == 1
 
     def forward(
         self, text_or_ids: Any, capture: Sequence[str] = ()

@@ -110,7 +110,7 @@ class Program:
         return abstract_model(model_config.model_copy(update={"shape": shape}))
 
     @property
-    def local_rows(self) -> int:
+    def local_batch_size(self) -> int:
         return self.rows // self.sharding.num_batch_parts
 
     @property
@@ -124,7 +124,7 @@ class Program:
 
     @property
     def local_tokens(self) -> int:
-        return self.local_rows * self.length // self.sharding.num_length_parts
+        return self.local_batch_size * self.length // self.sharding.num_length_parts
 
     @property
     def num_hidden_parts(self) -> int:
@@ -152,8 +152,8 @@ class Program:
         pairs with the other parts.
         """
         parts = self.sharding.num_length_parts
-        rows = math.gcd(self.local_rows, parts)
-        sizes = self.local_rows // rows, self.length * rows // parts
+        rows = math.gcd(self.local_batch_size, parts)
+        sizes = self.local_batch_size // rows, self.length * rows // parts
         return batch_shapes(*sizes, with_documents=False)
 
 

@@ -74,7 +74,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         parameters=parameters,
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
-        batch=12.0 * program.local_rows * program.num_microbatches * program.length,
+        batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
         gradients=gradients,
         peak=peak_memory(_trace_turns(program), kept, _converted_bytes(program)),
         update=_update_bytes(program),

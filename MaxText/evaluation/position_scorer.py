@@ -79,8 +79,8 @@ class PositionScorer:
         """Yields results by batch, longest first. Requests have 1 to `window` ids."""
         waiting: tuple[list[int], Any] | None = None
         # Outputs are fetched one batch late, to keep the devices busy.
-        for numbers, arrays, num_rows in self._batches(requests):
-            arrays = jax.device_put(arrays, self._sharding.batch_sharding(num_rows))
+        for numbers, arrays, batch_size in self._batches(requests):
+            arrays = jax.device_put(arrays, self._sharding.batch_sharding(batch_size))
             outputs = self._score_positions(self._params, *arrays)
             if waiting is not None:
                 yield _results(requests, *waiting)
@@ -106,16 +106,18 @@ class PositionScorer:
             for start in range(0, len(alike), most):
                 some = alike[start : start + most]
                 # The remainder is padded to a power of two, so that few shapes are compiled.
-                num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
-                arrays = self._arrays([requests[n] for n in some], num_rows, length, num_positions)
-                yield some, arrays, num_rows
+                batch_size = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
+                arrays = self._arrays(
+                    [requests[n] for n in some], batch_size, length, num_positions
+                )
+                yield some, arrays, batch_size
 
     def _arrays(
-        self, requests: Sequence[ScoreRequest], num_rows: int, length: int, num_positions: int
+        self, requests: Sequence[ScoreRequest], batch_size: int, length: int, num_positions: int
     ) -> tuple[np.ndarray | None, ...]:
         """Returns (tokens_BT, positions_BC, targets_BC, segments_BT), zero-padded."""
-        tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
-        positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
+        tokens_BT, segments_BT = np.zeros((2, batch_size, length), np.int32)
+        positions_BC, targets_BC = np.zeros((2, batch_size, num_positions), np.int32)
         first = len(self._before)
         for index, one in enumerate(requests):
             end, count = first + len(one.ids), len(one.positions)
@@ -165,17 +167,17 @@ def _score_positions(
         losses_BC, _ = cross_entropy(logits_BCV, targets_BC)
         return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 
-    num_rows, num_positions = targets_BC.shape
+    batch_size, num_positions = targets_BC.shape
     at_once = num_positions
     # num_positions is a power of two, so it halves evenly.
-    while at_once > 1 and num_rows // num_parts * at_once * vocab > _CHUNK_LOGITS:
+    while at_once > 1 and batch_size // num_parts * at_once * vocab > _CHUNK_LOGITS:
         at_once //= 2
     if at_once == num_positions:
         return of_chunk((h_BCD, targets_BC, positions_BC))
 
     def in_chunks(x):
-        x = x.reshape(num_rows, num_positions // at_once, at_once, *x.shape[2:])
+        x = x.reshape(batch_size, num_positions // at_once, at_once, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
     outputs = jax.lax.map(of_chunk, tuple(map(in_chunks, (h_BCD, targets_BC, positions_BC))))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_rows, num_positions), outputs)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, num_positions), outputs)

@@ -139,20 +139,20 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
         names = " and ".join(keys)
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
     if not growth.changes:
-        return _settled_without_change(config, source, keys, lines)
+        return _resolve_without_change(config, source, keys, lines)
     record = make_record(growth, checkpoint, keys)
     position = None
     if checkpoint.growth.data == "continue":
         position = {**source.position(), "step": 0}
     asked = PendingGrowth(source, growth, mode, checkpoint.growth.moments, position)
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
-    told = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
+    changed_lines = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
     if growth.drops:
-        told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
-    return ResolvedGrowth(_with(config, keys), asked, record, [*told, *lines])
+        changed_lines.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
+    return ResolvedGrowth(_with(config, keys), asked, record, [*changed_lines, *lines])
 
 
-def _settled_without_change(
+def _resolve_without_change(
     config: Config, source: SourceCheckpoint, keys: Mapping[str, float], lines: Sequence[str]
 ) -> ResolvedGrowth:
     checkpoint = config.checkpoint

@@ -43,9 +43,9 @@ def kernel_unsupported_reason(
     if emb_dim % KERNEL_WIDTH:
         return f"emb_dim {emb_dim} is not a multiple of {KERNEL_WIDTH}"
     # The rest is for buffers that do not grow with tokens, and for the compiler's own.
-    needed, most = KERNEL_TOKENS * bytes_per_token, chip_memory(device_kind) * 7 // 8
-    if needed > most:
-        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB of VMEM"
+    needed, limit = KERNEL_TOKENS * bytes_per_token, chip_memory(device_kind) * 7 // 8
+    if needed > limit:
+        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {limit >> 20} MiB of VMEM"
     return None
 
 

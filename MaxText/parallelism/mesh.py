@@ -140,10 +140,10 @@ class ShardingPlan:
         spec[chosen] = axes[chosen] if len(axes[chosen]) > 1 else axis
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
+    def batch_sharding(self, batch_size: int, num_dims: int = 2) -> NamedSharding:
         """Returns the sharding of a batch: sequences are split, tokens are not."""
         names = ("activation_batch", *[None] * (num_dims - 1))
-        return self.named_sharding(names, (num_rows, *[1] * (num_dims - 1)))
+        return self.named_sharding(names, (batch_size, *[1] * (num_dims - 1)))
 
     def batch_slice(self, process: int | None = None) -> tuple[int, int]:
         """Returns (part, parts): a process reads one part of each batch.
@@ -158,11 +158,13 @@ class ShardingPlan:
             held.setdefault(device.process_index, set()).add(part)
         return process_batch_slice(held, process)
 
-    def to_global_batch(self, batch: Any, num_rows: int) -> Any:
+    def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns this process's part of a batch, in NumPy, as global arrays."""
-        sharding = self.batch_sharding(num_rows)
+        sharding = self.batch_sharding(batch_size)
         return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])),
+            lambda x: jax.make_array_from_process_local_data(
+                sharding, x, (batch_size, *x.shape[1:])
+            ),
             batch,
         )
 
@@ -285,31 +287,31 @@ def _check_host_memory(device: Any) -> None:
 def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
     key = "per_device_batch_size"
-    rows = _rows(sharding, per_device, key)
-    return rows * config.gradient_accumulation_steps
+    batch_size = _batch_size(sharding, per_device, key)
+    return batch_size * config.gradient_accumulation_steps
 
 
 def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float = 0.0) -> int:
     """Returns sequences per microbatch; raises UserError if not divisible."""
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
-    return _rows(sharding, per_device or config.per_device_batch_size, key)
+    return _batch_size(sharding, per_device or config.per_device_batch_size, key)
 
 
-def _rows(sharding: ShardingPlan, per_device: float, key: str) -> int:
+def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
     num_devices = sharding.mesh.size
-    rows = per_device * num_devices
+    batch_size = per_device * num_devices
     parts, multiple = sharding.num_batch_parts, sharding.batch_divisor
-    if rows != int(rows) or int(rows) % multiple:
-        better = max(multiple, round(rows / multiple) * multiple) / num_devices
+    if batch_size != int(batch_size) or int(batch_size) % multiple:
+        better = max(multiple, round(batch_size / multiple) * multiple) / num_devices
         stages, microbatches = sharding.mesh.shape["stage"], multiple // parts
         cut = f", and {microbatches} ways more for {stages} stages" if stages > 1 else ""
         raise UserError(
-            f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = {rows:g} "
-            f"sequences, to be split over {parts} devices (mesh axes "
+            f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = "
+            f"{batch_size:g} sequences, to be split over {parts} devices (mesh axes "
             f"{', '.join(sharding.batch_axes)}){cut}.\n"
             f"  What to do: set {key}={better:g}."
         )
-    return int(rows)
+    return int(batch_size)
 
 
 def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> None:

@@ -106,8 +106,8 @@ def test_tensor_parallelism_cuts_activations_and_exchanges_them():
     plan = plan_of("4xH100", ici_tensor_parallelism=2, **keys)
     assert [one.axis for one in plan.communication] == ["fsdp", "tensor"]
     assert plan.program.local_model.config.shape.dimensions.num_query_heads == 2
-    assert plan.program.local_rows == 2
-    state = plan.program.local_rows * plan.program.length * 32 * 2
+    assert plan.program.local_batch_size == 2
+    state = plan.program.local_batch_size * plan.program.length * 32 * 2
     # 2 parts of 3 layers, forward and backward, the product of attention again, embedding and head.
     assert plan.communication[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
 
