@@ -131,7 +131,7 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
 
     arguments = [f"{name}={values.to_yaml(value)}" for name, value in keys.items()]
     loaded = checkpoint_config.load([f"load_parameters_path={path}", *arguments])
-    trained = load_model(loaded.config, show=lambda line: None)
+    trained = load_model(loaded.config, log=lambda line: None)
     return Run(str(path), trained, loaded.typed("tokenizer_path"))
 
 

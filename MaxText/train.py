@@ -184,7 +184,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         config, run_folder, restored, setup, plan, train_batches, devices, last_step, peak, details,
         callbacks,
     )  # fmt: skip
-    checkpoints.show = run_logger.terminal.line
+    checkpoints.log = run_logger.terminal.line
     events = run_logger.events
     rollback = RollbackController(
         guard, checkpoints, events.emit, train_batches, abstract_state, restored

@@ -41,15 +41,15 @@ class CheckpointManager:
         directory: epath.PathLike,
         config: CheckpointingConfig,
         healthy_after_steps: int = 0,
-        show: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
         self.healthy_after_steps = healthy_after_steps
-        self.show = show
+        self.log = log
         self._config = config
         self._healthy = HealthyCheckpoints(
-            self.directory, healthy_after_steps, lambda line: self.show(line)
+            self.directory, healthy_after_steps, lambda line: self.log(line)
         )
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step being written
@@ -173,7 +173,7 @@ class CheckpointManager:
                 return self._failed(error)
             if jax.process_count() == 1:
                 self._orbax_manager = None  # recreating it is collective
-            self.show(
+            self.log(
                 f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
                 f"{error}. Retrying after the next save."
             )
@@ -186,7 +186,7 @@ class CheckpointManager:
 
         def warn() -> None:
             while not done.wait(_WARNING_SECONDS):
-                self.show(
+                self.log(
                     f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the "
                     f"checkpoint of step {self._saving} to {self.directory}; retrying. The process "
                     "exits after heartbeat_timeout; rerun the command to resume from the newest "
@@ -230,7 +230,7 @@ class CheckpointManager:
     def _report(self, error: "_SaveError") -> None:
         if self._failures >= 2 or not self._finalized:
             raise error
-        self.show(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
+        self.log(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
 
     def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call in order."""
@@ -268,7 +268,7 @@ class CheckpointManager:
         if not self._config.enable_checkpointing:
             return ()
         if self._rollbacks is None:
-            self._rollbacks = read_rollbacks(self.directory, self.show)
+            self._rollbacks = read_rollbacks(self.directory, self.log)
         return self._rollbacks
 
     def record_rollback(self, rollback: Rollback) -> None:
@@ -284,7 +284,7 @@ class CheckpointManager:
         try:
             write_rollbacks(self.directory, self._rollbacks)
         except OSError as error:
-            self.show(
+            self.log(
                 f"WARNING: cannot write the record of rollbacks: {error}. If the run is killed "
                 "before its next checkpoint, it will repeat this rollback."
             )
@@ -295,7 +295,7 @@ class CheckpointManager:
         try:
             self._healthy.write(self._ask_finalized)
         except OSError as error:
-            self.show(
+            self.log(
                 f"WARNING: cannot write the list of healthy checkpoints: {error}. Retrying later."
             )
 
@@ -327,7 +327,7 @@ class CheckpointManager:
         step: int,
         abstract_state: Any,
         config_flat: Mapping[str, Any] | None = None,
-        show: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
         """Restores (state, data position or None, metadata), verified.
 
@@ -344,7 +344,7 @@ class CheckpointManager:
             stored,
             abstract_state,
             config_flat or {},
-            show,
+            log,
             is_same_run=True,
             storage=self._config.checkpoint_storage,
         )
@@ -503,7 +503,7 @@ class CheckpointManager:
         except Exception as error:  # Orbax and storage clients raise anything
             if jax.process_count() > 1:
                 raise  # the other processes wait for this deletion: fail together and restart
-            self.show(f"WARNING: cannot delete old checkpoints: {error}.")
+            self.log(f"WARNING: cannot delete old checkpoints: {error}.")
         self._write_healthy()
 
     def _close_manager(self) -> None:

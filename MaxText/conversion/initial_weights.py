@@ -10,7 +10,7 @@ from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, de
 from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class InitialWeights(NamedTuple):
@@ -24,7 +24,7 @@ class InitialWeights(NamedTuple):
 
 
 def open_pretrained(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
 ) -> InitialWeights:
     """Finds parameters and checks names and shapes.
 
@@ -36,14 +36,14 @@ def open_pretrained(
     from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
     if is_hf_checkpoint(path):
-        return _open_hf(path, key, abstract_params, config_flat, show)
+        return _open_hf(path, key, abstract_params, config_flat, log)
     stored = checkpoint_files.resolve_checkpoint(path, key)
     with corruption_as_user_error(stored, key):
         checkpoint_reader.check_params(stored, abstract_params, config_flat)
 
     def read() -> Any:
         with corruption_as_user_error(stored, key):
-            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, show)
+            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, log)
 
     return InitialWeights(
         f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
@@ -51,7 +51,7 @@ def open_pretrained(
 
 
 def _open_hf(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
 ) -> InitialWeights:
     from MaxText.conversion.hf_import import open_weights
 
@@ -69,7 +69,7 @@ def _open_hf(
             f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
         ) from None
     for line in describe_casts(casts):
-        show(line)
+        log(line)
 
     def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         # Only one array at a time is on the host; each device takes its shard.

@@ -38,7 +38,7 @@ def check_possible(family: Family, config: Config) -> None:
 
 
 def verify(
-    weights: WeightSource, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
+    weights: WeightSource, folder: Path, shown: str, log: Callable[[str], None], dtype: str = ""
 ) -> None:
     """Compares logits and loss of random tokens; UserError if they differ.
 
@@ -61,7 +61,7 @@ def verify(
             f"{shown} gives different results in transformers: {line}. Nothing was written. "
             "Please report this with the folder's config.json."
         )
-    show(f"Verified: {line}")
+    log(f"Verified: {line}")
 
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:

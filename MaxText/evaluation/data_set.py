@@ -16,7 +16,7 @@ from MaxText.evaluation.scores import SourceScore
 from MaxText.evaluation.tasks import log_progress
 from MaxText.evaluation.text_bytes import TextBytes, TokenByteCounts
 from MaxText.evaluation.validation import sum_batches
-from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
 from MaxText.layers.batch import Batch
@@ -58,7 +58,7 @@ def score_data_set(
     opened: Sequence[OpenDataSource],
     text_bytes: TextBytes,
     config: Config,
-    show: Show = print,
+    log: Log = print,
 ) -> list[SourceScore]:
     """Scores every source of open_eval_sources, else random tokens.
 
@@ -80,11 +80,11 @@ def score_data_set(
             stride=config.scoring.eval_stride,
             part=jax.process_index(),
             parts=jax.process_count(),
-            show=show,
+            show=log,
         )
         byte_counts, why = text_bytes.byte_counts(source)
         tables = _placed_tables(byte_counts, trained)
-        progress = log_progress(f"{name} (batches)", show)
+        progress = log_progress(f"{name} (batches)", log)
         compiling = 0.0
 
         def outputs() -> Iterator[LossTotals]:

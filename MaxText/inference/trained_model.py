@@ -12,7 +12,7 @@ from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import compilation_cache, start_up
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainedModel:
         return open_tokenizer(self.config, self.folder, self.metadata, typed=typed)
 
 
-def load_model(config: Config, show: Show = print) -> TrainedModel:
+def load_model(config: Config, log: Log = print) -> TrainedModel:
     """Loads load_parameters_path, or else the newest checkpoint of run_name.
 
     Call start_up.choose_platform first: this imports jax. Raises UserError if weights are missing
@@ -47,7 +47,7 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
-    show(compilation_cache.enable(run, devices[0].platform, may_make=False))
+    log(compilation_cache.enable(run, devices[0].platform, may_make=False))
     sharding = mesh.ShardingPlan(
         mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules
     )
@@ -57,11 +57,11 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
     model = Model(model_config)
     abstract = sharding.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
-    given = open_pretrained(path, key, abstract, flatten(config), show)
+    given = open_pretrained(path, key, abstract, flatten(config), log)
     params = jax.block_until_ready(given.read())
     for warning in import_modules.changes(given.metadata):
-        show(warning)
-    show(
+        log(warning)
+    log(
         f"{model.num_parameters:,} parameters of {given.folder} in "
         f"{time.perf_counter() - began:.1f} s; {model_config.numerics.dtype} on {len(devices)} x "
         f"{devices[0].device_kind}"

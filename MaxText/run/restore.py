@@ -19,7 +19,7 @@ from MaxText.growth.record import Record
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import BatchIterator
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class RestoreResult(NamedTuple):
@@ -57,7 +57,7 @@ def restore_or_initialize(
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
-    show: Show = print,
+    log: Log = print,
     resolved: ResolvedGrowth | None = None,
 ) -> RestoreResult:
     """Restores the run's state from the first available source.
@@ -76,31 +76,31 @@ def restore_or_initialize(
             "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
-    _show_order(checkpoints, config, steps, show)
+    _log_order(checkpoints, config, steps, log)
     began = time.perf_counter()
     if steps:
         _check_has_train_state(checkpoints.stored(steps[0]))
-        restored = _resume(checkpoints, steps, abstract_state, config_flat, show)
+        restored = _resume(checkpoints, steps, abstract_state, config_flat, log)
     elif config.load_full_state_path:
-        restored = _load_full_state(config, abstract_state, config_flat, show)
+        restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
         restored = _grow(resolved.growth, abstract_state, initialize)
     elif config.load_parameters_path:
         restored = _load_parameters(
-            config.load_parameters_path, abstract_state, initialize, config_flat, show
+            config.load_parameters_path, abstract_state, initialize, config_flat, log
         )
     else:
         restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
         return restored._replace(rollbacks=checkpoints.rollbacks())
-    show(f"Restored {restored.source} in {time.perf_counter() - began:.1f} s")
+    log(f"Restored {restored.source} in {time.perf_counter() - began:.1f} s")
     for warning in import_modules.changes(restored.metadata):
-        show(warning)
+        log(warning)
     stored = restored.metadata.get("config")
     changes = diff_configs(stored, config_flat) if stored else {}
     if changes:
-        show("Keys that differ from the checkpoint (checkpoint -> now):")
+        log("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():
-            show(f"  {name}: {old} -> {new}")
+            log(f"  {name}: {old} -> {new}")
     return restored._replace(
         changes=changes,
         growth=resolved.record if resolved else None,
@@ -108,8 +108,8 @@ def restore_or_initialize(
     )
 
 
-def _show_order(
-    checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], show: Show
+def _log_order(
+    checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], log: Log
 ) -> None:
     full, params = config.load_full_state_path, config.load_parameters_path
     if not config.enable_checkpointing:
@@ -125,12 +125,12 @@ def _show_order(
         ("scratch", "new parameters from init_weights_seed", True),
     ]
     taken = next(number for number, row in enumerate(rows) if row[2])
-    show("Starting from (first match):")
+    log("Starting from (first match):")
     for number, (name, what, available) in enumerate(rows):
         mark = "  <- taken" if number == taken else ""
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
-        show(f"  {number + 1}. {name:<31}{what}{mark}")
+        log(f"  {number + 1}. {name:<31}{what}{mark}")
 
 
 def _check_has_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
@@ -147,11 +147,11 @@ def _resume(
     steps: list[int],
     abstract_state: Any,
     config_flat: Mapping[str, Any],
-    show: Show,
+    log: Log,
 ) -> RestoreResult:
     failures = []
     for step in steps:
-        restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, show)
+        restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, log)
         if restored is not None:
             state, position, metadata = restored
             checkpoints.resume_from(step)
@@ -160,7 +160,7 @@ def _resume(
                 state, step + 1, position, source, "resume", metadata, folder, step
             )
         failures.append(f"step {step}: {reason}")
-        show(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
+        log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
         f"no checkpoint in {checkpoints.directory} can be read:\n"
         + "\n".join(f"  {failure}" for failure in failures)
@@ -169,7 +169,7 @@ def _resume(
 
 
 def _load_full_state(
-    config: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
+    config: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], log: Log
 ) -> RestoreResult:
     path = config.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
@@ -178,9 +178,9 @@ def _load_full_state(
         if (stored.folder / checkpoint_files.POSITION).exists():
             position = stored.position()
         else:
-            show(f"  {stored} has no data position: data begins at its step")
+            log(f"  {stored} has no data position: data begins at its step")
         state = checkpoint_reader.restore_state(
-            stored, abstract_state, config_flat, show, storage=config.checkpoint_storage
+            stored, abstract_state, config_flat, log, storage=config.checkpoint_storage
         )
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
@@ -193,9 +193,9 @@ def _load_parameters(
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
-    show: Show,
+    log: Log,
 ) -> RestoreResult:
-    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, show)
+    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, log)
     # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())
@@ -220,7 +220,7 @@ def _grow(
 
 
 def restore_data_position(
-    restored: RestoreResult, batches: BatchIterator, steps: int, show: Callable[[str], None] = print
+    restored: RestoreResult, batches: BatchIterator, steps: int, log: Callable[[str], None] = print
 ) -> int:
     """Moves the data to a start, with exclusions; returns the last step.
 
@@ -239,7 +239,7 @@ def restore_data_position(
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.
         if batches.exclude_if_new(first, end):
-            show(
+            log(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
                 f"{rollback.detected_step} (rollbacks.json): {rollback.reason}"
             )

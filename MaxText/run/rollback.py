@@ -224,7 +224,7 @@ class RollbackController:
             restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
             if restored is not None:
                 return healthy, f"checkpoint of step {healthy}", restored[0], restored[1]
-            self._checkpoints.show(
+            self._checkpoints.log(
                 f"WARNING: cannot restore the checkpoint of step {healthy}: {reason}. Trying an "
                 "earlier one."
             )

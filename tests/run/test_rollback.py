@@ -33,7 +33,7 @@ class CheckpointManager:
     def __init__(self, good=(), damaged=()):
         self.good, self.damaged = set(good), set(damaged)
         self.observed, self.given_up, self.lines, self.recorded = [], [], [], []
-        self.show = self.lines.append
+        self.log = self.lines.append
 
     def update_health(self, step, healthy):
         self.observed.append((step, healthy))

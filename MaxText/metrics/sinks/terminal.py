@@ -34,26 +34,26 @@ def start_bar(*columns: Any) -> Any:
     return bar
 
 
-def print_above(bar: Any, text: str, show: Callable[[str], None]) -> None:
+def print_above(bar: Any, text: str, log: Callable[[str], None]) -> None:
     """Prints a line, above the bar if there is one."""
     if bar is not None and sys.stdout.isatty():
         # Both streams are the terminal: printed past the bar, the line would tear it.
         bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
-        show(text)
+        log(text)
 
 
 class Terminal(Sink):
     """Prints steps, evaluations and compilations."""
 
     def __init__(
-        self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
+        self, num_steps: int, log: Callable[[str], None] = print, *, step_line: str = "auto"
     ):
         """Prints nothing yet; "auto" is "compact" on a terminal, else "full"."""
         on_terminal = step_line == "auto" and sys.stdout.isatty()
         self._compact = step_line == "compact" or on_terminal
         self._num_steps = num_steps
-        self._show = show
+        self._log = log
         self._bar: Any = None
         self._task: Any = None
 
@@ -91,7 +91,7 @@ class Terminal(Sink):
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        print_above(self._bar, text, self._show)
+        print_above(self._bar, text, self._log)
 
     def close(self, until: float | None = None) -> None:
         if self._bar is not None:
