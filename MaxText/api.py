@@ -43,14 +43,14 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     prepare_sources(config)
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes, evaluation = config.batch, config.evaluation
-    plan = plan_batches(
+    batch_schedule = plan_batches(
         sizes,
         config.model.shape.max_target_length,
         lambda size: mesh.global_batch_size(sizes, sharding, size),
     )
     eval_batch_size = mesh.microbatch_size(sizes, sharding, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, plan, eval_batch_size, *sharding.batch_slice(), show=lambda line: None
+        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), show=lambda line: None
     )
     if split == "train":
         return iter(training)

@@ -59,11 +59,11 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
-      stop: Says whether the machine is about to be preempted.
+      preemption: Says whether the machine is about to be preempted.
       callbacks: Get each event of the run as a row of events.jsonl.
     """
     # --- Run folder and text, before anything slow ------------------------------------------------
-    details = start_up.choose_platform(config.run.hardware)  # before jax is imported
+    details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
     from MaxText.config.serialization import flatten
@@ -112,6 +112,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.metrics.tables import parameter_table
     from MaxText.training.assembly import setup_train
 
+    # Without growth in the run's history or its keys, the configuration stays as it is.
     growth = resolve_growth(
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
@@ -128,10 +129,12 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.layers.batch import batch_shapes
 
     length, sizes = model.config.shape.max_target_length, config.batch
-    plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size))
-    check_memory_lower_bound(setup, plan, len(devices), sizes.gradient_accumulation_steps)
+    batch_schedule = plan_batches(
+        sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size)
+    )
+    check_memory_lower_bound(setup, batch_schedule, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
+        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
@@ -146,8 +149,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         load_compiled(config, model.config, sharding, abstract_state),
     )
     newest = checkpoints.latest_step()
-    stage = plan.at(0 if newest is None else newest + 1)
-    shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
+    stage = batch_schedule.at(0 if newest is None else newest + 1)
+    shapes = batch_shapes(batch_schedule.rows(stage), stage.length, train_batches.has_documents)
     compiling = ThreadPoolExecutor(1).submit(train_step.prepare, sharding.abstract_batch(shapes))
     eval_step = sharding.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
@@ -181,8 +184,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.run.step_log import MetricLogger
 
     run_logger = open_run_logger(
-        config, run_folder, restored, setup, plan, train_batches, devices, last_step, peak, details,
-        callbacks,
+        config, run_folder, restored, setup, batch_schedule, train_batches, devices, last_step,
+        peak, details, callbacks,
     )  # fmt: skip
     checkpoints.log = run_logger.terminal.line
     events = run_logger.events
@@ -193,8 +196,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
-        config, sharding, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
-        checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
+        config, sharding, batch_schedule, eval_batch_size, train_batches, eval_batches, train_step,
+        eval_step, checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
         restored.state, restored.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as stack:

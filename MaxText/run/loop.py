@@ -57,7 +57,7 @@ class Loop:
 
     config: Config
     sharding: ShardingPlan
-    plan: BatchSchedule
+    batch_schedule: BatchSchedule
     eval_batch_size: int
     batches: BatchIterator
     eval_batches: EvalBatches | None
@@ -122,7 +122,7 @@ class Loop:
         self.watchdog.enter("data", self.step)
         batch = None
         with contextlib.suppress(WaitCancelledError), self.metric_logger.waiting_for_data():
-            batch_size = self.plan.rows(self.plan.at(self.step))
+            batch_size = self.batch_schedule.rows(self.batch_schedule.at(self.step))
             batch = self.sharding.to_global_batch(next(self.batches), batch_size)
         self.run_logger.log_data_events(self.batches, self.step)
         return batch

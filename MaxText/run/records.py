@@ -64,7 +64,7 @@ def open_run_logger(
     run_folder: epath.Path,
     restored: RestoreResult,
     setup: TrainSetup,
-    plan: BatchSchedule,
+    batch_schedule: BatchSchedule,
     batches: BatchIterator,
     devices: Sequence[Any],
     last_step: int,
@@ -80,7 +80,7 @@ def open_run_logger(
     """
     run, monitoring, model = config.run, config.monitoring, setup.model
     num_steps = last_step + 1
-    stats = TrainingStats(model, config.batch, plan, len(devices), num_steps, peak)
+    stats = TrainingStats(model, config.batch, batch_schedule, len(devices), num_steps, peak)
     lineage = Lineage.of(restored, stats)
     length = model.config.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=setup.state.opt_state)

@@ -16,11 +16,11 @@ from MaxText.layers.model import Model
 from MaxText.parallelism.compiler_options import compiler_options
 from MaxText.parallelism.mesh import ShardingPlan, check_lengths, check_sharding
 from MaxText.training import backend_defaults
-from MaxText.training import step as steps
 from MaxText.training.objective import per_token_losses
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
+from MaxText.training.step import make_initialize, make_train_step
 
 
 class TrainSetup(NamedTuple):
@@ -53,11 +53,11 @@ def setup_train(
     optimizer = scale_existing_slot_updates(
         optimizer, model.parameters, existing_slots, old_slots_learning_rate
     )
-    initialize = steps.make_initialize(model, optimizer, config.guard)
+    initialize = make_initialize(model, optimizer, config.guard)
     check_lengths(model_config.shape.max_target_length, config.batch, sharding)
     replicated = check_sharding(model.parameters, sharding, config.mesh.sharding_tolerance)
     state = sharding.abstract_state(initialize, model.parameters)
-    step = steps.make_train_step(
+    step = make_train_step(
         model,
         optimizer,
         schedule,
