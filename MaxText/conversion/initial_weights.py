@@ -17,7 +17,7 @@ class InitialWeights(NamedTuple):
     """Matching parameters, not yet read."""
 
     source: str  # one line, such as "parameters of runs/first/checkpoints/120"
-    metadata: Mapping[str, Any]  # see matching.checkpoint_metadata; may be empty
+    metadata: Mapping[str, Any]  # of compatibility.checkpoint_metadata; may be empty
     folder: str
     step: int | None  # last completed training step, if known
     read: Callable[[], Any]  # returns them on device

@@ -30,7 +30,7 @@ class RestoreResult(NamedTuple):
       position: Data position, or None to start at the data of `first_step`.
       source: One line, such as "checkpoint of step 120".
       how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: See matching.checkpoint_metadata; empty if there is none.
+      metadata: Of compatibility.checkpoint_metadata; empty if there is none.
       folder: Of the checkpoint; empty for scratch.
       stored_step: The step after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)}.
