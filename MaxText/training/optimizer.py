@@ -17,13 +17,13 @@ from MaxText.parallelism.logical_sharding import ParamSpec
 
 ParamSpecs = Mapping[str, ParamSpec]
 
-BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments and their counts
+BASE_TRANSFORM = 1  # index in the chain of opt_type's transform, which holds moments and counts
 
 
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
 ) -> optax.GradientTransformation:
-    """Chains clipping, the rule's direction, decay, and learning rate.
+    """Chains clipping, the transform of opt_type, decay, and learning rate.
 
     Patterns match anywhere in a parameter's name. Raises UserError if nothing is trainable.
     """
@@ -45,11 +45,11 @@ def make_optimizer(
     multipliers = map_param_names(
         trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
     )
-    rule = lookup("optimizer", config.opt_type)
+    transform = lookup("optimizer", config.opt_type)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(config),
-        rule(config.parts.of(rule) or config, trained),  # a custom rule gets its own keys
+        transform(config.parts.of(transform) or config, trained),  # a custom one gets its own keys
         _add_decayed_weights(decays),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
@@ -168,7 +168,7 @@ def sgd(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransf
 @register("optimizer", "muon")
 def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
-    # A learning rate of -1 makes optax's complete rule return its direction unchanged.
+    # A learning rate of -1 makes optax's complete optimizer return its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
         beta=config.muon_beta,
@@ -210,7 +210,7 @@ def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.Gradient
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
     second moment). Momentum precedes the learning rate. Stacked layers count as one parameter.
     """
-    rule = (
+    transforms = (
         optax.scale_by_factored_rms(
             decay_rate=config.adafactor.decay_exponent,
             min_dim_size_to_factor=config.adafactor.min_dim_size_to_factor,
@@ -220,8 +220,8 @@ def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.Gradient
         optax.scale_by_param_block_rms(config.adafactor.epsilon_parameter),
     )
     if config.adafactor.momentum:
-        return optax.chain(*rule, optax.ema(config.adafactor.momentum, debias=False))
-    return optax.chain(*rule)
+        return optax.chain(*transforms, optax.ema(config.adafactor.momentum, debias=False))
+    return optax.chain(*transforms)
 
 
 def _muon_dimensions(spec: ParamSpec) -> Any:
