@@ -55,7 +55,7 @@ def make_train_step(
     rounding and dropout.
 
     With a guard, `repeat_update` makes TPUs compute updates again once they are accepted. That
-    spares the memory and traffic of new values next to the old ones, for FLOPs of the optimizer, few
+    spares the memory and traffic of new values next to the old ones, for FLOPs of the update, few
     except for muon. CPUs copy what passes a barrier, so nothing is spared there.
     """
     objective = model.config.objective
