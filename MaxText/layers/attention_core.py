@@ -225,9 +225,9 @@ def attend(
         scores_BKRS = spec.soft_cap * jnp.tanh(scores_BKRS / spec.soft_cap)
     if spec.slopes_N is not None:
         slopes_KG11 = spec.slopes_N.reshape(num_kv_heads, group, 1, 1)
-        far_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
-        bias = (slopes_KG11 * far_B11TS).reshape(
-            far_B11TS.shape[0], num_kv_heads, group * length, far_B11TS.shape[-1]
+        abs_distance_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
+        bias = (slopes_KG11 * abs_distance_B11TS).reshape(
+            abs_distance_B11TS.shape[0], num_kv_heads, group * length, abs_distance_B11TS.shape[-1]
         )
         scores_BKRS = scores_BKRS - (bias[0] if keys.ndim == 3 else bias)
     mask_BKRS = jnp.tile(mask_BTS, (1, group, 1))[:, None]

@@ -50,8 +50,8 @@ class Block(nnx.Module):
         return lookup("feed_forward", layer.config.feed_forward.feed_forward_type)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
-        own = layer.config.block
-        return make_norm(own, init, rngs, parametric=own.block_norm_parametric)
+        config = layer.config.block
+        return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
 
     def __call__(
         self, inputs: LayerInputs, context: Context, state: Any = None

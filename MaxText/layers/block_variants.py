@@ -20,17 +20,17 @@ _MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the oth
 
 
 def block_class(layer: LayerConfig) -> type[Block]:
-    own = layer.config.block
-    bases: list[type[Block]] = [ParallelBlock if own.block_arrangement == "parallel" else Block]
-    if own.mixer == "none":
+    block = layer.config.block
+    bases: list[type[Block]] = [ParallelBlock if block.block_arrangement == "parallel" else Block]
+    if block.mixer == "none":
         bases = [BlockWithoutMixer]
     elif layer.config.attention.static_sgu:
         bases.append(WithStaticSGU)
-    if layer.config.dense_connections.mixes_attention_inputs and own.mixer != "none":
+    if layer.config.dense_connections.mixes_attention_inputs and block.mixer != "none":
         bases.append(WithSeparateNorms)
-    if own.use_macaron:
+    if block.use_macaron:
         bases.append(Macaron)
-    if own.use_rezero:
+    if block.use_rezero:
         bases.append(ReZero)
     return combine(*reversed(bases))
 
@@ -152,11 +152,11 @@ class ReZero(Block):
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
-        own = layer.config.block
-        if own.mixer != "none":
+        block = layer.config.block
+        if block.mixer != "none":
             self.attention_gate = ReZeroScale(init, rngs)
         self.mlp_gate = ReZeroScale(init, rngs)
-        if own.use_macaron and own.macaron_prenorm:
+        if block.use_macaron and block.macaron_prenorm:
             self.macaron_gate = ReZeroScale(init, rngs)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:

@@ -62,30 +62,30 @@ class Decoder(nnx.Module):
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole = LayerConfig(config, dimensions)
+        whole_model = LayerConfig(config, dimensions)
         position = lookup("position", config.position.position_embedding)
-        self.position_embedder = position.build(whole, init, rngs)
+        self.position_embedder = position.build(whole_model, init, rngs)
         layers = config.layers
         quantizer = Quantizer(config.numerics)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
-            own = dataclasses.replace(init, dimensions=layer.dimensions)
-            return quantizer.quantize(block_class(layer)(layer, own, rngs))
+            layer_init = dataclasses.replace(init, dimensions=layer.dimensions)
+            return quantizer.quantize(block_class(layer)(layer, layer_init, rngs))
 
         self.layers, self.blueprint = stack(
             block, config.layer_plan, rngs, shared=config.block.share_layer_params
         )
         quantizer.check()
-        self.connections = lookup("connection", config.connection).build(whole, init, rngs)
+        self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
         kind = config.head.final_normalization_type
         self.decoder_norm = (
             make_norm(config.block, init, rngs, kind=None if kind == "auto" else kind)
             if config.head.final_norm
             else None
         )
-        head, own_keys = head_and_layer(config)
-        self.head = head.build(own_keys, init, rngs)
+        head, head_config = head_and_layer(config)
+        self.head = head.build(head_config, init, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V]."""
@@ -181,8 +181,8 @@ class Decoder(nnx.Module):
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
-        own = None if states is None else states[:-1]
-        output = self._unrolled(x_BTD, context, own, "none")
+        layer_states = None if states is None else states[:-1]
+        output = self._unrolled(x_BTD, context, layer_states, "none")
         h_BTD = self._normalized(self._last(output, "none"))
         earlier = None if states is None else states[-1]
         return h_BTD, (*output.states, self.head.state(h_BTD, tokens_BT, context, earlier))

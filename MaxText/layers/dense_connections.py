@@ -70,8 +70,8 @@ class DenseConnections(Connection):
             }
         )
         # The last aggregation is read outside of the layers, and so saved anyway.
-        made_again = [one for one in self.after.values() if one.depth < num_layers]
-        for one in made_again[max(0, len(made_again) - dense.dense_saved_aggregates) :]:
+        recomputed = [one for one in self.after.values() if one.depth < num_layers]
+        for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
             one.is_saved = True
         self.source_norm = (
             PreNormScales((num_layers + 1, D), init, rngs) if dense.mudd_prenorm else None
@@ -207,28 +207,30 @@ class DepthAggregate(nnx.Module):
         """Returns y_BTD or PreNormalized by stream, and the sources to carry on."""
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
-        chosen = [sources[index] for index in self.sources]
+        selected = [sources[index] for index in self.sources]
         if scales_SD is not None:
             scales_SD = scales_SD[np.array(self.sources)]
-            chosen = [self._normalized(*one) for one in zip(chosen, scales_SD, strict=True)]
+            selected = [self._normalized(*one) for one in zip(selected, scales_SD, strict=True)]
             # The inverse RMS is folded into the weights.
-            inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
+            inverse_rms = [s.inverse_rms_BT1 for s in selected if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
-        mixed = aggregate(
+        aggregated = aggregate(
             weights_BTCS,
-            [source.x_BTD for source in chosen],
+            [source.x_BTD for source in selected],
             self.config.dense_aggregation_impl,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
         )
         factors = {stream: norm.factors() for stream, norm in self.post_norms.items()}
-        outputs = self.outputs(mixed.sums, x_BTD, factors, fused)
-        passed_on = list(sources)
-        for index, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            passed_on[index] = source._replace(x_BTD=state_BTD)
-        return outputs, tuple(passed_on)
+        outputs = self.outputs(aggregated.sums, x_BTD, factors, fused)
+        new_sources = list(sources)
+        for index, source, state_BTD in zip(
+            self.sources, selected, aggregated.sources, strict=True
+        ):
+            new_sources[index] = source._replace(x_BTD=state_BTD)
+        return outputs, tuple(new_sources)
 
     def outputs(
         self,
@@ -255,14 +257,14 @@ class DepthAggregate(nnx.Module):
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
         candidates = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
-        chosen = [(index, norm) for index, norm in candidates if isinstance(norm, RMSNorm)]
+        selected = [(index, norm) for index, norm in candidates if isinstance(norm, RMSNorm)]
         if (
-            not chosen
+            not selected
             or self.config.adds
             or not supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
         ):
             return NO_NORMS, None
-        indices, modules = zip(*chosen, strict=True)
+        indices, modules = zip(*selected, strict=True)
         factors_MD = jnp.stack([module.factors() for module in modules])
         return Norms(indices, modules[0].epsilon), factors_MD
 

@@ -27,7 +27,7 @@ TILE = 128
 LARGEST_BLOCK = 512
 _LARGEST_HEAD = 1024  # most bytes of one head of a token with which such blocks fit a v4
 _PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}  # matmuls; both backward kernels recompute scores
-_KEPT = "context"  # name of the kernel's residuals in remat policies
+_RESIDUALS = "context"  # name of the kernel's residuals in remat policies
 
 
 def kernel_unsupported_reason(
@@ -231,7 +231,7 @@ def _splash_kernel(
             head_shards=1,
             q_seq_shards=num_length_parts,
             attn_logits_soft_cap=soft_cap,
-            residual_checkpoint_name=_KEPT,
+            residual_checkpoint_name=_RESIDUALS,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
@@ -288,4 +288,4 @@ def _cudnn(
         mask=mask_B1TS, scale=spec.scale, is_causal=spec.causal, local_window_size=window,
         implementation="cudnn",
     )  # fmt: skip
-    return checkpoint_name(o_BTNH, _KEPT)
+    return checkpoint_name(o_BTNH, _RESIDUALS)

@@ -201,18 +201,18 @@ class _Ring:
         _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
         # sum_s p_s dp_s, which is subtracted from the gradient of each probability.
-        lowered = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
-        by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, lowered))
+        delta = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
+        by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, delta))
         rows = rows._replace(residuals=(*by_head, log_sums))
 
         def block_fn(rows: _QueryBlock, keys: _KVBlock, dq, d_keys):
-            do_BKGRH, lowered, log_sums = rows.residuals
+            do_BKGRH, delta, log_sums = rows.residuals
             dk, dv = d_keys
             k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
             scores, seen, slope = self._scores(rows, keys, slopes_KG)
             p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
             dp = self._einsum_f32("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
-            ds = (p * (dp - lowered[..., None]) * slope).astype(k_BSKH.dtype)
+            ds = (p * (dp - delta[..., None]) * slope).astype(k_BSKH.dtype)
             dv = dv + self._einsum_f32("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
             dk = dk + self._einsum_f32("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
             dq = dq + self._einsum_f32("bkgrs,bskh->brkgh", ds, k_BSKH)
@@ -226,8 +226,8 @@ class _Ring:
                 x.sum((0, 1)).astype(own.dtype) for x, own in zip(d_keys, memory, strict=True)
             )
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
-        dq, d_keys, came = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
-        dk, dv = self._rotate(d_keys, -came)
+        dq, d_keys, shift = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
+        dk, dv = self._rotate(d_keys, -shift)
         d_tokens = (
             jnp.moveaxis(x, 0, 1).reshape(own.shape).astype(own.dtype)
             for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
@@ -246,7 +246,7 @@ class _Ring:
         steps = self.steps
         own = jax.lax.axis_index(self.axes)
 
-        def meet(keys: Any, states: Any, step: Any) -> Any:
+        def attend_block(keys: Any, states: Any, step: Any) -> Any:
             k_QBSKH, v_QBSKH, segments_QBS = keys
             positions_QS = self._positions((own - step) % self.num_parts)
             part = _KVBlock(k_QBSKH, v_QBSKH, positions_QS, segments_QBS)
@@ -255,10 +255,10 @@ class _Ring:
         def body(carry, step):
             keys, (query_state, key_state) = carry
             keys, key_state = self._rotate((keys, key_state), 1)
-            return (keys, meet(keys, (query_state, key_state), step)), None
+            return (keys, attend_block(keys, (query_state, key_state), step)), None
 
         keys, key_state = self._rotate((keys, key_state), steps.start)
-        states = meet(keys, (query_state, key_state), steps.start)
+        states = attend_block(keys, (query_state, key_state), steps.start)
         if len(steps) > 1:
             rest = jnp.arange(steps.start + 1, steps.stop)
             (_, states), _ = jax.lax.scan(body, (keys, states), rest)
@@ -277,11 +277,13 @@ class _Ring:
 
             def one_block(key_state: Any, xs: Any) -> tuple[Any, Any]:
                 states = xs[1], key_state
-                meet = functools.partial(block_fn, xs[0], keys)
+                attend_block = functools.partial(block_fn, xs[0], keys)
                 if (sees := self._sees_any(xs[0], keys)) is not True:
-                    query_state, key_state = jax.lax.cond(sees, meet, lambda *same: same, *states)
+                    query_state, key_state = jax.lax.cond(
+                        sees, attend_block, lambda *same: same, *states
+                    )
                 else:
-                    query_state, key_state = meet(*states)
+                    query_state, key_state = attend_block(*states)
                 return key_state, query_state
 
             key_state, query_state = jax.lax.scan(one_block, key_state, (rows, query_state))
@@ -306,14 +308,14 @@ class _Ring:
         scores = scale * self._einsum_f32("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
         if cap := spec.soft_cap:
-            bent = jnp.tanh(scores / cap)
-            scores, slope = cap * bent, scale * (1 - bent * bent)
+            tanh = jnp.tanh(scores / cap)
+            scores, slope = cap * tanh, scale * (1 - tanh * tanh)
         if keys.positions_S is None:
             return scores, jnp.ones((), bool), slope
         distance_RS = rows.positions_R[:, None] - keys.positions_S
         if slopes_KG is not None:
-            far_RS = jnp.abs(distance_RS).astype(jnp.float32)
-            scores = scores - slopes_KG[..., None, None] * far_RS
+            abs_distance_RS = jnp.abs(distance_RS).astype(jnp.float32)
+            scores = scores - slopes_KG[..., None, None] * abs_distance_RS
         seen = spec.visible(distance_RS)
         if rows.segments_BR is not None and keys.segments_BS is not None:
             same_BRS = rows.segments_BR[:, :, None] == keys.segments_BS[:, None]

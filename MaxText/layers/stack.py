@@ -212,21 +212,21 @@ def _sequential_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
 
 
 def _sequential_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
-    def put(own: Any, so_far: Any) -> Any:
+    def put(own: Any, accumulated: Any) -> Any:
         if is_zero(own):
-            return so_far
-        if is_zero(so_far):
-            num_layers, *_ = so_far.aval.shape
-            so_far = jnp.zeros((num_layers, *own.shape), own.dtype)
-        return jax.lax.dynamic_update_index_in_dim(so_far, own, index, 0)
+            return accumulated
+        if is_zero(accumulated):
+            num_layers, *_ = accumulated.aval.shape
+            accumulated = jnp.zeros((num_layers, *own.shape), own.dtype)
+        return jax.lax.dynamic_update_index_in_dim(accumulated, own, index, 0)
 
-    grad_weights, so_far, grad_carry = gradients
+    grad_weights, accumulated, grad_carry = gradients
     if index is not None:
-        grad_weights = jax.tree.map(put, grad_weights, so_far, is_leaf=is_zero)
+        grad_weights = jax.tree.map(put, grad_weights, accumulated, is_leaf=is_zero)
     leaves, structure = jax.tree.flatten((grad_weights, grad_carry), is_leaf=is_zero)
-    there = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
+    barriered = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
     # None for a symbolic zero, instead of an array of zeros.
-    return jax.tree.unflatten(structure, [None if is_zero(g) else next(there) for g in leaves])
+    return jax.tree.unflatten(structure, [None if is_zero(g) else next(barriered) for g in leaves])
 
 
 _sequential.defvjp(_sequential_forward, _sequential_backward, symbolic_zeros=True)
@@ -303,13 +303,13 @@ def scan_cycle(
             carry, scalars = one_layer(carry, weights, start)
             return with_token_major_layout(carry), scalars
 
-        def turn(carry: Any, xs: Any) -> tuple[Any, Scalars]:
+        def body(carry: Any, xs: Any) -> tuple[Any, Scalars]:
             own, offset = xs
             carry, scalars = one_layer(carry, weights if is_shared else own, start + offset)
             return with_token_major_layout(carry), scalars
 
         own = None if is_shared else weights
-        carry, scalars = jax.lax.scan(turn, carry, (own, jnp.arange(length)))
+        carry, scalars = jax.lax.scan(body, carry, (own, jnp.arange(length)))
         return carry, jax.tree.map(jnp.sum, scalars)
 
     def one_cycle(carry: Any, xs: Any) -> tuple[Any, list[Scalars]]:
@@ -427,15 +427,15 @@ def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
     return tuple(blueprint.layer_weights(weights, unstack))
 
 
-def _take(index: int, held: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:
+def _take(index: int, remaining: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:
     """Takes a layer's weights from a stacked tree or list; returns the rest."""
     if not sequential:
-        return held[index % len(held)], held, carry
-    if not isinstance(held, list):
-        return _sequential(index, held, carry)  # pyright: ignore
-    held, place = list(held), index % len(held)
-    held[place], _, carry = _sequential(None, held[place], carry)  # pyright: ignore
-    return held[place], held, carry
+        return remaining[index % len(remaining)], remaining, carry
+    if not isinstance(remaining, list):
+        return _sequential(index, remaining, carry)  # pyright: ignore
+    remaining, place = list(remaining), index % len(remaining)
+    remaining[place], _, carry = _sequential(None, remaining[place], carry)  # pyright: ignore
+    return remaining[place], remaining, carry
 
 
 def weights_dict(layers: Any) -> dict:
