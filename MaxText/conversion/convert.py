@@ -97,8 +97,8 @@ def _named(loaded: LoadedConfig | None) -> Config:
 
 def _summary(weights: WeightSource) -> str:
     sizes = collections.Counter()
-    for name, info in weights.model.parameters.items():
-        sizes[weights.formats[name].name] += info.size
+    for name, spec in weights.model.parameters.items():
+        sizes[weights.formats[name].name] += spec.size
     formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
     return f"{weights.model.num_parameters:,} parameters ({formats})"
 

@@ -57,8 +57,8 @@ def _open_hf(
 
     weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {
-        name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
-        for name, info in weights.model.parameters.items()
+        name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
+        for name, spec in weights.model.parameters.items()
     }
     try:
         hint = ConfigDiff(stored_flat, config_flat)

@@ -134,8 +134,8 @@ class MaxTextWeights(WeightSource):
         )
         is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
         locations = {
-            name: self._location(name, info.shape, prefix, is_unrolled)
-            for name, info in self.model.parameters.items()
+            name: self._location(name, spec.shape, prefix, is_unrolled)
+            for name, spec in self.model.parameters.items()
         }
         check_arrays(
             found,

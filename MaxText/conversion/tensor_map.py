@@ -63,9 +63,9 @@ class TensorMap:
             for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
                 for param, hf_name in part.hugging_face_names.items() if part else ():
                     name = f"{folder}/{param}"
-                    if info := self.model.parameters.get(self.model.stored(layer, name)[0]):
+                    if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
                         hf_name = self.family.in_layer + hf_name
-                        row = WeightMapping(hf_name, (f"layers/{name}",), _linear(info))
+                        row = WeightMapping(hf_name, (f"layers/{name}",), _linear(spec))
                         found.append((row, layer))
         return found
 
@@ -96,16 +96,16 @@ class TensorMap:
 
     def _fits(self, row: WeightMapping, name: str) -> bool:
         """Returns whether the model has the array with the row's dimensions."""
-        info = self.model.parameters.get(name)
-        if info is None:
+        spec = self.model.parameters.get(name)
+        if spec is None:
             return False
-        outer = ("layers" in info.logical_axes) + row.in_experts
-        return len(info.shape) - outer == len(row.layout.param_axes.split())
+        outer = ("layers" in spec.logical_axes) + row.in_experts
+        return len(spec.shape) - outer == len(row.layout.param_axes.split())
 
     def _sizes(self, row: WeightMapping, name: str) -> dict[str, int]:
         """Returns sizes by layout letter; they may differ between layers."""
-        info = self.model.parameters[name]
-        return row.layout.sizes(info.shape[("layers" in info.logical_axes) + row.in_experts :])
+        spec = self.model.parameters[name]
+        return row.layout.sizes(spec.shape[("layers" in spec.logical_axes) + row.in_experts :])
 
     @property
     def tensors(self) -> list[MappedTensor]:
@@ -142,13 +142,13 @@ class TensorMap:
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.param_names[0]))
 
 
-def _linear(info: ParamSpec) -> TensorLayout:
+def _linear(spec: ParamSpec) -> TensorLayout:
     """Returns torch.nn.Linear's layout, [outputs, inputs], for matrices."""
-    names = [name for name in info.logical_axes if name != "layers"]
+    names = [name for name in spec.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")
-    if info.num_in_dims:
+    if spec.num_in_dims:
         first = names.count("exp")
-        inputs, outputs = letters[first:][: info.num_in_dims], letters[first + info.num_in_dims :]
+        inputs, outputs = letters[first:][: spec.num_in_dims], letters[first + spec.num_in_dims :]
         matrix = f"{letters[:first]} ({' '.join(outputs)}) ({' '.join(inputs)})"
     return TensorLayout(matrix.strip(), " ".join(letters))

@@ -72,30 +72,30 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
     schedule = program.schedule
     batch = [axis for axis in (*sharding.batch_axes, *sharding.length_axes) if shape[axis] > 1]
     for name, weight in sharding.parameter_shardings(parameters).items():
-        info = parameters[name]
-        num_bytes = info.size * width
+        param = parameters[name]
+        num_bytes = param.size * width
         turns = 1.0  # gathers per use of all layers
-        in_layers = "layers" in info.logical_axes
+        in_layers = "layers" in param.logical_axes
         if schedule is not None and in_layers:
             turns = schedule.num_turns / schedule.num_repeats
         # Each stage's embedding and head have gradients of their own.
         if schedule is not None and (schedule.num_repeats > 1 or not in_layers):
             share = (schedule.num_stages - 1) / schedule.num_stages
-            shard = math.prod(weight.shard_shape(info.shape)) * info.dtype.itemsize
+            shard = math.prod(weight.shard_shape(param.shape)) * param.dtype.itemsize
             bytes_of["stage"] += 2 * program.num_microbatches * shard * share
         split: list[str] = []
-        for logical, axes in zip(info.logical_axes, weight.spec, strict=False):
+        for logical, axes in zip(param.logical_axes, weight.spec, strict=False):
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 if axis in batch and logical != "exp":
                     split.append(axis)
                 else:
                     num_bytes /= shape[axis]  # computed with while sharded
-        lies = "exp" in info.logical_axes and "expert" in batch
+        splits_experts = "exp" in param.logical_axes and "expert" in batch
         # Gradients are scattered before the parts are reduced.
         for axis in sorted(batch, key=lambda axis: axis not in split):
             if axis in split:
                 per_microbatch = 3.0 * turns
-            elif axis == "expert" and lies:
+            elif axis == "expert" and splits_experts:
                 continue
             else:
                 per_microbatch = 2.0 * turns
@@ -111,18 +111,18 @@ def _tensor_bytes(program: Program) -> float:
     parameters = program.model.parameters
     layers = config.shape.dimensions.num_layers
     sums, again = 0.0, 0.0
-    for info in parameters.values():
-        axes = [name for name in info.logical_axes if name != "layers"]
-        contracted = axes[: info.num_in_dims]
-        sizes = info.shape[len(info.logical_axes) - len(axes) :]
+    for param in parameters.values():
+        axes = [name for name in param.logical_axes if name != "layers"]
+        contracted = axes[: param.num_in_dims]
+        sizes = param.shape[len(param.logical_axes) - len(axes) :]
         spec = sharding.named_sharding(axes, sizes).spec
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
-        times = info.shape[0] if "layers" in info.logical_axes else 1
-        if config.block.share_layer_params and info.owner == "layers":
+        times = param.shape[0] if "layers" in param.logical_axes else 1
+        if config.block.share_layer_params and param.owner == "layers":
             times = layers
         sums += times
-        again += times * info.is_recomputed
+        again += times * param.is_recomputed
     policy = config.memory.remat_policy
     # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
     number = 2 * sums + 2 + (again if policy in _RECOMPUTE_OUT_PROJ else 0)

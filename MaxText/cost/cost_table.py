@@ -37,7 +37,7 @@ class ModelCost:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(info.size * info.dtype.itemsize for info in self.model.parameters.values())
+        return sum(spec.size * spec.dtype.itemsize for spec in self.model.parameters.values())
 
     @property
     def training_bytes(self) -> int:

@@ -153,8 +153,8 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     """Counts FLOPs from abstract parameters: 2 per weight of each matmul."""
     entries = list(_entries(model, sequence_length))
     held: collections.Counter[str] = collections.Counter()
-    for info in model.parameters.values():
-        held[info.row] += info.size
+    for spec in model.parameters.values():
+        held[spec.row] += spec.size
     found: dict[str, list[Flops]] = {}
     for entry in entries:
         found.setdefault(entry.row, []).append(entry.flops)
@@ -182,11 +182,11 @@ class _WeightFlops(NamedTuple):
 
 def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
     config = model.config
-    for name, info in model.parameters.items():
-        if info.num_in_dims:
-            by_rule, executed = _of_weights(model, name, info, length)
-            flops = Flops(by_rule, executed, kept=0 if info.is_recomputed else executed)
-            yield _WeightFlops(info.owner, info.row, flops, is_declared=False)
+    for name, spec in model.parameters.items():
+        if spec.num_in_dims:
+            by_rule, executed = _of_weights(model, name, spec, length)
+            flops = Flops(by_rule, executed, kept=0 if spec.is_recomputed else executed)
+            yield _WeightFlops(spec.owner, spec.row, flops, is_declared=False)
     head, whole = head_and_layer(config)
     if head.reads_table(head.config_of(whole)):
         table = 2 * model.parameters[_TOKEN_TABLE].size
@@ -217,13 +217,13 @@ def _declared(
         yield _WeightFlops(owner, row, flops._replace(executed=executed))
 
 
-def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[float, float]:
+def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[float, float]:
     """Returns FLOPs per token of a matrix, by the rule and executed."""
     config, times = model.config, 1
-    if config.block.share_layer_params and info.owner == "layers":
+    if config.block.share_layer_params and spec.owner == "layers":
         times = config.shape.dimensions.num_layers
-    whole = 2 * times * info.size
-    if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:
+    whole = 2 * times * spec.size
+    if "exp" not in spec.logical_axes or (layer := model.layer_of(name)) is None:
         return whole, whole
     experts = layer.config.mixture_of_experts
     visited = whole * experts.num_experts_per_tok / experts.num_experts

@@ -195,9 +195,9 @@ def _converted_bytes(program: Program) -> float:
         return 0.0
     shardings = program.sharding.parameter_shardings(parameters)
     return sum(
-        math.prod(shardings[name].shard_shape(info.shape)) * float(width)
-        for name, info in parameters.items()
-        if info.owner == "layers" and info.num_in_dims and width < info.dtype.itemsize
+        math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
+        for name, spec in parameters.items()
+        if spec.owner == "layers" and spec.num_in_dims and width < spec.dtype.itemsize
     )
 
 

@@ -269,8 +269,8 @@ def _drawn_twice(draw: Callable[..., Any], draw_again: Callable[..., Any]) -> st
 
 def _axes(subject: Subject) -> str | None:
     known = {name for name, _ in subject.config.mesh.logical_axis_rules}
-    for name, info in subject.models[0].parameters.items():
-        for axis in info.logical_axes:
+    for name, spec in subject.models[0].parameters.items():
+        for axis in spec.logical_axes:
             if axis is not None and axis not in known:
                 return f"{name} has the logical axis {axis!r}, which is not in logical_axis_rules"
     return None

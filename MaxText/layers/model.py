@@ -101,7 +101,7 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        return sum(info.size for info in self.parameters.values())
+        return sum(spec.size for spec in self.parameters.values())
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Returns fresh parameters. Pure: call it under jit with output shardings."""

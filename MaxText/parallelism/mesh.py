@@ -80,8 +80,8 @@ class ShardingPlan:
 
     def parameter_shardings(self, parameters: Mapping[str, ParamSpec]) -> dict:
         return {
-            name: self.named_sharding(info.logical_axes, info.shape)
-            for name, info in parameters.items()
+            name: self.named_sharding(spec.logical_axes, spec.shape)
+            for name, spec in parameters.items()
         }
 
     def describe(self, parameters: Mapping[str, ParamSpec]) -> Callable[[str], str] | None:
@@ -112,8 +112,8 @@ class ShardingPlan:
             names = [str(getattr(entry, "key", "")) for entry in path]
             found = self.replicated
             for start in range(len(names)):
-                info = parameters.get("/".join(names[start:]))
-                if info is not None and info.shape == leaf.shape:
+                spec = parameters.get("/".join(names[start:]))
+                if spec is not None and spec.shape == leaf.shape:
                     found = shardings["/".join(names[start:])]
                     break
             if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
@@ -341,7 +341,7 @@ def check_sharding(
         for name, named in sharding.parameter_shardings(parameters).items()
         if not any(named.spec)
     }
-    share = sum(whole.values()) / sum(info.size for info in parameters.values())
+    share = sum(whole.values()) / sum(spec.size for spec in parameters.values())
     if share > tolerance:
         largest = sorted(whole, key=lambda name: -whole[name])[:5]
         lines = [
@@ -363,13 +363,13 @@ def check_sharding(
     return share
 
 
-def _indivisible_dims(info: ParamSpec, sharding: ShardingPlan) -> str:
+def _indivisible_dims(spec: ParamSpec, sharding: ShardingPlan) -> str:
     first_rule: dict[str, Sequence[str]] = {}
     for name, axes in sharding.rules:
         first_rule.setdefault(name, axes)
     words = [
         f"{name} {size} is not a multiple of {axis} {sharding.mesh.shape[axis]}"
-        for name, size in zip(info.logical_axes, info.shape, strict=True)
+        for name, size in zip(spec.logical_axes, spec.shape, strict=True)
         for axis in (first_rule[name] if name else ())
         if size % sharding.mesh.shape[axis]
     ]
