@@ -20,15 +20,15 @@ def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
     if config.lr_schedule_type == "constant":
         return optax.join_schedules([warm_up, optax.constant_schedule(peak)], [warmup])
     if config.learning_rate_decay.multiplies_warmup:
-        decay_steps = _join(config, _decay_segments(config, total), total)
+        body = _join(config, _body_segments(config, total), total)
         if warmup == 0:
-            return decay_steps
-        return lambda step: decay_steps(step) * jnp.minimum(step / warmup, 1.0)
-    segments = [(warm_up, warmup), *_decay_segments(config, total - warmup)]
+            return body
+        return lambda step: body(step) * jnp.minimum(step / warmup, 1.0)
+    segments = [(warm_up, warmup), *_body_segments(config, total - warmup)]
     return _join(config, segments, total)
 
 
-def _decay_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
+def _body_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
     peak, fraction = config.learning_rate, config.learning_rate_final_fraction
     final = peak * fraction
     if config.lr_schedule_type == "wsd":
