@@ -67,7 +67,7 @@ class Part(nnx.Module):
     not_recomputed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, init: Init, rngs: nnx.Rngs):
-        """Declares weights; `config` is that of `config_of`."""
+        """Declares weights; `config` comes from `config_of`."""
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:

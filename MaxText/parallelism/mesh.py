@@ -257,7 +257,7 @@ def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) 
 def make_sharding_plan(
     config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
 ) -> ShardingPlan:
-    """Returns the sharding plan; raises UserError if the devices do not support it."""
+    """Returns the plan; raises UserError if the devices do not support it."""
     offloads = config.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
