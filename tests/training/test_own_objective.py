@@ -35,8 +35,8 @@ class HeadKeys(Section):
 class LowRank(Head):
     "Two matrices."
 
-    def __init__(self, keys, init, rngs):
-        D, V, R = init.dimensions.emb_dim, init.dimensions.vocab_size, keys.head_rank
+    def __init__(self, config, init, rngs):
+        D, V, R = init.dimensions.emb_dim, init.dimensions.vocab_size, config.head_rank
         kernel = init.initializers.kernel
         self.down = Dense((D,), (R,), ("embed", None), kernel, init, rngs)
         self.up = Dense((R,), (V,), (None, "vocab"), kernel, init, rngs)
@@ -45,9 +45,9 @@ class LowRank(Head):
         return self.up(self.down(h_BTD)).astype(jnp.float32)
 
     @classmethod
-    def problem(cls, keys, dimensions):
-        if keys.head_rank > dimensions.emb_dim:
-            return f"head_rank={keys.head_rank} is no low rank"
+    def problem(cls, config, dimensions):
+        if config.head_rank > dimensions.emb_dim:
+            return f"head_rank={config.head_rank} is no low rank"
 
 
 class ObjectiveKeys(Section):
@@ -56,10 +56,10 @@ class ObjectiveKeys(Section):
 
 
 @register("objective", "focal", keys=ObjectiveKeys)
-def focal(keys, logits_BTV, targets_BT):
+def focal(config, logits_BTV, targets_BT):
     "Lin et al. 2017."
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
-    return {"focal_loss": (1 - jnp.exp(-losses_BT)) ** keys.focal_gamma * losses_BT}, log_z_BT
+    return {"focal_loss": (1 - jnp.exp(-losses_BT)) ** config.focal_gamma * losses_BT}, log_z_BT
 """
 KEYS = {
     "import_modules": ["mine.py"], "head_type": "low_rank", "loss_type": "focal", "head_rank": 3,
