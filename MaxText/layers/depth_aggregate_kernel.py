@@ -193,7 +193,7 @@ class Tile(NamedTuple):
 
     @property
     def step(self) -> int:
-        return min(self.shape[0], TPU_ROWS) if self.target == "tpu" else self.shape[0]
+        return min(self.shape[0], TPU_ROWS) if self.backend == "tpu" else self.shape[0]
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
         _fori_loop(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
@@ -203,7 +203,7 @@ class Tile(NamedTuple):
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""
-        width = min(self.chunk, 128) if self.target == "tpu" else self.chunk
+        width = min(self.chunk, 128) if self.backend == "tpu" else self.chunk
 
         def folded(x):
             # Down to the width of a register, so that few additions cross lanes.
