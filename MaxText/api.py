@@ -41,16 +41,16 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     if split not in ("train", "eval"):
         raise UserError(f'split={split!r} must be "train" or "eval"')
     prepare_sources(config)
-    layout = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
+    sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes, evaluation = config.batch, config.evaluation
-    plan = plan_batches(
+    batch_schedule = plan_batches(
         sizes,
         config.model.shape.max_target_length,
-        lambda size: mesh.global_batch_size(sizes, layout, size),
+        lambda size: mesh.global_batch_size(sizes, sharding, size),
     )
-    eval_batch_size = mesh.microbatch_size(sizes, layout, evaluation.eval_per_device_batch_size)
+    eval_batch_size = mesh.microbatch_size(sizes, sharding, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, plan, eval_batch_size, *layout.batch_slice(), show=lambda line: None
+        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), show=lambda line: None
     )
     if split == "train":
         return iter(training)
@@ -131,7 +131,7 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
 
     arguments = [f"{name}={values.to_yaml(value)}" for name, value in keys.items()]
     loaded = checkpoint_config.load([f"load_parameters_path={path}", *arguments])
-    trained = load_model(loaded.config, show=lambda line: None)
+    trained = load_model(loaded.config, log=lambda line: None)
     return Run(str(path), trained, loaded.typed("tokenizer_path"))
 
 
@@ -189,10 +189,10 @@ class Run:
             raise ValueError(f"ids of shape {ids.shape}; expected [T] or [B, T], not empty")
         ids_BT = np.atleast_2d(ids)
         # Devices that split a batch need rows to split.
-        rows = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
-        padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], rows - len(ids_BT), axis=0)])
+        batch_size = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
+        padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], batch_size - len(ids_BT), axis=0)])
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
-        return self.trained.layout.to_global_batch(batch, rows), len(ids_BT), ids.ndim == 1
+        return self.trained.sharding.to_global_batch(batch, batch_size), len(ids_BT), ids.ndim == 1
 
     def forward(
         self, text_or_ids: Any, capture: Sequence[str] = ()
@@ -222,7 +222,7 @@ class Run:
             paths[:] = captured.paths
             return logits, captured.values
 
-        logits, values = self.trained.layout.jit(run)(self.params, batch)
+        logits, values = self.trained.sharding.jit(run)(self.params, batch)
         for pattern in capture:
             if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
                 known = ", ".join(path for path in paths if path.startswith("layers/0/"))
@@ -238,8 +238,8 @@ class Run:
         """
         from MaxText.evaluation.validation import evaluate
 
-        layout = self.trained.layout
-        placed = (layout.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches)
+        sharding = self.trained.sharding
+        placed = (sharding.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches)
         return evaluate(self._eval_step, self.params, placed, step=0).loss
 
     def generate(
@@ -273,7 +273,7 @@ class Run:
         trained, tokenizer = self.trained, self.tokenizer
         num_ids = tokenizer.num_sampled_ids(self.config.model.shape.vocab_size)
         choice = SamplingParams(temperature, **sampling)
-        engine = Engine(trained.model, self.params, trained.layout, choice, num_ids=num_ids)
+        engine = Engine(trained.model, self.params, trained.sharding, choice, num_ids=num_ids)
         texts = [""] * len(asked)
         for number, completion in generate(
             engine,
@@ -288,28 +288,28 @@ class Run:
 
     @property
     def _row_multiple(self) -> int:
-        return self.trained.layout.num_batch_parts
+        return self.trained.sharding.num_batch_parts
 
     @functools.cached_property
     def _logits(self) -> Callable[..., Any]:
         model = self.trained.model
-        return self.trained.layout.jit(lambda params, batch: model.merge(params)(batch))
+        return self.trained.sharding.jit(lambda params, batch: model.merge(params)(batch))
 
     @functools.cached_property
     def _model_to_look_into(self) -> Any:
         """The model with unrolled layers, no remat, and attention in one block."""
         from MaxText.layers.model import Model
 
-        section = self.trained.model.section
-        memory = section.memory.model_copy(update={"scan_layers": False, "remat_policy": "none"})
-        attention = section.attention.model_copy(update={"attention": "dot_product"})
-        return Model(section.model_copy(update={"memory": memory, "attention": attention}))
+        config = self.trained.model.config
+        memory = config.memory.model_copy(update={"scan_layers": False, "remat_policy": "none"})
+        attention = config.attention.model_copy(update={"attention": "dot_product"})
+        return Model(config.model_copy(update={"memory": memory, "attention": attention}))
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:
         from MaxText.evaluation.validation import make_eval_step
 
-        return self.trained.layout.jit(make_eval_step(self.trained.model))
+        return self.trained.sharding.jit(make_eval_step(self.trained.model))
 
 
 __all__ = ["Config", "Run", "UserError", "batches", "configure", "load", "metrics", "train"]

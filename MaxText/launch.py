@@ -39,7 +39,7 @@ ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", 
            "delete-queued")  # fmt: skip
 
 
-def show(line: str) -> None:
+def log(line: str) -> None:
     """Prints a line at once: other programs print between them."""
     print(line, flush=True)
 
@@ -166,7 +166,7 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
         run.folder,
     )  # fmt: skip
     if options.dry_run:
-        commands = Commands(show, dry_run=True)
+        commands = Commands(log, dry_run=True)
         port = free_port()
         for process in range(job.number):
             environment = process_env({}, job.number, process, port, job.devices)
@@ -177,9 +177,9 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
         options.max_restarts if options.supervise else 0, options.backoff, options.grace_period
     )
     what = "1 process" if job.number == 1 else f"{job.number} processes"
-    show(f"launch: {what}; logs are in {logs}")
+    log(f"launch: {what}; logs are in {logs}")
     try:
-        return supervision.supervise(job, policy, show)
+        return supervision.supervise(job, policy, log)
     except OSError as error:
         raise UserError(f"cannot start the processes: {error}") from error
 
@@ -187,7 +187,7 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
 def _launch_gcloud(
     options: GcloudOptions, operands: Sequence[str], train_args: Sequence[str]
 ) -> int:
-    commands = Commands(show, dry_run=options.dry_run)
+    commands = Commands(log, dry_run=options.dry_run)
     tpu = TpuVm(
         options.name, options.zone, options.project, options.accelerator_type, options.version,
         options.spot, CapacityRetry(options.max_attempts, options.retry_seconds),
@@ -210,7 +210,7 @@ def _launch_gcloud(
 
 
 def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
-    commands = Commands(show, dry_run=options.dry_run)
+    commands = Commands(log, dry_run=options.dry_run)
     if operands[0] == "submit":
         run = resolve_run_args(train_args)
         job = slurm.SlurmJob(
@@ -218,7 +218,7 @@ def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Se
             options.gpus_per_node, options.sbatch, options.max_restarts,
             Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute(),
         )  # fmt: skip
-        slurm.submit(job, run.arguments, commands, show)
+        slurm.submit(job, run.arguments, commands, log)
         return 0
     if not options.job_id:
         raise UserError(f"{operands[0]} requires --job-id=NUMBER (printed by submit).")

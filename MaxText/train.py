@@ -40,10 +40,10 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> int:
     """Trains; returns a code of exit_codes.py."""
-    stop = PreemptionHandler.install()
+    preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:
-        return train(loaded.config, stop)
+        return train(loaded.config, preemption)
     except BaseException as error:
         processes.fail(error)  # one process of several ends here
         if isinstance(error, UserError):
@@ -55,15 +55,15 @@ def main() -> int:
         raise
 
 
-def train(config, stop: PreemptionHandler, callbacks=()) -> int:
+def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
-      stop: Says whether the machine is about to be preempted.
+      preemption: Says whether the machine is about to be preempted.
       callbacks: Get each event of the run as a row of events.jsonl.
     """
     # --- Run folder and text, before anything slow ------------------------------------------------
-    details = start_up.choose_platform(config.run.hardware)  # before jax is imported
+    details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
     from MaxText.config.serialization import flatten
@@ -99,11 +99,11 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     start_up.assert_same_config(flatten(config))
-    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
-    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
+    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
     eval_batch_size = mesh.microbatch_size(
-        config.batch, layout, evaluation.eval_per_device_batch_size
+        config.batch, sharding, evaluation.eval_per_device_batch_size
     )
 
     # --- Model and optimizer ----------------------------------------------------------------------
@@ -112,26 +112,29 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.metrics.tables import parameter_table
     from MaxText.training.assembly import setup_train
 
+    # Without growth in the run's history or its keys, the configuration stays as it is.
     growth = resolve_growth(
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
     config, config_flat = growth.config, flatten(growth.config)
-    built = setup_train(config, layout, growth.existing_slots, growth.old_slots_learning_rate)
-    model, abstract_state = built.model, built.state
-    replicated = f"replicated on every device: {built.replicated_fraction:.2%} of parameters"
-    details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *growth.lines]))
+    setup = setup_train(config, sharding, growth.existing_slots, growth.old_slots_learning_rate)
+    model, abstract_state = setup.model, setup.state
+    replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
+    details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *setup.choices, *growth.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.loader import open_batches
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
 
-    length, sizes = model.section.shape.max_target_length, config.batch
-    plan = plan_batches(sizes, length, lambda size: mesh.global_batch_size(sizes, layout, size))
-    check_memory_lower_bound(built, plan, len(devices), sizes.gradient_accumulation_steps)
+    length, sizes = model.config.shape.max_target_length, config.batch
+    batch_schedule = plan_batches(
+        sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size)
+    )
+    check_memory_lower_bound(setup, batch_schedule, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
-        config, plan, eval_batch_size, *layout.batch_slice(), stop.is_pending
+        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
     )
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
@@ -140,35 +143,35 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
     train_step = ShapeSpecializedStep(
-        lambda shapes: layout.compile_step(
-            built.step, abstract_state, shapes, built.compiler_options
+        lambda shapes: sharding.compile_step(
+            setup.step, abstract_state, shapes, setup.compiler_options
         ),
-        load_compiled(config, model.section, layout, abstract_state),
+        load_compiled(config, model.config, sharding, abstract_state),
     )
     newest = checkpoints.latest_step()
-    stage = plan.at(0 if newest is None else newest + 1)
-    shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
-    compiling = ThreadPoolExecutor(1).submit(train_step.prepare, layout.abstract_batch(shapes))
-    eval_step = layout.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
+    stage = batch_schedule.at(0 if newest is None else newest + 1)
+    shapes = batch_shapes(batch_schedule.rows(stage), stage.length, train_batches.has_documents)
+    compiling = ThreadPoolExecutor(1).submit(train_step.prepare, sharding.abstract_batch(shapes))
+    eval_step = sharding.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.compatibility import checkpoint_metadata
     from MaxText.run.records import write_run_files
     from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
 
-    start = restore_or_initialize(
+    restored = restore_or_initialize(
         checkpoints,
         config.checkpoint,
         abstract_state,
-        lambda: layout.init_state(
-            built.initialize, abstract_state, model.section.initialization.init_weights_seed
+        lambda: sharding.init_state(
+            setup.initialize, abstract_state, model.config.initialization.init_weights_seed
         ),
         config_flat,
         resolved=growth,
     )
-    last_step = restore_data_position(start, train_batches, run.steps)
-    if start.first_step > last_step and not start.metadata.get("evaluation_is_due"):
-        print(complete_message(start, run.steps, last_step, config.data.num_epoch))
+    last_step = restore_data_position(restored, train_batches, run.steps)
+    if restored.first_step > last_step and not restored.metadata.get("evaluation_is_due"):
+        print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
         return 0
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
@@ -176,51 +179,51 @@ def train(config, stop: PreemptionHandler, callbacks=()) -> int:
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
     from MaxText.run.finish import write_final_artifacts
-    from MaxText.run.records import open_records
+    from MaxText.run.records import open_run_logger
     from MaxText.run.rollback import RollbackController
     from MaxText.run.step_log import MetricLogger
 
-    records = open_records(
-        config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
-        callbacks,
+    run_logger = open_run_logger(
+        config, run_folder, restored, setup, batch_schedule, train_batches, devices, last_step,
+        peak, details, callbacks,
     )  # fmt: skip
-    checkpoints.show = records.terminal.line
-    events = records.events
+    checkpoints.log = run_logger.terminal.line
+    events = run_logger.events
     rollback = RollbackController(
-        guard, checkpoints, events.emit, train_batches, abstract_state, start
+        guard, checkpoints, events.emit, train_batches, abstract_state, restored
     )
-    log = MetricLogger(records, config, last_step, rollback.observe)
+    metric_logger = MetricLogger(run_logger, config, last_step, rollback.observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
-        config, layout, plan, eval_batch_size, train_batches, eval_batches, train_step, eval_step,
-        checkpoints, metadata, records, rollback, watchdog, stop, log,
-        start.state, start.first_step, last_step,
+        config, sharding, batch_schedule, eval_batch_size, train_batches, eval_batches, train_step,
+        eval_step, checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
+        restored.state, restored.first_step, last_step,
     )  # fmt: skip
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         # Whichever of these fails, all are called, the last one first: a save in the background is
         # whole or nothing.
-        for resource in (watchdog, train_batches, records):
-            closing.callback(resource.close)
-        closing.callback(processes.shutdown)
-        closing.callback(checkpoints.close)
-        end = closing.enter_context(loop.recorded_end(records, log, watchdog))
+        for resource in (watchdog, train_batches, run_logger):
+            stack.callback(resource.close)
+        stack.callback(processes.shutdown)
+        stack.callback(checkpoints.close)
+        end = stack.enter_context(loop.recorded_end(run_logger, metric_logger, watchdog))
         watchdog.enter("compile", training.step)
-        with events.timed("compile", step=training.step) as facts:
-            facts |= dataclasses.asdict(compiling.result())
-        reason = training.run(bool(start.metadata.get("evaluation_is_due")))
-        is_healthy = rollback.is_healthy and not records.trend.diverged
-        if is_healthy and log.newest_step is not None and reason != loop.PREEMPTED:
+        with events.timed("compile", step=training.step) as fields:
+            fields |= dataclasses.asdict(compiling.result())
+        reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
+        is_healthy = rollback.is_healthy and not run_logger.trend.diverged
+        if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:
             # No later step can show that it was healthy.
-            checkpoints.promote(log.newest_step)
+            checkpoints.promote(metric_logger.newest_step)
         checkpoints.close()
         if reason == loop.PREEMPTED:
-            print(stop.summary(checkpoints.latest_step(), run.run_name))
-            end.reason, end.exit_code = reason, stop.exit_code
+            print(preemption.summary(checkpoints.latest_step(), run.run_name))
+            end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("finish")
             write_final_artifacts(
-                run_folder, config, records, train_batches, built, training.state, layout,
+                run_folder, config, run_logger, train_batches, setup, training.state, sharding,
                 training.eval_loss,
             )  # fmt: skip
             end.reason = loop.COMPLETED

@@ -108,7 +108,7 @@ def maxtext_engine(folder: str):
     config = load([f"load_parameters_path=hf:{folder}", "dtype=float32", "hardware=cpu"]).config
     trained = load_model(config)
     params = trained.model.unstack_params(trained.params)
-    engine = Engine(trained.model, params, trained.layout, SamplingParams(temperature=0))
+    engine = Engine(trained.model, params, trained.sharding, SamplingParams(temperature=0))
     # Of the position table a step reads one row per text.
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     num_bytes -= params["position_embedder"]["embedding"].nbytes

@@ -127,43 +127,45 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(shape, row, options))
-    layout = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
+    sharding = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    model_config, choices = backend_defaults.resolve_auto(
+        config.model, devices[0].platform, sharding
+    )
     for choice in choices:
         if choice.startswith(("dense_aggregation_impl", "attention")):
             print(f"    {choice}")
-    model = Model(section)
+    model = Model(model_config)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     initialize = make_initialize(model, optimizer)
-    state = layout.abstract_state(initialize, model.parameters)
+    state = sharding.abstract_state(initialize, model.parameters)
     batch = batch_shapes(shape.batch * len(devices), shape.length, with_documents=False)
 
     began = time.process_time()
-    step = layout.compile_step(
+    step = sharding.compile_step(
         make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0),
         state,
-        layout.abstract_batch(batch),
+        sharding.abstract_batch(batch),
     )[0]
     seconds = time.process_time() - began
     program: Any = step
     costs = dict(program.cost_analysis())
-    dense = section.dense_connections
+    dense = model_config.dense_connections
     num_reads = sum(
         len(dense.sources(depth))
         for depth in range(1, shape.num_layers + 1)
         if dense.stands_after(depth)
     )
     state_bytes = (
-        shape.batch * shape.length * shape.width * np.dtype(section.numerics.dtype).itemsize
+        shape.batch * shape.length * shape.width * np.dtype(model_config.numerics.dtype).itemsize
     )
     one_step: Any = None
     if options.topology is None:
         numbers = np.random.default_rng(0)
         tokens = numbers.integers(0, shape.vocabulary, (shape.batch, shape.length + 1), np.int32)
         weights = np.ones((shape.batch, shape.length), np.float32)
-        given = layout.to_global_batch(Batch(tokens[:, :-1], tokens[:, 1:], weights), shape.batch)
-        current = layout.init_state(initialize, state, seed=0)
+        given = sharding.to_global_batch(Batch(tokens[:, :-1], tokens[:, 1:], weights), shape.batch)
+        current = sharding.init_state(initialize, state, seed=0)
 
         def on_device() -> None:
             nonlocal current
@@ -203,8 +205,8 @@ def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> No
     """Prints the table, with ratios to the first row, a Transformer."""
     plain = next(iter(rows.values()))
     head = ("", "step s", "ratio", "GB", "extra", "count", "temporaries GB", "compile CPU s")
-    layout = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>15}"
-    print(layout.format(*head))
+    table = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>15}"
+    print(table.format(*head))
     for name, row in rows.items():
         second, ratio = times.get(name, (row.estimate, row.estimate / (plain.estimate or 1.0)))
         cells = [
@@ -220,7 +222,7 @@ def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> No
             # The compiler counts the body of a loop once.
             unknown = (2, 3) if times else (0, 1, 2, 3)
             cells = ["" if place in unknown else cell for place, cell in enumerate(cells)]
-        print(layout.format(name, *cells))
+        print(table.format(name, *cells))
 
 
 def chips_of(topology: str, number: int) -> list:

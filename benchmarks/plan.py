@@ -188,8 +188,8 @@ def memory(begin: str) -> None:
         config = configured(shape.keys)
         program = make_program(config, shape.chips, "tpu", devices[0].device_kind)
         planned = estimate_memory(program)
-        layout, batch = make_sharding_plan(config.mesh, devices), program.config.batch
-        state = layout.abstract_state(
+        sharding, batch = make_sharding_plan(config.mesh, devices), program.config.batch
+        state = sharding.abstract_state(
             make_initialize(program.model, program.optimizer, config.guard),
             program.model.parameters,
         )
@@ -203,7 +203,7 @@ def memory(begin: str) -> None:
         )
         rows = program.rows * batch.gradient_accumulation_steps
         shapes = batch_shapes(rows, program.length, with_documents=False)
-        compiled: Any = layout.compile_step(step, state, layout.abstract_batch(shapes))[0]
+        compiled: Any = sharding.compile_step(step, state, sharding.abstract_batch(shapes))[0]
         found = compiled_steps.memory_stats(compiled)
         given, temporaries = found["arguments"], found["temporaries"]
         print(

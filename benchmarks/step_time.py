@@ -59,21 +59,25 @@ def our_step(size, batch):
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(size))
-    layout = ShardingPlan(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
-    section, choices = backend_defaults.resolve_auto(config.model, jax.default_backend(), layout)
+    sharding = ShardingPlan(
+        make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules
+    )
+    model_config, choices = backend_defaults.resolve_auto(
+        config.model, jax.default_backend(), sharding
+    )
     for choice in choices:
         print(f"  ours, {choice}")
-    model = Model(section)
+    model = Model(model_config)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     initialize = make_initialize(model, optimizer)
-    abstract_state = layout.abstract_state(initialize, model.parameters)
-    step, seconds = layout.compile_step(
+    abstract_state = sharding.abstract_state(initialize, model.parameters)
+    step, seconds = sharding.compile_step(
         make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0),
         abstract_state,
-        layout.abstract_batch(batch_shapes(size.batch, size.length, with_documents=False)),
+        sharding.abstract_batch(batch_shapes(size.batch, size.length, with_documents=False)),
     )
-    state = layout.init_state(initialize, abstract_state, seed=0)
+    state = sharding.init_state(initialize, abstract_state, seed=0)
 
     def one_step() -> float:
         nonlocal state

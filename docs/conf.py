@@ -59,10 +59,10 @@ def model_presets() -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for name in config_files.preset_names(config_files.MODELS):
-        section, _ = resolve_auto(configure(model_name=name, run_name="r").model, "cpu")
-        shape, sizes = section.shape, section.shape.dimensions
+        model_config, _ = resolve_auto(configure(model_name=name, run_name="r").model, "cpu")
+        shape, sizes = model_config.shape, model_config.shape.dimensions
         lines.append(
-            f"| `{name}` | {shape.decoder_block} | {Model(section).num_parameters:,} "
+            f"| `{name}` | {shape.decoder_block} | {Model(model_config).num_parameters:,} "
             f"| {sizes.num_layers} | {sizes.emb_dim} | {sizes.num_query_heads} "
             f"| {shape.max_target_length} |"
         )

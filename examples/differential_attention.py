@@ -33,9 +33,9 @@ class Keys(Section):
 class DifferentialAttention(Mixer):
     """The difference of two softmax attentions, with less noise."""
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         (D, N, K, H), draw = init.dimensions[:4], init.initializers
-        self.first = keys.diff_lambda_init
+        self.first = config.diff_lambda_init
         self.query = Dense((D,), (N, H), ("embed", "q_heads", "kv"), draw.query, init, rngs)
         self.key, self.value = (
             Dense((D,), (K, H), ("embed", "kv_heads", "kv"), draw.key_value, init, rngs)
@@ -101,18 +101,18 @@ class DifferentialAttention(Mixer):
         return checkpoint_name(self.out(o), "out_proj")
 
     @classmethod
-    def problem(cls, keys, dimensions):
+    def problem(cls, config, dimensions):
         H = dimensions.head_dim
         return f"head_dim={H} is not a multiple of 4\nhead_dim={-(-H // 4) * 4}" if H % 4 else None
 
     @classmethod
-    def flops(cls, keys, dimensions, length):
+    def flops(cls, config, dimensions, length):
         product = 2.0 * dimensions.num_query_heads * dimensions.head_dim  # of a query with a key
         found = Flops(product * length / 2, product * length)  # masked ones are executed, too
         return {"attention scores": found, "attention values": found}
 
     @classmethod
-    def state_bytes(cls, keys, dimensions, length, itemsize):
+    def state_bytes(cls, config, dimensions, length, itemsize):
         return 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize, 0
 
 

@@ -30,10 +30,10 @@ class Keys(Section):
 class GatedDeltaNet(Mixer):
     """A linear RNN with a state corrected toward each new value."""
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         D, N, H = init.dimensions.emb_dim, init.dimensions.num_query_heads, init.dimensions.head_dim
         draw, dtype, axes = init.initializers, init.weight_dtype, ("embed", "q_heads", "kv")
-        self.chunk, self.taps, self.dtype = keys.gdn_chunk, keys.gdn_conv, init.dtype
+        self.chunk, self.taps, self.dtype = config.gdn_chunk, config.gdn_conv, init.dtype
         for name in ("query", "key", "value", "gate"):
             setattr(self, name, Dense((D,), (N, H), axes, draw.kernel, init, rngs))
         self.rates = Dense((D,), (N, 2), ("embed", "q_heads", None), draw.kernel, init, rngs)
@@ -79,16 +79,16 @@ class GatedDeltaNet(Mixer):
         return checkpoint_name(self.out(o * jax.nn.silu(self.gate(x_BTD))), "out_proj"), state
 
     @classmethod
-    def flops(cls, keys, dimensions, length):
-        N, H, C = dimensions.num_query_heads, dimensions.head_dim, min(keys.gdn_chunk, length)
+    def flops(cls, config, dimensions, length):
+        N, H, C = dimensions.num_query_heads, dimensions.head_dim, min(config.gdn_chunk, length)
         done = N * -(-length // C) * C / length  # in each head, with the tokens that fill a chunk
         executed, again = done * (6 * H * H + 6 * C * H), done * 4 * C * H  # of the solve
         return {"delta rule": Flops(6.0 * N * H * H, executed, again)}
 
     @classmethod
-    def state_bytes(cls, keys, dimensions, length, itemsize):
+    def state_bytes(cls, config, dimensions, length, itemsize):
         N, H = dimensions.num_query_heads, dimensions.head_dim
-        return 0, 4 * N * H * (H + 3 * (keys.gdn_conv - 1))
+        return 0, 4 * N * H * (H + 3 * (config.gdn_conv - 1))
 
 
 def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):

@@ -26,11 +26,11 @@ class Keys(Section):
 class MovingAverage(Mixer):
     """A gated moving average over the tokens so far."""
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         D, draw, dtype = init.dimensions.emb_dim, init.initializers, init.weight_dtype
         self.into = Dense((D,), (2, D), ("embed", None, "mlp"), draw.kernel, init, rngs)
         self.out = Dense((D,), (D,), ("mlp", "embed"), draw.output, init, rngs)
-        logit = jnp.log(keys.average_tokens - 1)  # a = 1 - 1 / average_tokens
+        logit = jnp.log(config.average_tokens - 1)  # a = 1 - 1 / average_tokens
         self.decay = param(rngs, (D,), ("mlp",), constant(logit), dtype=dtype)
 
     hugging_face_names: ClassVar = {
@@ -66,5 +66,5 @@ class MovingAverage(Mixer):
         return self.out(s_BTD.astype(x_BTD.dtype) * jax.nn.silu(g_BTD)), s_BTD[:, -1]
 
     @classmethod
-    def state_bytes(cls, keys, dimensions, length, itemsize):
+    def state_bytes(cls, config, dimensions, length, itemsize):
         return 0, 4 * dimensions.emb_dim

@@ -26,13 +26,13 @@ class Keys(Section):
 
 
 @register("optimizer", "cautious_adamw", keys=Keys)
-def cautious_adamw(keys, parameters):
+def cautious_adamw(config, parameters):
     """AdamW without updates against the gradient."""
-    adam = optax.scale_by_adam(b1=keys.cautious_b1, b2=keys.cautious_b2)
+    adam = optax.scale_by_adam(b1=config.cautious_b1, b2=config.cautious_b2)
 
     def masked(update, gradient):
         agrees = (update * gradient > 0).astype(update.dtype)
-        return update * agrees / jnp.maximum(jnp.mean(agrees), keys.cautious_floor)
+        return update * agrees / jnp.maximum(jnp.mean(agrees), config.cautious_floor)
 
     def update(gradients, state, params=None):
         directions, state = adam.update(gradients, state, params)

@@ -17,7 +17,7 @@ from MaxText.layers.part import Connection, LayerInputs, register
 class ValueResidual(Connection):
     """Carries the residual stream, the embedding, and the first values."""
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         _, _, K, H = init.dimensions[:4]
         self.values_shape, self.dtype = (K, H), init.dtype
         L, dtype = init.dimensions.num_layers, init.weight_dtype
@@ -27,27 +27,27 @@ class ValueResidual(Connection):
     def begin(self, x_BTD):
         return x_BTD, x_BTD, jnp.zeros((*x_BTD.shape[:2], *self.values_shape), self.dtype)
 
-    def read(self, index, carried, norms):
-        x_BTD, x0_BTD, _ = carried
+    def read(self, index, carry, norms):
+        x_BTD, x0_BTD, _ = carry
         c, d = (w[...][index].astype(x_BTD.dtype) for w in (self.of_stream, self.of_embedding))
-        return LayerInputs.all(c * x_BTD + d * x0_BTD), carried
+        return LayerInputs.all(c * x_BTD + d * x0_BTD), carry
 
-    def shared(self, carried):
-        return {"first_values": carried[2]}
+    def shared(self, carry):
+        return {"first_values": carry[2]}
 
-    def write(self, index, carried, y_BTD, shared):
-        return y_BTD, carried[1], shared["first_values"]
+    def write(self, index, carry, y_BTD, shared):
+        return y_BTD, carry[1], shared["first_values"]
 
-    def end(self, carried):
-        return carried[0]
+    def end(self, carry):
+        return carry[0]
 
 
 @register("mixer", "value_residual_attention")
 class ValueResidualAttention(Attention):
     """Attention on a learned mean of its own and the first layer's values."""
 
-    def __init__(self, keys, init, rngs):
-        super().__init__(keys, init, rngs)
+    def __init__(self, config, init, rngs):
+        super().__init__(config, init, rngs)
         self.value_scales = param(rngs, (2,), (None,), constant(0.5), dtype=init.weight_dtype)
 
     def values(self, v_BTD, context):

@@ -41,7 +41,7 @@ def restore_state(
     stored: StoredCheckpoint,
     abstract_state: Any,
     config_flat: Mapping[str, Any],
-    show: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     is_same_run: bool = False,
     storage: CheckpointStorage = _DEFAULT_STORAGE,
@@ -60,7 +60,7 @@ def restore_state(
         tree[_GUARD], fresh = stored_guard, {}
     else:
         fresh = {_GUARD: wanted.pop(_GUARD).reset()}
-    arrays = _restore_matching(stored, tree, wanted, config_flat, show, is_same_run, storage)
+    arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
     return dataclasses.replace(abstract_state, **arrays, **fresh)
 
 
@@ -68,11 +68,11 @@ def restore_params(
     stored: StoredCheckpoint,
     abstract_params: Any,
     config_flat: Mapping[str, Any],
-    show: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Any:
     """Restores the parameters only. Raises like `restore_state`."""
     wanted = {"params": abstract_params}
-    arrays = _restore_matching(stored, _params_of(stored), wanted, config_flat, show)
+    arrays = _restore_matching(stored, _params_of(stored), wanted, config_flat, log)
     return arrays["params"]
 
 
@@ -126,16 +126,16 @@ def _restore_matching(
     tree: dict[str, Any],
     wanted: dict[str, Any],
     config_flat: Mapping[str, Any],
-    show: Callable[[str], None],
+    log: Callable[[str], None],
     is_same_run: bool = False,
     storage: CheckpointStorage = _DEFAULT_STORAGE,
 ) -> dict[str, Any]:
     requested, unstacked, casts = _plan(stored, tree, wanted, config_flat, is_same_run)
     for line in describe_casts(casts):
-        show(line)
+        log(line)
     if stored.metadata.checksums is None:
-        show(f"WARNING: {stored} has no checksums; restored arrays were not verified")
-    arrays = _restore_arrays(stored, requested, casts, storage, show)
+        log(f"WARNING: {stored} has no checksums; restored arrays were not verified")
+    arrays = _restore_arrays(stored, requested, casts, storage, log)
     return stack(arrays, wanted, unstacked) if unstacked else arrays
 
 
@@ -144,7 +144,7 @@ def _restore_arrays(
     wanted: dict[str, Any],
     casts: list[DtypeCast],
     storage: CheckpointStorage,
-    show: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Reads, verifies and casts arrays, in groups of bounded memory."""
     import orbax.checkpoint as ocp
@@ -160,7 +160,7 @@ def _restore_arrays(
     if storage.single_replica_restore:
         shardings = [leaf.sharding for leaf in leaves]
         if refused := _single_replica_refused(shardings):
-            show(f"checkpoint_storage.single_replica_restore has no effect: {refused}")
+            log(f"checkpoint_storage.single_replica_restore has no effect: {refused}")
         else:
             restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
             limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)

@@ -20,10 +20,10 @@ class HealthyCheckpoints:
     run stopped on purpose in a healthy state.
     """
 
-    def __init__(self, folder: epath.Path, healthy_steps: int, show: Callable[[str], None]):
+    def __init__(self, folder: epath.Path, healthy_steps: int, log: Callable[[str], None]):
         self._path, self._old_path = folder / _FILE, folder / _OLD_FILE
         self._healthy_steps = healthy_steps
-        self._show = show
+        self._log = log
         self._waiting: dict[int, int] = {}  # step -> consecutive healthy steps since
         self._written: list[int] = []
 
@@ -45,7 +45,7 @@ class HealthyCheckpoints:
                 "checkpoint then counts as healthy."
             ) from error
         except ValueError as error:
-            self._show(
+            self._log(
                 f"WARNING: cannot read {self._path}: {error}. No checkpoint counts as healthy."
             )
             return []

@@ -39,17 +39,17 @@ class CheckpointManager:
     def __init__(
         self,
         directory: epath.PathLike,
-        section: CheckpointingConfig,
+        config: CheckpointingConfig,
         healthy_after_steps: int = 0,
-        show: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
         self.healthy_after_steps = healthy_after_steps
-        self.show = show
-        self._section = section
+        self.log = log
+        self._config = config
         self._healthy = HealthyCheckpoints(
-            self.directory, healthy_after_steps, lambda line: self.show(line)
+            self.directory, healthy_after_steps, lambda line: self.log(line)
         )
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step being written
@@ -65,19 +65,19 @@ class CheckpointManager:
 
     def preload(self) -> None:
         """Imports Orbax in the background (0.3 s), hidden behind compilation."""
-        if self._section.enable_checkpointing:
+        if self._config.enable_checkpointing:
             name = "orbax.checkpoint"
             threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
     def should_save(self, step: int, last_step: int) -> bool:
-        section = self._section
-        if not section.enable_checkpointing:
+        config = self._config
+        if not config.enable_checkpointing:
             return False
-        if step == last_step and section.save_checkpoint_on_completion:
+        if step == last_step and config.save_checkpoint_on_completion:
             return True
         if step == 0:
-            return section.save_checkpoint_on_start
-        return step % section.checkpoint_period == 0
+            return config.save_checkpoint_on_start
+        return step % config.checkpoint_period == 0
 
     def save(
         self,
@@ -93,16 +93,16 @@ class CheckpointManager:
         raises UserError, and so does one that leaves the run without any checkpoint. Returns False
         if the step is on disk already, could not be written, or checkpointing is disabled.
         """
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return False
         assert int(state.step) == step + 1, (int(state.step), step)
         self._finish()
         import orbax.checkpoint as ocp
 
-        storage = self._section.checkpoint_storage
+        storage = self._config.checkpoint_storage
         items, stored_position = checkpoint_reader.as_dict(state), dict(position or {})
         metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
-        if self._section.async_checkpointing and jax.default_backend() == "cpu":
+        if self._config.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
             # read, so the next step would block until the file is written (0.9 s, against 0.02 s to
             # copy 240 MB).
@@ -141,7 +141,7 @@ class CheckpointManager:
         left = set(manager.all_steps())
         self._finalized &= left
         self._healthy.forget(lambda healthy: healthy not in left)
-        if not self._section.async_checkpointing:
+        if not self._config.async_checkpointing:
             self._complete()
         return saved
 
@@ -173,7 +173,7 @@ class CheckpointManager:
                 return self._failed(error)
             if jax.process_count() == 1:
                 self._orbax_manager = None  # recreating it is collective
-            self.show(
+            self.log(
                 f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
                 f"{error}. Retrying after the next save."
             )
@@ -186,7 +186,7 @@ class CheckpointManager:
 
         def warn() -> None:
             while not done.wait(_WARNING_SECONDS):
-                self.show(
+                self.log(
                     f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the "
                     f"checkpoint of step {self._saving} to {self.directory}; retrying. The process "
                     "exits after heartbeat_timeout; rerun the command to resume from the newest "
@@ -230,11 +230,11 @@ class CheckpointManager:
     def _report(self, error: "_SaveError") -> None:
         if self._failures >= 2 or not self._finalized:
             raise error
-        self.show(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
+        self.log(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
 
     def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call in order."""
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return
         self._healthy.update(step, healthy)
         # A checkpoint may be promoted before its save completes; check again later, do not block.
@@ -265,10 +265,10 @@ class CheckpointManager:
 
     def rollbacks(self) -> tuple[Rollback, ...]:
         """Returns the rollbacks in order; UserError if the file cannot be read."""
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return ()
         if self._rollbacks is None:
-            self._rollbacks = read_rollbacks(self.directory, self.show)
+            self._rollbacks = read_rollbacks(self.directory, self.log)
         return self._rollbacks
 
     def record_rollback(self, rollback: Rollback) -> None:
@@ -276,7 +276,7 @@ class CheckpointManager:
 
         Otherwise a killed run could resume from the later checkpoints despite the record.
         """
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return
         self._rollbacks = (*self.rollbacks(), rollback)
         if jax.process_index() != 0:
@@ -284,7 +284,7 @@ class CheckpointManager:
         try:
             write_rollbacks(self.directory, self._rollbacks)
         except OSError as error:
-            self.show(
+            self.log(
                 f"WARNING: cannot write the record of rollbacks: {error}. If the run is killed "
                 "before its next checkpoint, it will repeat this rollback."
             )
@@ -295,13 +295,13 @@ class CheckpointManager:
         try:
             self._healthy.write(self._ask_finalized)
         except OSError as error:
-            self.show(
+            self.log(
                 f"WARNING: cannot write the list of healthy checkpoints: {error}. Retrying later."
             )
 
     def steps(self) -> list[int]:
         """Lists the steps with a complete checkpoint, ascending; none if disabled."""
-        if not self._section.enable_checkpointing:
+        if not self._config.enable_checkpointing:
             return []
         listed = checkpoint_files.finalized_steps(self.directory, self._finalized)
         self._finalized, self._is_listed = set(listed), True
@@ -327,7 +327,7 @@ class CheckpointManager:
         step: int,
         abstract_state: Any,
         config_flat: Mapping[str, Any] | None = None,
-        show: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
         """Restores (state, data position or None, metadata), verified.
 
@@ -344,9 +344,9 @@ class CheckpointManager:
             stored,
             abstract_state,
             config_flat or {},
-            show,
+            log,
             is_same_run=True,
-            storage=self._section.checkpoint_storage,
+            storage=self._config.checkpoint_storage,
         )
         return state, position, metadata
 
@@ -451,7 +451,7 @@ class CheckpointManager:
             orbax_errors.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
                 self._remove_partial("")
-            storage = self._section.checkpoint_storage
+            storage = self._config.checkpoint_storage
             handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
             handlers.add(
                 checkpoint_files.ITEMS,
@@ -468,7 +468,7 @@ class CheckpointManager:
                 handler_registry=handlers,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=self,
-                    enable_async_checkpointing=self._section.async_checkpointing,
+                    enable_async_checkpointing=self._config.async_checkpointing,
                     async_options=ocp.options.AsyncOptions(timeout_secs=storage.timeout),
                     lightweight_initialize=True,  # else reads metadata of every step
                 ),
@@ -482,12 +482,12 @@ class CheckpointManager:
         return [step in kept for step in steps]
 
     def _kept(self, steps: Sequence[int]) -> set[int]:
-        section = self._section
-        if section.max_to_keep is None:
+        config = self._config
+        if config.max_to_keep is None:
             return set(steps)
-        kept = {*steps[-section.max_to_keep :], *self._healthy.steps_to_preserve()}
-        if section.keep_period is not None:
-            kept |= {step for step in steps if step % section.keep_period == 0}
+        kept = {*steps[-config.max_to_keep :], *self._healthy.steps_to_preserve()}
+        if config.keep_period is not None:
+            kept |= {step for step in steps if step % config.keep_period == 0}
         return kept
 
     def _delete_old(self) -> None:
@@ -503,7 +503,7 @@ class CheckpointManager:
         except Exception as error:  # Orbax and storage clients raise anything
             if jax.process_count() > 1:
                 raise  # the other processes wait for this deletion: fail together and restart
-            self.show(f"WARNING: cannot delete old checkpoints: {error}.")
+            self.log(f"WARNING: cannot delete old checkpoints: {error}.")
         self._write_healthy()
 
     def _close_manager(self) -> None:

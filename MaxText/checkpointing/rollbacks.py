@@ -39,10 +39,10 @@ class Rollback:
     reason: str
     data: Mapping[str, Any]
 
-    def facts(self) -> dict[str, Any]:
-        facts = dataclasses.asdict(self) | {"samples": list(self.samples)}
-        del facts["data"]
-        return facts
+    def fields(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self) | {"samples": list(self.samples)}
+        del fields["data"]
+        return fields
 
 
 def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
@@ -52,7 +52,7 @@ def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
     write_json_with_digest(folder / _FILE, "rollbacks", rows)
 
 
-def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rollback, ...]:
+def read_rollbacks(folder: epath.Path, log: Callable[[str], None]) -> tuple[Rollback, ...]:
     """Returns the rollbacks in order, none if missing or damaged."""
     path = folder / _FILE
     try:
@@ -69,7 +69,7 @@ def read_rollbacks(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rol
             "again on data that rollbacks excluded."
         ) from error
     except (ValueError, LookupError, TypeError) as error:
-        show(
+        log(
             f"WARNING: cannot read {path}: {error}. The run may repeat rollbacks that happened "
             "after the checkpoint it resumes from."
         )

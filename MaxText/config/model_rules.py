@@ -163,13 +163,13 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
 @rule("mixer", "feed_forward_type", "connection_type", "head_type", "dense_streams")
 def _parts(model):
     for layer in dict.fromkeys(model.layers):
-        section = layer.section
+        config = layer.config
         for kind, base, name in (
-            ("mixer", "Mixer", section.block.mixer),
-            ("feed_forward", "FeedForward", section.feed_forward.feed_forward_type),
-            ("position", "Position", section.position.position_embedding),
-            ("connection", "Connection", section.connection),
-            ("head", "Head", section.head.name),
+            ("mixer", "Mixer", config.block.mixer),
+            ("feed_forward", "FeedForward", config.feed_forward.feed_forward_type),
+            ("position", "Position", config.position.position_embedding),
+            ("connection", "Connection", config.connection),
+            ("head", "Head", config.head.name),
         ):
             registered = registration(kind, name)
             if not registered.checks_itself:
@@ -180,12 +180,13 @@ def _parts(model):
                     f"{KINDS[kind]}={name}: {part.__name__} ({registered.place}) is not derived "
                     f"from MaxText.layers.part.{base}"
                 )
-            if found := part.problem(part.keys_of(layer), layer.dimensions):
+            if found := part.problem(part.config_of(layer), layer.dimensions):
                 return f"{KINDS[kind]}={name}: {found}"
-            mixes = section.dense_connections.mixes_attention_inputs
+            mixes = config.dense_connections.mixes_attention_inputs
             if kind == "mixer" and mixes and not part.has_separate_inputs:
                 return (
-                    f"mixer={name} has one input, and dense_conn=true makes several\ndense_ways=[r]"
+                    f"mixer={name} has one input, and dense_conn=true makes several\n"
+                    "dense_streams=[r]"
                 )
 
 
@@ -330,7 +331,7 @@ def _shared(share_layer_params, dynamic_mlp_dim, model):
     if len(mixers) > 1 and not alike:
         found = ", ".join(sorted(mixers))
         return f"share_layer_params=true: layers with mixers {found} have different parameters"
-    if len({layer.section.mixture_of_experts.num_experts for layer in model.layers}) > 1:
+    if len({layer.config.mixture_of_experts.num_experts for layer in model.layers}) > 1:
         return "share_layer_params=true: moe_layers gives some layers experts and others none"
     if dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":
         return "share_layer_params=true: dense_first_layer_norms=one gives layer 1 fewer norms"

@@ -458,7 +458,7 @@ class ModelConfig(Section):
     @property
     def mixers(self) -> tuple[str, ...]:
         """The name of each layer's mixer."""
-        return tuple(layer.section.block.mixer for layer in self.layers)
+        return tuple(layer.config.block.mixer for layer in self.layers)
 
     @property
     def is_random(self) -> bool:
@@ -532,5 +532,5 @@ class ModelConfig(Section):
 
 
 class LayerConfig(NamedTuple):
-    section: ModelConfig  # the model's keys with the layer's own values in their place
+    config: ModelConfig  # the model's keys with the layer's own values in their place
     dimensions: Dimensions  # the sizes of this layer

@@ -29,7 +29,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import read_json
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 _PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 _SCALINGS = {
@@ -38,7 +38,7 @@ _SCALINGS = {
 }
 
 
-def convert(request: ConvertArgs, show: Show) -> None:
+def convert(request: ConvertArgs, log: Log) -> None:
     """Converts as requested; leaves nothing behind on errors.
 
     Raises UserError if the source or the target cannot be used.
@@ -63,16 +63,16 @@ def convert(request: ConvertArgs, show: Show) -> None:
         weights = RunWeights(request.source, loaded.config if loaded else None)
         shown = f"{weights.stored}: "
         for warning in import_modules.changes(weights.metadata):
-            show(warning)
-    show(f"Reading {shown}{_summary(weights)}")
+            log(warning)
+    log(f"Reading {shown}{_summary(weights)}")
     if isinstance(weights, MaxTextWeights):
-        show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
+        log(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
     if request.target_kind == "stablehlo":
-        _to_program(request, weights, show)
+        _to_program(request, weights, log)
     elif request.target_kind == "hf":
-        _to_folder(request, weights, show)
+        _to_folder(request, weights, log)
     else:
-        _to_run(request, weights, loaded, show)
+        _to_run(request, weights, loaded, log)
 
 
 def _configuration(request: ConvertArgs) -> LoadedConfig | None:
@@ -97,27 +97,27 @@ def _named(loaded: LoadedConfig | None) -> Config:
 
 def _summary(weights: WeightSource) -> str:
     sizes = collections.Counter()
-    for name, info in weights.model.parameters.items():
-        sizes[weights.formats[name].name] += info.size
+    for name, spec in weights.model.parameters.items():
+        sizes[weights.formats[name].name] += spec.size
     formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
     return f"{weights.model.num_parameters:,} parameters ({formats})"
 
 
-def show_memory(peak: int, show: Show) -> None:
+def log_memory(peak: int, log: Log) -> None:
     """Reports the peak memory of a conversion, in bytes."""
     size = f"{peak / 1e9:.1f} GB" if peak >= 1e8 else f"{peak / 1e6:.1f} MB"
-    show(f"Peak memory, besides the program: about {size}")
+    log(f"Peak memory, besides the program: about {size}")
 
 
 def _to_run(
-    request: ConvertArgs, weights: WeightSource, loaded: LoadedConfig | None, show: Show
+    request: ConvertArgs, weights: WeightSource, loaded: LoadedConfig | None, log: Log
 ) -> None:
-    show_memory(imported_run.peak_bytes(weights), show)
+    log_memory(imported_run.peak_bytes(weights), log)
     source = weights.folder if isinstance(weights, HFWeights) else None
     if isinstance(weights, HFWeights):
         widened, keys = weights.widened, weights.keys
         for narrow in sorted(set(widened.values())):
-            show(f"{narrow} becomes float32, which is exact")
+            log(f"{narrow} becomes float32, which is exact")
         generation = weights.folder / GENERATION_CONFIG
         note: dict[str, Any] = {
             "config": weights.config_json,
@@ -145,11 +145,11 @@ def _to_run(
         if source:
             copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
         if source and request.verify:
-            verification.verify(RunWeights(str(partial)), source, str(source), show)
-    imported_run.log_next_command(request.target, copied, show)
+            verification.verify(RunWeights(str(partial)), source, str(source), log)
+    imported_run.log_next_command(request.target, copied, log)
 
 
-def _to_folder(request: ConvertArgs, weights: WeightSource, show: Show) -> None:
+def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
     folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
@@ -158,11 +158,11 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, show: Show) -> None:
         verification.check_possible(family, folded.config)
     export = hf_export.HFExporter(folded, family, request.dtype, note.get("formats"))
     if zoom_note:
-        show(zoom_note)
+        log(zoom_note)
     tokenizer, tokenizer_note = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
-    show_memory(export.peak_bytes(request.max_shard_size), show)
+    log_memory(export.peak_bytes(request.max_shard_size), log)
     with imported_run.atomic_directory(request.target) as partial:
         copied, token_ids = ([], {})
         if tokenizer is not None:
@@ -172,24 +172,24 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, show: Show) -> None:
         configs = hf_export.write_configs(partial, config_json, generation, family)
         files = export.write(partial, request.max_shard_size)
         if request.verify:
-            verification.verify(weights, partial, str(request.target), show, request.dtype)
+            verification.verify(weights, partial, str(request.target), log, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
     names = [*configs, shards, *copied]
-    show(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
+    log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
     if not copied:
-        show(f"note: {tokenizer_note}")
+        log(f"note: {tokenizer_note}")
     unsupported = absent_in_transformers(family, folded.config)
     if not unsupported:
-        show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
+        log(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
         return
-    show(
+    log(
         f"transformers has no {unsupported}. Programs here read the folder with "
         f"load_parameters_path=hf:{request.target}"
     )
     if family.auto_map:
         modules = sorted({name.partition(".")[0] for name in family.auto_map.values()})
         files = " and ".join(f"{module}.py" for module in modules)
-        show(
+        log(
             f"For AutoModelForCausalLM with trust_remote_code=True put {files} of {family.code} "
             f"into {request.target}"
         )
@@ -218,7 +218,7 @@ def _family(weights: WeightSource, asked: str, imported_as: Family | None) -> Fa
     return find_family(weights.config, asked)
 
 
-def _to_program(request: ConvertArgs, weights: WeightSource, show: Show) -> None:
+def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     from MaxText.conversion import stablehlo
 
     longest = weights.config.model.shape.max_target_length
@@ -226,5 +226,5 @@ def _to_program(request: ConvertArgs, weights: WeightSource, show: Show) -> None
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
     stablehlo.check_size(weights)
-    show_memory(stablehlo.peak_bytes(weights), show)
-    stablehlo.write(weights, length, request.target, show)
+    log_memory(stablehlo.peak_bytes(weights), log)
+    stablehlo.write(weights, length, request.target, log)

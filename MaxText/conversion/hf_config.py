@@ -219,7 +219,7 @@ def find_family(config: Config, asked: str) -> Family:
 
 
 def _chosen_parts(config: Config) -> list[Registration]:
-    sections = [layer.section for layer in config.model.layers]
+    sections = [layer.config for layer in config.model.layers]
     chosen = {("mixer", one.block.mixer) for one in sections}
     chosen |= {("feed_forward", one.feed_forward.feed_forward_type) for one in sections}
     return [registration(*one) for one in sorted(chosen)]
@@ -315,7 +315,7 @@ def _canonicalize(config: Config) -> dict[str, Any]:
         else model.attention.attention_types,
         "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
         "moe_layers": None
-        if all(one.section.mixture_of_experts.num_experts > 1 for one in model.layers)
+        if all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
         else experts.moe_layers,
         "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
         "moe_activations": None
@@ -326,10 +326,10 @@ def _canonicalize(config: Config) -> dict[str, Any]:
 
 def _slots(config: Config) -> dict[str, Any]:
     """Returns slot numbers without -1, and zooms if different, else -1."""
-    section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
+    pattention, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
     values: dict[str, Any] = {"zoom_dim": 0.0}
     for place in get_args(SlotPlace):
-        number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
+        number, zoom = pattention.num_slots(place, emb_dim), pattention.zoom(place, emb_dim)
         values[f"{place}_slot_num"] = number
         values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
     # slot_num is the query/key/value count, which other places default to.

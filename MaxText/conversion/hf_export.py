@@ -219,31 +219,31 @@ def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSour
     anyway.
     """
     config = weights.config
-    section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
+    pattention, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
     ratios = {}
     for name in weights.model.parameters:
         place = slot_place(name)
         if place and name.endswith("values/kernel"):
-            ratios[name] = section.zoom(place, emb_dim) / section.num_slots(place, emb_dim)
+            ratios[name] = pattention.zoom(place, emb_dim) / pattention.num_slots(place, emb_dim)
     ratios = {name: ratio for name, ratio in ratios.items() if ratio != 1}
-    if not ratios or section.normalize_type not in (*_LAST, *_INSIDE):
+    if not ratios or pattention.normalize_type not in (*_LAST, *_INSIDE):
         return weights, ""
     without = unflatten(flatten(config) | _NO_ZOOM)
     try:
         family = find_family(without, asked)
     except UserError:
         return weights, ""  # find_family reports this difference with the others
-    if section.normalize_type in _INSIDE:
+    if pattention.normalize_type in _INSIDE:
         places = {
-            name: f"zoom {section.zoom(place, emb_dim):g} for "
-            f"{section.num_slots(place, emb_dim)} slots"
+            name: f"zoom {pattention.zoom(place, emb_dim):g} for "
+            f"{pattention.num_slots(place, emb_dim)} slots"
             for name in ratios
             if (place := slot_place(name))
         }
         raise UserError(
             f"{family.architecture} scales scores by the number of slots, and its layout has no "
             f"zoom. This model has another scale: {slots_by_place(places)}. With normalize_type="
-            f"{section.normalize_type} no weights make up for it, so the folder would compute "
+            f"{pattention.normalize_type} no weights make up for it, so the folder would compute "
             "something else.\n  What can be exported: the model before it grew, one that grew with "
             "growth.mode=random, and any of normalize_type=gelu_l2_norm."
         )

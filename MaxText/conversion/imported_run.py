@@ -167,13 +167,13 @@ def write_run(
     (folder / CONFIG_YML).write_text(text, encoding="utf-8")
 
 
-def log_next_command(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:
+def log_next_command(target: Path, tokenizer: list[str], log: Callable[[str], None]) -> None:
     """Reports the written files and how to train from them."""
-    show(
+    log(
         f"Wrote {target}: {CONFIG_YML}, checkpoints/0"
         + (f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")
     )
-    show(
+    log(
         f"Train from it: python MaxText/train.py {target / CONFIG_YML} "
         f"load_parameters_path={target} run_name=NAME dataset_path=FOLDER"
     )

@@ -10,21 +10,21 @@ from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, de
 from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class InitialWeights(NamedTuple):
     """Matching parameters, not yet read."""
 
     source: str  # one line, such as "parameters of runs/first/checkpoints/120"
-    metadata: Mapping[str, Any]  # see matching.checkpoint_metadata; may be empty
+    metadata: Mapping[str, Any]  # of compatibility.checkpoint_metadata; may be empty
     folder: str
     step: int | None  # last completed training step, if known
     read: Callable[[], Any]  # returns them on device
 
 
 def open_pretrained(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
 ) -> InitialWeights:
     """Finds parameters and checks names and shapes.
 
@@ -36,14 +36,14 @@ def open_pretrained(
     from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
     if is_hf_checkpoint(path):
-        return _open_hf(path, key, abstract_params, config_flat, show)
+        return _open_hf(path, key, abstract_params, config_flat, log)
     stored = checkpoint_files.resolve_checkpoint(path, key)
     with corruption_as_user_error(stored, key):
         checkpoint_reader.check_params(stored, abstract_params, config_flat)
 
     def read() -> Any:
         with corruption_as_user_error(stored, key):
-            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, show)
+            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, log)
 
     return InitialWeights(
         f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
@@ -51,14 +51,14 @@ def open_pretrained(
 
 
 def _open_hf(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
 ) -> InitialWeights:
     from MaxText.conversion.hf_import import open_weights
 
     weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {
-        name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
-        for name, info in weights.model.parameters.items()
+        name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
+        for name, spec in weights.model.parameters.items()
     }
     try:
         hint = ConfigDiff(stored_flat, config_flat)
@@ -69,7 +69,7 @@ def _open_hf(
             f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
         ) from None
     for line in describe_casts(casts):
-        show(line)
+        log(line)
 
     def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         # Only one array at a time is on the host; each device takes its shard.

@@ -134,8 +134,8 @@ class MaxTextWeights(WeightSource):
         )
         is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
         locations = {
-            name: self._location(name, info.shape, prefix, is_unrolled)
-            for name, info in self.model.parameters.items()
+            name: self._location(name, spec.shape, prefix, is_unrolled)
+            for name, spec in self.model.parameters.items()
         }
         check_arrays(
             found,
@@ -151,7 +151,7 @@ class MaxTextWeights(WeightSource):
     def _location(
         self, name: str, shape: tuple[int, ...], prefix: str, is_unrolled: bool
     ) -> _ArrayLocation:
-        num_layers = self.model.section.shape.dimensions.num_layers
+        num_layers = self.model.config.shape.dimensions.num_layers
         if name == _SOURCE_NORM:
             first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
@@ -195,7 +195,7 @@ class MaxTextWeights(WeightSource):
             array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
         if "/query/" in name and self.query_scaling == "weights":
             # Exact if head_dim is a power of 4, otherwise rounded once.
-            factor = math.sqrt(self.model.section.shape.dimensions.head_dim)
+            factor = math.sqrt(self.model.config.shape.dimensions.head_dim)
             array = (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
         return np.ascontiguousarray(array, self.formats[name])
 
@@ -207,22 +207,22 @@ def _slots_of(within: str) -> str:
 
 def _check_parts(config: Config, query_scaling: str) -> None:
     """Refuses parts stored by MaxText as other numbers or ambiguously."""
-    section = config.model
-    if section.attention.attention_projections == "pattention":
+    model = config.model
+    if model.attention.attention_projections == "pattention":
         if query_scaling == "weights":
             raise UserError(
                 "query_scaling=weights: TokenFormer's JAX program divides the scores, and queries "
                 "from slots have no weights that could hold the factor. Leave query_scaling out."
             )
-        if section.position.position_embedding == "rotary":
+        if model.position.position_embedding == "rotary":
             raise UserError(
                 "position_embedding=rotary: TokenFormer's JAX program has no rotary positions. "
                 "Use the configuration that the checkpoint was trained with, for example "
                 "decoder_block=tokenformer."
             )
     _check_dense_connections(config)
-    block, centered = section.block, section.block.normalization_zero_centered
-    if section.embedding.scale_embedding or (centered and block.normalization_type == "rms_norm"):
+    block, centered = model.block, model.block.normalization_zero_centered
+    if model.embedding.scale_embedding or (centered and block.normalization_type == "rms_norm"):
         raise UserError(
             "MaxText's Gemma blocks cannot be read: their checkpoints hold 1 + scale and the token "
             "table times sqrt(emb_dim), and undoing that would change bits. Start from Gemma's own "
@@ -234,7 +234,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
             "stores scales of norms as their difference from 1. Add "
             "normalization_zero_centered=true."
         )
-    if section.position.position_embedding == "rotary" and section.position.rope_type == "yarn":
+    if model.position.position_embedding == "rotary" and model.position.rope_type == "yarn":
         raise UserError(
             "rope_type=yarn: MaxText pairs dimensions by its key rope_interleave, which a "
             "checkpoint does not tell. Export it there to Hugging Face, and import the folder."

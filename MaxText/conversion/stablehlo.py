@@ -26,8 +26,8 @@ def export_forward(weights: WeightSource, length: int) -> export.Exported:
 
     Maps tokens to logits for any b. Computes in the configuration's dtype, float32 if it is auto.
     """
-    section, _ = resolve_auto(weights.config.model, "cpu")
-    model = Model(section)
+    config, _ = resolve_auto(weights.config.model, "cpu")
+    model = Model(config)
     params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 
     def forward(tokens_BT: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def peak_bytes(weights: WeightSource) -> int:
     return 4 * sum(num_bytes(weights).values())
 
 
-def write(weights: WeightSource, length: int, target: Path, show: Callable[[str], None]) -> None:
+def write(weights: WeightSource, length: int, target: Path, log: Callable[[str], None]) -> None:
     """Writes the program; it needs jax and flatbuffers alone."""
     partial = temporary_name(target)
     program = export_forward(weights, length).serialize()
@@ -68,5 +68,5 @@ def write(weights: WeightSource, length: int, target: Path, show: Callable[[str]
     finally:
         partial.unlink(missing_ok=True)
     size = math.ceil(target.stat().st_size / 2**20)
-    show(f"Wrote {target} ({size:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
-    show(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')
+    log(f"Wrote {target} ({size:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
+    log(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')

@@ -102,7 +102,7 @@ class RunWeights(WeightSource):
         }
         check_arrays(
             found,
-            {name: info.shape for name, info in self.model.parameters.items()},
+            {name: spec.shape for name, spec in self.model.parameters.items()},
             f"{self.stored} does not hold the model of its configuration",
             "Put the run's own config.yml before from=, or use a checkpoint of this program; "
             "from=maxtext:... reads MaxText's.",

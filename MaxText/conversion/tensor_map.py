@@ -37,7 +37,7 @@ class TensorMap:
         """Uses the family's rows, or `rows` for another layout of its models."""
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
-        num_layers = model.section.shape.dimensions.num_layers
+        num_layers = model.config.shape.dimensions.num_layers
         for row, layer in self._declared() if rows is None else ():
             self._add(row, layer)
         declared = {(tensor.param_names[0], tensor.index) for tensor in self.tensors}
@@ -58,22 +58,22 @@ class TensorMap:
     def _declared(self) -> list[tuple[WeightMapping, int]]:
         """Returns the rows declared by mixers and feed-forwards, with layers."""
         found = []
-        for layer, one in enumerate(self.model.section.layers):
-            feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
+        for layer, one in enumerate(self.model.config.layers):
+            feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
             for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
                 for param, hf_name in part.hugging_face_names.items() if part else ():
                     name = f"{folder}/{param}"
-                    if info := self.model.parameters.get(self.model.stored(layer, name)[0]):
+                    if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
                         hf_name = self.family.in_layer + hf_name
-                        row = WeightMapping(hf_name, (f"layers/{name}",), _linear(info))
+                        row = WeightMapping(hf_name, (f"layers/{name}",), _linear(spec))
                         found.append((row, layer))
         return found
 
     def _add(self, row: WeightMapping, layer: int) -> None:
-        section = self.model.section
-        num_layers, num_experts = section.shape.dimensions.num_layers, 1
+        config = self.model.config
+        num_layers, num_experts = config.shape.dimensions.num_layers, 1
         if row.in_experts:
-            num_experts = section.mixture_of_experts.num_experts
+            num_experts = config.mixture_of_experts.num_experts
         stored = self._stored(row, layer)
         names, outer = tuple(name for name, _ in stored), stored[0][1]
         shape = row.layout.shape(self._sizes(row, names[0]), len(names))
@@ -88,7 +88,7 @@ class TensorMap:
         """Returns the stored arrays of a row in a layer, and the index in each."""
         stored = []
         for name in row.param_names:
-            found = numbered(name, self.model.section.shape.dimensions.num_layers, layer)
+            found = numbered(name, self.model.config.shape.dimensions.num_layers, layer)
             folder, _, within = found.partition("/")
             found, index = self.model.stored(layer, within) if folder == "layers" else (found, None)
             stored.append((found, () if index is None else (index,)))
@@ -96,16 +96,16 @@ class TensorMap:
 
     def _fits(self, row: WeightMapping, name: str) -> bool:
         """Returns whether the model has the array with the row's dimensions."""
-        info = self.model.parameters.get(name)
-        if info is None:
+        spec = self.model.parameters.get(name)
+        if spec is None:
             return False
-        outer = ("layers" in info.logical_axes) + row.in_experts
-        return len(info.shape) - outer == len(row.layout.param_axes.split())
+        outer = ("layers" in spec.logical_axes) + row.in_experts
+        return len(spec.shape) - outer == len(row.layout.param_axes.split())
 
     def _sizes(self, row: WeightMapping, name: str) -> dict[str, int]:
         """Returns sizes by layout letter; they may differ between layers."""
-        info = self.model.parameters[name]
-        return row.layout.sizes(info.shape[("layers" in info.logical_axes) + row.in_experts :])
+        spec = self.model.parameters[name]
+        return row.layout.sizes(spec.shape[("layers" in spec.logical_axes) + row.in_experts :])
 
     @property
     def tensors(self) -> list[MappedTensor]:
@@ -142,13 +142,13 @@ class TensorMap:
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.param_names[0]))
 
 
-def _linear(info: ParamSpec) -> TensorLayout:
+def _linear(spec: ParamSpec) -> TensorLayout:
     """Returns torch.nn.Linear's layout, [outputs, inputs], for matrices."""
-    names = [name for name in info.logical_axes if name != "layers"]
+    names = [name for name in spec.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")
-    if info.num_in_dims:
+    if spec.num_in_dims:
         first = names.count("exp")
-        inputs, outputs = letters[first:][: info.num_in_dims], letters[first + info.num_in_dims :]
+        inputs, outputs = letters[first:][: spec.num_in_dims], letters[first + spec.num_in_dims :]
         matrix = f"{letters[:first]} ({' '.join(outputs)}) ({' '.join(inputs)})"
     return TensorLayout(matrix.strip(), " ".join(letters))

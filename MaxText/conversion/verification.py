@@ -38,16 +38,16 @@ def check_possible(family: Family, config: Config) -> None:
 
 
 def verify(
-    weights: WeightSource, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
+    weights: WeightSource, folder: Path, shown: str, log: Callable[[str], None], dtype: str = ""
 ) -> None:
     """Compares logits and loss of random tokens; UserError if they differ.
 
     With `dtype`, our tensors are rounded to it like the exported ones.
     """
-    section = weights.config.model
-    length = min(_LENGTH, section.shape.max_target_length)
+    config = weights.config.model
+    length = min(_LENGTH, config.shape.max_target_length)
     generator = np.random.default_rng(0)
-    tokens = generator.integers(0, section.shape.vocab_size, (_ROWS, length)).astype(np.int32)
+    tokens = generator.integers(0, config.shape.vocab_size, (_ROWS, length)).astype(np.int32)
     theirs, ours = _their_logits(folder, tokens), _our_logits(weights, tokens, dtype)
     difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
     our_loss, their_loss = _loss(ours, tokens), _loss(theirs, tokens)
@@ -61,16 +61,16 @@ def verify(
             f"{shown} gives different results in transformers: {line}. Nothing was written. "
             "Please report this with the folder's config.json."
         )
-    show(f"Verified: {line}")
+    log(f"Verified: {line}")
 
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
-    section = weights.config.model
-    numerics = section.numerics.model_copy(
+    config = weights.config.model
+    numerics = config.numerics.model_copy(
         update={"dtype": "float32", "matmul_precision": "highest"}
     )
-    section = section.model_copy(update={"numerics": numerics})
-    model = Model(resolve_auto(section, "cpu")[0])
+    config = config.model_copy(update={"numerics": numerics})
+    model = Model(resolve_auto(config, "cpu")[0])
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 

@@ -47,7 +47,7 @@ def corruption_as_user_error(where: Any, key: str = "") -> Iterator[None]:
 
 def num_bytes(weights: WeightSource) -> dict[str, int]:
     parameters = weights.model.parameters
-    return {name: info.size * weights.formats[name].itemsize for name, info in parameters.items()}
+    return {name: spec.size * weights.formats[name].itemsize for name, spec in parameters.items()}
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:

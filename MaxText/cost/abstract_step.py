@@ -57,7 +57,7 @@ class Program:
 
     config: Config  # with `auto` in the model section resolved
     choices: tuple[str, ...]  # one line for each `auto`
-    layout: ShardingPlan  # mesh and sharding rules
+    sharding: ShardingPlan  # mesh and sharding rules
     sizes: MeshSizes  # mesh sizes within and across slices
     model: Model
     rows: int  # B of a microbatch over all devices
@@ -66,11 +66,11 @@ class Program:
 
     @property
     def platform(self) -> str:
-        return self.layout.mesh.devices.flat[0].platform
+        return self.sharding.mesh.devices.flat[0].platform
 
     @property
     def num_devices(self) -> int:
-        return self.layout.mesh.size
+        return self.sharding.mesh.size
 
     @property
     def num_microbatches(self) -> int:
@@ -82,15 +82,15 @@ class Program:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        section = _weights_of(self.config.model)
-        return _optimizer(section, self.config.optimizer, self.config.schedule)
+        model_config = _weights_of(self.config.model)
+        return _optimizer(model_config, self.config.optimizer, self.config.schedule)
 
     @functools.cached_property
     def abstract_state(self) -> Any:
         """Shapes and shardings of the TrainState."""
-        config, section = self.config, _weights_of(self.config.model)
-        shapes = _state_shapes(section, config.optimizer, config.schedule, config.guard)
-        return self.layout.with_shardings(shapes, self.model.parameters)
+        config, model_config = self.config, _weights_of(self.config.model)
+        shapes = _state_shapes(model_config, config.optimizer, config.schedule, config.guard)
+        return self.sharding.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -99,24 +99,24 @@ class Program:
         Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
         before use. A pipeline stage has its own layers between embedding and head.
         """
-        return abstract_model(_local(self.model.section, self.layout))
+        return abstract_model(_local(self.model.config, self.sharding))
 
     @functools.cached_property
     def model_of_all_stages(self) -> Model:
         """The `local_model` with the layers of all pipeline stages."""
-        section = self.local_model.section
-        layers = self.model.section.shape.dimensions.num_layers
-        shape = section.shape.model_copy(update={"base_num_decoder_layers": layers})
-        return abstract_model(section.model_copy(update={"shape": shape}))
+        model_config = self.local_model.config
+        layers = self.model.config.shape.dimensions.num_layers
+        shape = model_config.shape.model_copy(update={"base_num_decoder_layers": layers})
+        return abstract_model(model_config.model_copy(update={"shape": shape}))
 
     @property
-    def local_rows(self) -> int:
-        return self.rows // self.layout.num_batch_parts
+    def local_batch_size(self) -> int:
+        return self.rows // self.sharding.num_batch_parts
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        num_stages = self.layout.mesh.shape["stage"]
-        return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
+        num_stages = self.sharding.mesh.shape["stage"]
+        return self.model.config.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
     def bubble(self) -> float:
@@ -124,7 +124,7 @@ class Program:
 
     @property
     def local_tokens(self) -> int:
-        return self.local_rows * self.length // self.layout.num_length_parts
+        return self.local_batch_size * self.length // self.sharding.num_length_parts
 
     @property
     def num_hidden_parts(self) -> int:
@@ -134,15 +134,15 @@ class Program:
         """
         d = self.config.model.shape.dimensions.emb_dim
         shape = self.rows, self.length, d
-        shard = self.layout.sharding(HIDDEN, shape).shard_shape(shape)
+        shard = self.sharding.named_sharding(HIDDEN, shape).shard_shape(shape)
         return self.local_tokens * d // math.prod(shard)
 
     @property
     def state_bytes(self) -> float:
         """Bytes of a hidden state of a microbatch on one device."""
-        section = self.config.model
-        width = np.dtype(section.numerics.dtype).itemsize
-        return float(self.local_tokens * section.shape.dimensions.emb_dim * width)
+        model_config = self.config.model
+        width = np.dtype(model_config.numerics.dtype).itemsize
+        return float(self.local_tokens * model_config.shape.dimensions.emb_dim * width)
 
     def local_batch(self) -> Batch:
         """Shapes of a microbatch on one device.
@@ -151,9 +151,9 @@ class Program:
         than parts, these are the first tokens; step_time.context_parallel_attention_flops adds
         pairs with the other parts.
         """
-        parts = self.layout.num_length_parts
-        rows = math.gcd(self.local_rows, parts)
-        sizes = self.local_rows // rows, self.length * rows // parts
+        parts = self.sharding.num_length_parts
+        rows = math.gcd(self.local_batch_size, parts)
+        sizes = self.local_batch_size // rows, self.length * rows // parts
         return batch_shapes(*sizes, with_documents=False)
 
 
@@ -167,28 +167,35 @@ def make_program(
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
-    layout = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
-    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
-    assumes_cudnn = _assumes_cudnn(config.model, section, layout)
+    sharding = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
+    model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
+    assumes_cudnn = _assumes_cudnn(config.model, model_config, sharding)
     if assumes_cudnn:
         choices = [line for line in choices if not line.startswith("attention: ")]
         choices.append("attention: flash (assumes that cuDNN has a kernel for it)")
-    config = config.model_copy(update={"model": section})
-    rows = microbatch_size(config.batch, layout)
-    microbatch_size(config.batch, layout, config.evaluation.eval_per_device_batch_size)
-    length = section.shape.max_target_length
-    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, layout, size))
-    check_lengths(length, config.batch, layout)
+    config = config.model_copy(update={"model": model_config})
+    rows = microbatch_size(config.batch, sharding)
+    microbatch_size(config.batch, sharding, config.evaluation.eval_per_device_batch_size)
+    length = model_config.shape.max_target_length
+    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
+    check_lengths(length, config.batch, sharding)
     return Program(
-        config, tuple(choices), layout, sizes, abstract_model(section), rows, length, assumes_cudnn
+        config,
+        tuple(choices),
+        sharding,
+        sizes,
+        abstract_model(model_config),
+        rows,
+        length,
+        assumes_cudnn,
     )
 
 
-def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, layout: ShardingPlan) -> bool:
+def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
-    if layout.mesh.devices.flat[0].platform != "gpu":
+    if sharding.mesh.devices.flat[0].platform != "gpu":
         return False
-    parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
+    parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
     refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", parts, stages)
     return asked.attention.attention in ("autoselected", "flash") and refused is None
 
@@ -204,44 +211,47 @@ def _fake_devices(
 
 
 @cached
-def abstract_model(section: ModelConfig) -> Model:
-    return Model(section)
+def abstract_model(model_config: ModelConfig) -> Model:
+    return Model(model_config)
 
 
-def _weights_of(section: ModelConfig) -> ModelConfig:
+def _weights_of(model_config: ModelConfig) -> ModelConfig:
     """Drops settings without an effect on weights, for better caching."""
-    memory = section.memory.model_copy(update={"remat_policy": "none"})
-    return section.model_copy(update={"memory": memory})
+    memory = model_config.memory.model_copy(update={"remat_policy": "none"})
+    return model_config.model_copy(update={"memory": memory})
 
 
 @cached
 def _optimizer(
-    section: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
+    model_config: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
 ) -> optax.GradientTransformation:
-    parameters = abstract_model(section).parameters
+    parameters = abstract_model(model_config).parameters
     return make_optimizer(optimizer, learning_rate_schedule(schedule), parameters)
 
 
 @cached
 def _state_shapes(
-    section: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
+    model_config: ModelConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    guard: GuardConfig,
 ) -> Any:
     initialize = make_initialize(
-        abstract_model(section), _optimizer(section, optimizer, schedule), guard
+        abstract_model(model_config), _optimizer(model_config, optimizer, schedule), guard
     )
     return jax.eval_shape(initialize, jax.random.key(0))
 
 
-def _local(section: ModelConfig, layout: ShardingPlan) -> ModelConfig:
+def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
     def part(name: str, size: int) -> int:
         # Activation axes: weights sharded on their own are gathered before use.
         name = f"activation_{name}"
-        return layout.sharding((name,), (size,)).shard_shape((size,))[0]
+        return sharding.named_sharding((name,), (size,)).shard_shape((size,))[0]
 
-    d = section.shape.dimensions
-    num_layers = d.num_layers // layout.mesh.shape["stage"]
+    d = model_config.shape.dimensions
+    num_layers = d.num_layers // sharding.mesh.shape["stage"]
     heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
-    shape = section.shape.model_copy(
+    shape = model_config.shape.model_copy(
         update={
             "global_parameter_scale": 1,
             "base_emb_dim": d.emb_dim,
@@ -254,7 +264,7 @@ def _local(section: ModelConfig, layout: ShardingPlan) -> ModelConfig:
             "vocab_size": part("vocab", d.vocab_size),
         }
     )
-    experts, slots = section.mixture_of_experts, section.pattention
+    experts, slots = model_config.mixture_of_experts, model_config.pattention
     if experts.moe_mlp_dim != -1:
         width = part("mlp", experts.moe_mlp_dim)
         experts = experts.model_copy(update={"moe_mlp_dim": width})
@@ -265,6 +275,6 @@ def _local(section: ModelConfig, layout: ShardingPlan) -> ModelConfig:
             for place in places
         }
     )
-    return section.model_copy(
+    return model_config.model_copy(
         update={"shape": shape, "mixture_of_experts": experts, "pattention": slots}
     )

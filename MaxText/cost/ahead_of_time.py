@@ -19,7 +19,7 @@ _LARGE_ARRAYS = 8
 
 
 def train_compile(
-    config: Config, target: targets.CompileTarget, show: Callable[[str], None]
+    config: Config, target: targets.CompileTarget, log: Callable[[str], None]
 ) -> None:
     """Compiles a train step for a machine, prints its cost, and saves it.
 
@@ -29,39 +29,39 @@ def train_compile(
     devices = targets.devices(target)
     kind = devices[0].device_kind
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
-    show(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
+    log(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
     planned = lower_train_step(config, devices)
-    show("\n".join([f"mesh: {planned.layout.words}", *planned.lines]))
+    log("\n".join([f"mesh: {planned.sharding.mesh_sizes}", *planned.lines]))
     stages, stage = planned.plan.stages, planned.plan.stages[-1]
     last = f", the last of {len(stages)} stages" if len(stages) > 1 else ""
-    show(f"batch: {planned.plan.rows(stage)} x {stage.length} tokens{last}")
+    log(f"batch: {planned.plan.rows(stage)} x {stage.length} tokens{last}")
     try:
         compiled, seconds = compile_lowered(planned)
     except jax.errors.JaxRuntimeError as error:
         if device_memory.is_out_of_memory(error):
             raise device_memory.out_of_memory(target, planned, error) from error
         raise
-    show(f"compiled in {seconds:.1f} s")
-    program = _program(compiled, show)
+    log(f"compiled in {seconds:.1f} s")
+    program = _program(compiled, log)
     needed = device_memory.memory_breakdown(planned, compiled)
     device_memory.check_fits(target, planned, needed, program)
     for line in memory_lines(target, needed, program):
-        show(line)
+        log(line)
     for line in cost_lines(planned, compiled, program):
-        show(line)
+        log(line)
     if path := config.run.compiled_trainstep_file:
         signature = saved_step.save_compiled(path, planned, compiled)
-        show(f"\nsaved: {path}, signature {signature[:16]}...")
-        show(f"To use it: train.py with the same configuration and compiled_trainstep_file={path}")
+        log(f"\nsaved: {path}, signature {signature[:16]}...")
+        log(f"To use it: train.py with the same configuration and compiled_trainstep_file={path}")
 
 
-def _program(compiled: jax.stages.Compiled, show: Callable[[str], None]) -> HloModule:
+def _program(compiled: jax.stages.Compiled, log: Callable[[str], None]) -> HloModule:
     """Returns the compiled program, empty if the compiler cannot print it."""
     try:
         return HloModule(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        show(f"the compiler cannot print this program, so its buffers are not listed: {reason}")
+        log(f"the compiler cannot print this program, so its buffers are not listed: {reason}")
         return HloModule("")
 
 
@@ -96,8 +96,8 @@ def cost_lines(
     planned: LoweredStep, compiled: jax.stages.Compiled, program: HloModule
 ) -> list[str]:
     """Returns FLOPs, bytes, collectives and time of a step."""
-    layout, stage = planned.layout, planned.plan.stages[-1]
-    num_devices = layout.mesh.size
+    sharding, stage = planned.sharding, planned.plan.stages[-1]
+    num_devices = sharding.mesh.size
     tokens = stage.samples * planned.plan.window
     count = count_flops(planned.model, stage.length)
     tflops = count.tflops(tokens / num_devices)
@@ -106,7 +106,7 @@ def cost_lines(
         f"FLOPs of a step per device, by formula: {tflops:,.4g} TFLOP "
         f"({count.per_token / 1e6:,.3f} MFLOP x {tokens:,} tokens / {num_devices} devices)",
     ]
-    peak = datasheet_peak(layout.mesh.devices.flat[0].device_kind)
+    peak = datasheet_peak(sharding.mesh.devices.flat[0].device_kind)
     if peak is not None:
         lines.append(
             f"at {peak.tflops:g} TFLOP/s ({peak.source}) a step takes at least "

@@ -50,7 +50,7 @@ class CommCost:
 
 def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
     """Returns the communication of a step over mesh axes of several devices."""
-    mesh = program.layout.mesh
+    mesh = program.sharding.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
         return []
@@ -66,36 +66,36 @@ def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
 
 
 def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
-    layout, parameters = program.layout, program.model.parameters
+    sharding, parameters = program.sharding, program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
-    shape = layout.mesh.shape
+    shape = sharding.mesh.shape
     schedule = program.schedule
-    batch = [axis for axis in (*layout.batch_axes, *layout.length_axes) if shape[axis] > 1]
-    for name, sharding in layout.parameter_shardings(parameters).items():
-        info = parameters[name]
-        num_bytes = info.size * width
+    batch = [axis for axis in (*sharding.batch_axes, *sharding.length_axes) if shape[axis] > 1]
+    for name, weight in sharding.parameter_shardings(parameters).items():
+        param = parameters[name]
+        num_bytes = param.size * width
         turns = 1.0  # gathers per use of all layers
-        in_layers = "layers" in info.logical_axes
+        in_layers = "layers" in param.logical_axes
         if schedule is not None and in_layers:
             turns = schedule.num_turns / schedule.num_repeats
         # Each stage's embedding and head have gradients of their own.
         if schedule is not None and (schedule.num_repeats > 1 or not in_layers):
             share = (schedule.num_stages - 1) / schedule.num_stages
-            shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+            shard = math.prod(weight.shard_shape(param.shape)) * param.dtype.itemsize
             bytes_of["stage"] += 2 * program.num_microbatches * shard * share
         split: list[str] = []
-        for logical, axes in zip(info.logical_axes, sharding.spec, strict=False):
+        for logical, axes in zip(param.logical_axes, weight.spec, strict=False):
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 if axis in batch and logical != "exp":
                     split.append(axis)
                 else:
                     num_bytes /= shape[axis]  # computed with while sharded
-        lies = "exp" in info.logical_axes and "expert" in batch
+        splits_experts = "exp" in param.logical_axes and "expert" in batch
         # Gradients are scattered before the parts are reduced.
         for axis in sorted(batch, key=lambda axis: axis not in split):
             if axis in split:
                 per_microbatch = 3.0 * turns
-            elif axis == "expert" and lies:
+            elif axis == "expert" and splits_experts:
                 continue
             else:
                 per_microbatch = 2.0 * turns
@@ -107,26 +107,26 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 def _tensor_bytes(program: Program) -> float:
     """Returns the bytes over the tensor axis per microbatch."""
-    section, layout = program.config.model, program.layout
+    config, sharding = program.config.model, program.sharding
     parameters = program.model.parameters
-    layers = section.shape.dimensions.num_layers
+    layers = config.shape.dimensions.num_layers
     sums, again = 0.0, 0.0
-    for info in parameters.values():
-        axes = [name for name in info.logical_axes if name != "layers"]
-        contracted = axes[: info.num_in_dims]
-        sizes = info.shape[len(info.logical_axes) - len(axes) :]
-        spec = layout.sharding(axes, sizes).spec
+    for param in parameters.values():
+        axes = [name for name in param.logical_axes if name != "layers"]
+        contracted = axes[: param.num_in_dims]
+        sizes = param.shape[len(param.logical_axes) - len(axes) :]
+        spec = sharding.named_sharding(axes, sizes).spec
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
-        times = info.shape[0] if "layers" in info.logical_axes else 1
-        if section.block.share_layer_params and info.owner == "layers":
+        times = param.shape[0] if "layers" in param.logical_axes else 1
+        if config.block.share_layer_params and param.owner == "layers":
             times = layers
         sums += times
-        again += times * info.is_recomputed
-    policy = section.memory.remat_policy
+        again += times * param.is_recomputed
+    policy = config.memory.remat_policy
     # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
     number = 2 * sums + 2 + (again if policy in _RECOMPUTE_OUT_PROJ else 0)
-    n = layout.mesh.shape["tensor"]
+    n = sharding.mesh.shape["tensor"]
     return 2 * number * program.state_bytes * (n - 1) / n
 
 
@@ -141,27 +141,27 @@ def _pipeline_bytes(program: Program) -> float:
 
 def _expert_bytes(program: Program) -> float:
     """Returns the bytes over the expert axis per microbatch."""
-    section = program.config.model
-    experts = section.mixture_of_experts
+    config = program.config.model
+    experts = config.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
         return 0.0
     group, capacity = expert_capacity(experts, program.length, experts.capacity_factor)
     filled = experts.num_experts * capacity / group
-    layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
-    passes = 3 if section.memory.remat_policy in _RECOMPUTE_QKV else 2
-    n = program.layout.mesh.shape["expert"]
+    layers = sum(layer.config.mixture_of_experts.num_experts > 1 for layer in config.layers)
+    passes = 3 if config.memory.remat_policy in _RECOMPUTE_QKV else 2
+    n = program.sharding.mesh.shape["expert"]
     return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
 
 
 def _context_bytes(program: Program) -> float:
     """Returns the bytes over the context axis per microbatch."""
-    section = program.config.model
-    attention, d = section.attention, program.local_model.section.shape.dimensions
-    width = np.dtype(section.numerics.dtype).itemsize
+    config = program.config.model
+    attention, d = config.attention, program.local_model.config.shape.dimensions
+    width = np.dtype(config.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = len(softmax_windows(section))
-    others = program.layout.mesh.shape["context"] - 1
-    forward = 2 if section.memory.remat_policy in _RECOMPUTE_QKV else 1
+    layers = len(softmax_windows(config))
+    others = program.sharding.mesh.shape["context"] - 1
+    forward = 2 if config.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":
         return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)
     return layers * part * others * (forward + 1)

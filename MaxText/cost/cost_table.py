@@ -37,7 +37,7 @@ class ModelCost:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(info.size * info.dtype.itemsize for info in self.model.parameters.values())
+        return sum(spec.size * spec.dtype.itemsize for spec in self.model.parameters.values())
 
     @property
     def training_bytes(self) -> int:
@@ -50,16 +50,16 @@ class ModelCost:
 
         Zero for a bidirectional model: every new token changes all keys and values.
         """
-        section, length = self.model.section, self.count.sequence_length
-        if not section.attention.causal:
+        config, length = self.model.config, self.count.sequence_length
+        if not config.attention.causal:
             return [(0, 0)]
-        itemsize = jnp.dtype(section.numerics.dtype).itemsize
-        parts = [(mixer_class(layer), layer) for layer in section.layers]
+        itemsize = jnp.dtype(config.numerics.dtype).itemsize
+        parts = [(mixer_class(layer), layer) for layer in config.layers]
         return [
-            part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
+            part.state_bytes(part.config_of(layer), layer.dimensions, length, itemsize)
             if part is not None
             else (0, 0)
-            for part, layer in [*parts, head_and_layer(section)]
+            for part, layer in [*parts, head_and_layer(config)]
         ]
 
     @property
@@ -75,33 +75,33 @@ class ModelCost:
     @property
     def attention(self) -> tuple[str, str]:
         """Description of the keys per query, by the MFU rule and as executed."""
-        model, length = self.model.section, self.count.sequence_length
-        section = model.attention
-        if not section.causal:
+        model, length = self.model.config, self.count.sequence_length
+        config = model.attention
+        if not config.causal:
             rule = f"not causal, a query counts all {length:,} keys"
         else:
             keys = average_keys_visible(length, causal=True)
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
-        if section.num_mem_kv:
-            rule += f", and {section.num_mem_kv} learned ones"
-        computed = f"attention={section.attention} multiplies it with"
-        rows = query_block(section, length)
+        if config.num_mem_kv:
+            rule += f", and {config.num_mem_kv} learned ones"
+        computed = f"attention={config.attention} multiplies it with"
+        rows = query_block(config, length)
         if rows == length:
             computed += f" all {length:,}"
         else:
-            keys = average_keys_computed(section, length)
+            keys = average_keys_computed(config, length)
             computed += f" {keys:,.6g}, in blocks of {rows:,} query rows"
         # In registration order.
-        layers = {layer.section.block.mixer: layer for layer in model.layers}
+        layers = {layer.config.block.mixer: layer for layer in model.layers}
         mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
         loaded = [(one.load(), layers[one.name]) for one in mixers]
-        notes = [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
+        notes = [mixer.notes(mixer.config_of(layer), length) for mixer, layer in loaded]
         of_rule, of_computed = zip(*notes, strict=True)
         return "; ".join(filter(None, (rule, *of_rule))), "; ".join(
             filter(None, (computed, *of_computed))
         )
 
-    def facts(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Returns JSON values for the events of a run; FLOPs by the MFU rule."""
         count, (rule, computed) = self.count, self.attention
         return {
@@ -139,7 +139,7 @@ class ModelCost:
             return [name, f"{parameters:,}", held, f"{flops:,.0f}", f"{training:,.0f}", forward]
 
         rows = [row(one.name, one.parameters, one.flops, one.training) for one in count.parts]
-        if self.model.section.head.logits_via_embedding:
+        if self.model.config.head.logits_via_embedding:
             next(row for row in rows if row[0] == "head")[1:3] = ["tied", ""]
         table = format_table(
             ["part", "parameters", "share", "FLOPs/token forward", "training", "share"],
@@ -157,16 +157,16 @@ class ModelCost:
         )
 
     def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
-        count, section = self.count, self.model.section
+        count, config = self.count, self.model.config
         if count.executed_per_token is not None:
-            why = f"remat_policy={section.memory.remat_policy}"
-            if section.objective.num_vocab_tiling > 1:
-                why += f", num_vocab_tiling={section.objective.num_vocab_tiling}"
+            why = f"remat_policy={config.memory.remat_policy}"
+            if config.objective.num_vocab_tiling > 1:
+                why += f", num_vocab_tiling={config.objective.num_vocab_tiling}"
             yield f"executed FLOPs/token in training ({why})", "", "", count.executed_per_token
         state = "" if self.optimizer_bytes is None else ", optimizer state"
         name = f"memory of parameters, gradients{state} (no activations)"
         yield name, "", "", byte_count(self.training_bytes)
-        if not section.attention.causal:
+        if not config.attention.causal:
             yield "KV cache", "", "", "none, attention is not causal"
             return
         yield "KV cache of a token", "", "", byte_count(self.kv_cache_bytes_per_token)

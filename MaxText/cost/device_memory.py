@@ -118,7 +118,7 @@ def out_of_memory(target: CompileTarget, planned: LoweredStep, error: BaseExcept
     """Returns an error if compilation ran out of memory."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
     arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
-    where = f"unsharded, over all {planned.layout.mesh.size} devices, before fusion"
+    where = f"unsharded, over all {planned.sharding.mesh.size} devices, before fusion"
     return _oom_message(target, planned, _before_compilation(planned), arrays, where, needs)
 
 
@@ -165,34 +165,34 @@ def _advice(
     memory: MemoryBreakdown,
     arrays: Sequence[LargeBuffer],
 ) -> list[str]:
-    section, batch, layout = planned.model.section, planned.config.batch, planned.layout
+    config, batch, sharding = planned.model.config, planned.config.batch, planned.sharding
     lines = []
     limit = usable_bytes(target)
     if limit and memory.arguments + memory.gradients > limit:
         lines.append("parameters, optimizer state and gradients alone exceed device memory")
-        if layout.mesh.shape["data"] > 1:
+        if sharding.mesh.shape["data"] > 1:
             lines.append("ici_data_parallelism=1 ici_fsdp_parallelism=-1: shard the weights")
     else:
-        if section.memory.remat_policy != "full":
-            policy = section.memory.remat_policy
+        if config.memory.remat_policy != "full":
+            policy = config.memory.remat_policy
             lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
-        if not section.memory.scan_layers and section.scan_unsupported_reason is None:
+        if not config.memory.scan_layers and config.scan_unsupported_reason is None:
             lines.append("scan_layers=true: one layer's temporaries at a time")
-        vocabulary, length = section.shape.vocab_size, planned.length
+        vocabulary, length = config.shape.vocab_size, planned.length
         sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
-        if any(vocabulary in of for of in sizes) and section.objective.num_vocab_tiling == 1:
+        if any(vocabulary in of for of in sizes) and config.objective.num_vocab_tiling == 1:
             lines.append("num_vocab_tiling=8: compute logits in chunks of the sequence")
-        whole = section.attention.attention == "dot_product"
+        whole = config.attention.attention == "dot_product"
         if whole and any(of.count(length) >= 2 for of in sizes):
             lines.append("attention=autoselected: compute scores in a kernel, or in blocks")
         rows = batch.per_device_batch_size
-        if rows * layout.mesh.size / 2 >= layout.num_batch_parts:
+        if rows * sharding.mesh.size / 2 >= sharding.num_batch_parts:
             lines.append(
                 f"per_device_batch_size={rows / 2:g} "
                 f"gradient_accumulation_steps={2 * batch.gradient_accumulation_steps}: the same "
                 "batch in more microbatches"
             )
-    if not layout.optimizer_state_axis and layout.mesh.shape["data"] > 1:
+    if not sharding.optimizer_state_axis and sharding.mesh.shape["data"] > 1:
         lines.append("shard_optimizer_over_data=true: each replica keeps a shard of the moments")
     optimizer, (condition,) = planned.config.optimizer, all_keys()["mu_dtype"].conditions
     if optimizer.opt_type in condition["opt_type"] and not optimizer.mu_dtype:
@@ -202,7 +202,7 @@ def _advice(
 
 
 def check_memory_lower_bound(
-    built: TrainSetup, plan: BatchSchedule, num_devices: int, num_microbatches: int
+    setup: TrainSetup, plan: BatchSchedule, num_devices: int, num_microbatches: int
 ) -> None:
     """Raises UserError if state, gradients and activations cannot fit.
 
@@ -210,14 +210,14 @@ def check_memory_lower_bound(
     """
     device = jax.local_devices()[0]
     limit = device_memory_bytes(device)
-    section = built.model.section
+    config = setup.model.config
     tokens = max(plan.rows(stage) * stage.length for stage in plan.stages)
-    width = section.shape.dimensions.emb_dim * jax.numpy.dtype(section.numerics.dtype).itemsize
-    parameters = bytes_on_device(built.state.params)
+    width = config.shape.dimensions.emb_dim * jax.numpy.dtype(config.numerics.dtype).itemsize
+    parameters = bytes_on_device(setup.state.params)
     needed = {
         "parameters": parameters,
         "gradients": parameters,
-        "optimizer state": bytes_on_device(built.state) - parameters,
+        "optimizer state": bytes_on_device(setup.state) - parameters,
         "one activation of each token": tokens // num_devices // num_microbatches * width,
     }
     sharing = jax.local_device_count() if device.platform == "cpu" else 1

@@ -153,8 +153,8 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     """Counts FLOPs from abstract parameters: 2 per weight of each matmul."""
     entries = list(_entries(model, sequence_length))
     held: collections.Counter[str] = collections.Counter()
-    for info in model.parameters.values():
-        held[info.row] += info.size
+    for spec in model.parameters.values():
+        held[spec.row] += spec.size
     found: dict[str, list[Flops]] = {}
     for entry in entries:
         found.setdefault(entry.row, []).append(entry.flops)
@@ -168,7 +168,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
             backward = flops[-1].backward if flops else 2
             between = name in rows and name != _AGGREGATION
             parts.append(PartFlops(name, held[name], by_rule, executed, backward, between))
-    return FlopCount(sequence_length, tuple(parts), _recomputed(model.section, entries))
+    return FlopCount(sequence_length, tuple(parts), _recomputed(model.config, entries))
 
 
 class _WeightFlops(NamedTuple):
@@ -181,20 +181,20 @@ class _WeightFlops(NamedTuple):
 
 
 def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
-    section = model.section
-    for name, info in model.parameters.items():
-        if info.num_in_dims:
-            by_rule, executed = _of_weights(model, name, info, length)
-            flops = Flops(by_rule, executed, kept=0 if info.is_recomputed else executed)
-            yield _WeightFlops(info.owner, info.row, flops, is_declared=False)
-    head, whole = head_and_layer(section)
-    if head.reads_table(head.keys_of(whole)):
+    config = model.config
+    for name, spec in model.parameters.items():
+        if spec.num_in_dims:
+            by_rule, executed = _of_weights(model, name, spec, length)
+            flops = Flops(by_rule, executed, kept=0 if spec.is_recomputed else executed)
+            yield _WeightFlops(spec.owner, spec.row, flops, is_declared=False)
+    head, whole = head_and_layer(config)
+    if head.reads_table(head.config_of(whole)):
         table = 2 * model.parameters[_TOKEN_TABLE].size
         yield _WeightFlops("head", "head", Flops(table, table), is_declared=False)
     for row in ("attention scores", "attention values"):
         yield _WeightFlops("layers", row, Flops(0.0, 0.0))
-    for layer in section.layers:
-        feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
+    for layer in config.layers:
+        feed_forward = lookup("feed_forward", layer.config.feed_forward.feed_forward_type)
         for branch, part in (("self_attention", mixer_class(layer)), ("mlp", feed_forward)):
             is_last = branch in block_class(layer).not_recomputed
             for entry in _declared("layers", part, layer, length):
@@ -203,7 +203,7 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
                     kept = entry.flops._replace(kept=entry.flops.executed or 0.0)
                     entry = entry._replace(flops=kept)
                 yield entry
-    yield from _declared("connections", lookup("connection", section.connection), whole, length)
+    yield from _declared("connections", lookup("connection", config.connection), whole, length)
     yield from _declared("head", head, whole, length)
 
 
@@ -212,20 +212,20 @@ def _declared(
 ) -> Iterator[_WeightFlops]:
     if part is None:
         return
-    for row, flops in part.flops(part.keys_of(layer), layer.dimensions, length).items():
+    for row, flops in part.flops(part.config_of(layer), layer.dimensions, length).items():
         executed = flops.by_rule if flops.executed is None else flops.executed
         yield _WeightFlops(owner, row, flops._replace(executed=executed))
 
 
-def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[float, float]:
+def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[float, float]:
     """Returns FLOPs per token of a matrix, by the rule and executed."""
-    section, times = model.section, 1
-    if section.block.share_layer_params and info.owner == "layers":
-        times = section.shape.dimensions.num_layers
-    whole = 2 * times * info.size
-    if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:
+    config, times = model.config, 1
+    if config.block.share_layer_params and spec.owner == "layers":
+        times = config.shape.dimensions.num_layers
+    whole = 2 * times * spec.size
+    if "exp" not in spec.logical_axes or (layer := model.layer_of(name)) is None:
         return whole, whole
-    experts = layer.section.mixture_of_experts
+    experts = layer.config.mixture_of_experts
     visited = whole * experts.num_experts_per_tok / experts.num_experts
     if experts.capacity_factor < 0:
         return visited, visited
@@ -233,13 +233,13 @@ def _of_weights(model: Model, name: str, info: ParamSpec, length: int) -> tuple[
     return visited, whole * capacity / group
 
 
-def _recomputed(section: ModelConfig, entries: Sequence[_WeightFlops]) -> float | None:
+def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float | None:
     """Returns the FLOPs repeated by the backward pass."""
-    policy = section.memory.remat_policy
+    policy = config.memory.remat_policy
     if policy not in ("none", "full"):
         return None
     owners = ("layers", "connections") if policy == "full" else ()
-    if section.objective.num_vocab_tiling > 1:
+    if config.objective.num_vocab_tiling > 1:
         owners += ("head",)
     again = 0.0
     for entry in entries:

@@ -49,7 +49,7 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
             hardware.chip.device_kind,
             hardware.num_slices,
         )
-        check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
+        check_sharding(program.model.parameters, program.sharding, config.mesh.sharding_tolerance)
     except UserError as error:
         raise UserError(f"on {hardware.describe()}: {error}") from error
     return program

@@ -29,7 +29,7 @@ class LoweredStep(NamedTuple):
 
     config: Config
     model: Model
-    layout: mesh.ShardingPlan
+    sharding: mesh.ShardingPlan
     state: TrainState
     batch: Any
     plan: BatchSchedule
@@ -44,23 +44,23 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     Batches have positions and segments unless the text is synthetic or cross_document_attention is
     set.
     """
-    layout = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
     config = resolved.config
-    built = setup_train(config, layout, resolved.existing_slots, resolved.old_slots_learning_rate)
-    model, state = built.model, built.state
+    setup = setup_train(config, sharding, resolved.existing_slots, resolved.old_slots_learning_rate)
+    model, state = setup.model, setup.state
     plan = plan_batches(
         config.batch,
-        model.section.shape.max_target_length,
-        lambda size: mesh.global_batch_size(config.batch, layout, size),
+        model.config.shape.max_target_length,
+        lambda size: mesh.global_batch_size(config.batch, sharding, size),
     )
     stage = plan.stages[-1]
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
-    batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
-    lowered = layout.lower_step(built.step, state, batch, built.compiler_options)
-    lines = [*built.choices, *resolved.lines]
-    return LoweredStep(config, model, layout, state, batch, plan, stage.length, lowered, lines)
+    batch = sharding.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
+    lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
+    lines = [*setup.choices, *resolved.lines]
+    return LoweredStep(config, model, sharding, state, batch, plan, stage.length, lowered, lines)
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:

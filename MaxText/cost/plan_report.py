@@ -20,12 +20,12 @@ _WIDTH = 100  # columns of a usual terminal's screen
 def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
     """Describes memory, communication, time and cost of a run."""
     program = plan.program
-    section = program.config.model
+    memory = program.config.model.memory
     lines = [
         f"hardware: {plan.hardware.describe()}, {plan.hardware.memory / _GB:.1f} GB per device, "
         f"{plan.time.peak.tflops:.3g} TFLOP/s ({plan.time.peak.source})",
-        f"model: {program.model.num_parameters:,} parameters; mesh: {program.layout.words}; "
-        f"remat_policy={section.memory.remat_policy}, scan_layers={section.memory.scan_layers}",
+        f"model: {program.model.num_parameters:,} parameters; mesh: {program.sharding.mesh_sizes}; "
+        f"remat_policy={memory.remat_policy}, scan_layers={memory.scan_layers}",
         f"step: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
         f"= {program.tokens_per_update:,} tokens",
         *_stages(program),
@@ -158,7 +158,7 @@ def _interval(low: float, high: float) -> str:
 
 
 def _mesh_words(program: Program) -> str:
-    words = program.layout.words
+    words = program.sharding.mesh_sizes
     sizes = zip(MESH_AXES, program.sizes.dcn, strict=True)
     if across := [f"{axis} {size}" for axis, size in sizes if size > 1]:
         words += f"; across slices {', '.join(across)}"

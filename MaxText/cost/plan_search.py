@@ -273,8 +273,8 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
     """Returns numbers of stages, above 1 if a slice lacks memory."""
-    section, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
-    needed = _BYTES_OF_A_WEIGHT * abstract_model(section).num_parameters / num_devices
+    model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
+    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
     return _powers(MAX_STAGES if needed > hardware.memory else 1)
 
 

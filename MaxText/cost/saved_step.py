@@ -27,7 +27,7 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
         ) from error
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
     facts = step_fingerprint.fingerprint(
-        planned.config, planned.model.section, planned.layout, planned.state
+        planned.config, planned.model.config, planned.sharding, planned.state
     )
     kept = {
         "run": facts,
@@ -38,20 +38,20 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
 
 
 def load_compiled(
-    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
+    config: Config, model_config: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> Callable[[Any], Callable | None] | None:
     """Returns a function from batch shapes to the saved step, if any.
 
-    `config` has the score zoom fixed, `section` has `auto` resolved. Raises UserError if the file
-    is missing, unsigned, or for another configuration, program or machine, before executing any of
-    it.
+    `config` has the score zoom fixed, `model_config` has `auto` resolved. Raises UserError if the
+    file is missing, unsigned, or for another configuration, program or machine, before executing
+    any of it.
     """
     path = config.run.compiled_trainstep_file
     if not path:
         return None
     kept, executable = serialized_executable.read(path)
     different = step_fingerprint.differences(
-        kept["run"], step_fingerprint.fingerprint(config, section, layout, state)
+        kept["run"], step_fingerprint.fingerprint(config, model_config, sharding, state)
     )
     if different:
         more = len(different) - _SHOWN
@@ -67,7 +67,7 @@ def load_compiled(
         if step_fingerprint.describe(batch) != kept["batch"]:
             return None
         out_tree = jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0)))
-        devices = list(layout.mesh.devices.flat)
+        devices = list(sharding.mesh.devices.flat)
         try:
             return serialize_executable.deserialize_and_load(
                 executable,

@@ -33,15 +33,15 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 
 
 def fingerprint(
-    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
+    config: Config, model_config: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
-    `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
+    `config` has the score zoom fixed; `model_config` has `auto` resolved, which may differ without
     cuDNN.
     """
-    device = layout.mesh.devices.flat[0]
-    values = flatten(config.model_copy(update={"model": section}))
+    device = sharding.mesh.devices.flat[0]
+    values = flatten(config.model_copy(update={"model": model_config}))
     names = [
         key.name for section, keys in keys_by_section().items() for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS
@@ -59,8 +59,8 @@ def fingerprint(
         "sources of the step": {"hash": _hash_of_sources()},
         "devices": {
             "kind": device.device_kind,
-            "number": layout.mesh.size,
-            "mesh": str(dict(layout.mesh.shape)),
+            "number": sharding.mesh.size,
+            "mesh": str(dict(sharding.mesh.shape)),
             # CPU programs use the instructions of this processor.
             "processor": cpu_fingerprint() if device.platform == "cpu" else "",
         },

@@ -74,7 +74,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         parameters=parameters,
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
-        batch=12.0 * program.local_rows * program.num_microbatches * program.length,
+        batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
         gradients=gradients,
         peak=peak_memory(_trace_turns(program), kept, _converted_bytes(program)),
         update=_update_bytes(program),
@@ -83,13 +83,13 @@ def estimate_memory(program: Program) -> MemoryEstimate:
 
 def min_memory(program: Program) -> float:
     """Returns a lower bound without tracing: state, and gradients or inputs."""
-    section, state = program.config.model, program.abstract_state
+    config, state = program.config.model, program.abstract_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
     given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
-    d = section.shape.dimensions
-    layers = d.num_layers // program.layout.mesh.shape["stage"]
-    width = np.dtype(section.numerics.dtype).itemsize
+    d = config.shape.dimensions
+    layers = d.num_layers // program.sharding.mesh.shape["stage"]
+    width = np.dtype(config.numerics.dtype).itemsize
     hidden = layers * program.local_tokens * d.emb_dim * width / program.num_hidden_parts
     return given + max(params, hidden)
 
@@ -118,7 +118,7 @@ def _trace_turns(program: Program) -> Traced:
 
     A device has its share of every array.
     """
-    num_stages = program.layout.mesh.shape["stage"]
+    num_stages = program.sharding.mesh.shape["stage"]
     if num_stages == 1:
         return trace(program)
     size = program.local_rows, program.local_tokens // program.local_rows
@@ -129,16 +129,16 @@ def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
     weights = tuple(_gathered(program, name) for name in names)
-    rules, num_hidden_parts = program.layout.rules, program.num_hidden_parts
+    rules, num_hidden_parts = program.sharding.rules, program.num_hidden_parts
     return _trace(
-        model.section, size, program.platform, rules, weights, num_hidden_parts, num_stages,
+        model.config, size, program.platform, rules, weights, num_hidden_parts, num_stages,
         program.assumes_cudnn,
     )  # fmt: skip
 
 
 @cached
 def _trace(
-    section: ModelConfig,
+    config: ModelConfig,
     size: tuple[int, int],
     platform: str,
     rules: Rules,
@@ -148,15 +148,15 @@ def _trace(
     assumes_cudnn: bool,
 ) -> Traced:
     """Caches `trace` for equal local shapes; `weights` are gathered shares."""
-    model, objective = abstract_model(section), section.objective
+    model, objective = abstract_model(config), config.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        key = jax.random.key(0) if section.is_random else None
+        key = jax.random.key(0) if config.is_random else None
         sums = loss_sums(model.merge(params), batch, objective, key, training=True)
         totals = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0), num_tokens(batch)
         return sum(sums.means(*totals).values())  # type: ignore[return-value]
 
-    hidden = size[1], section.shape.dimensions.emb_dim  # [..., T, D]
+    hidden = size[1], config.shape.dimensions.emb_dim  # [..., T, D]
 
     def size_of(shape: Sequence[int], width: int) -> float:
         is_hidden = len(shape) > 2 and tuple(shape[-2:]) == hidden
@@ -181,36 +181,38 @@ def _gathered(program: Program, name: str) -> float:
     axes = program.model.parameters[name].logical_axes
     if "exp" not in axes:
         return 1.0
-    spec = program.layout.parameter_shardings(program.model.parameters)[name].spec
+    spec = program.sharding.parameter_shardings(program.model.parameters)[name].spec
     found = spec[axes.index("exp")] or ()
     split = (found,) if isinstance(found, str) else found
-    return 1 / math.prod(program.layout.mesh.shape[axis] for axis in split)
+    return 1 / math.prod(program.sharding.mesh.shape[axis] for axis in split)
 
 
 def _converted_bytes(program: Program) -> float:
     """Returns the bytes of the layers' matrices in the compute dtype."""
-    section, parameters = program.config.model, program.model.parameters
-    width = np.dtype(section.numerics.dtype).itemsize
-    if section.memory.scan_layers is not True:
+    config, parameters = program.config.model, program.model.parameters
+    width = np.dtype(config.numerics.dtype).itemsize
+    if config.memory.scan_layers is not True:
         return 0.0
-    shardings = program.layout.parameter_shardings(parameters)
+    shardings = program.sharding.parameter_shardings(parameters)
     return sum(
-        math.prod(shardings[name].shard_shape(info.shape)) * float(width)
-        for name, info in parameters.items()
-        if info.owner == "layers" and info.num_in_dims and width < info.dtype.itemsize
+        math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
+        for name, spec in parameters.items()
+        if spec.owner == "layers" and spec.num_in_dims and width < spec.dtype.itemsize
     )
 
 
 def _update_bytes(program: Program) -> float:
     """Returns the optimizer's working bytes besides gradients."""
-    state, layout = program.abstract_state, program.layout
+    state, sharding = program.abstract_state, program.sharding
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
-    alike = ShardingPlan(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
+    alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(
+        state, program.model.parameters
+    )
     leaves, structure = jax.tree.flatten((state.params, state.opt_state))
     shardings = jax.tree.leaves((alike.params, alike.opt_state))
     shards = tuple(
-        (sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
+        (named.shard_shape(leaf.shape), leaf.dtype)
+        for leaf, named in zip(leaves, shardings, strict=True)
     )
     return _bytes_of_update(program.optimizer, structure, shards, program.platform)
 

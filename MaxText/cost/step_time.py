@@ -106,10 +106,10 @@ def operations(node: Node, splash_keys: float) -> float:
 
 
 def _splash_keys(program: Program) -> float:
-    section = program.local_model.section
+    config = program.local_model.config
     _, length = program.local_batch().tokens_BT.shape
-    windows = softmax_windows(section)
-    keys = [average_keys_computed(section.attention, length, window) for window in windows]
+    windows = softmax_windows(config)
+    keys = [average_keys_computed(config.attention, length, window) for window in windows]
     return sum(keys) / max(len(keys), 1)
 
 
@@ -119,16 +119,16 @@ def context_parallel_attention_flops(program: Program) -> float:
     With fewer sequences than parts the trace has too few keys. Under a causal mask the last part of
     a sequence sees more than the mean, except in a balanced ring. 0 for unsplit sequences.
     """
-    parts = program.layout.num_length_parts
+    parts = program.sharding.num_length_parts
     if parts == 1:
         return 0.0
-    section = program.local_model.section
-    attention, dimensions = section.attention, section.shape.dimensions
+    config = program.local_model.config
+    attention, dimensions = config.attention, config.shape.dimensions
     _, traced_length = program.local_batch().tokens_BT.shape
     ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
-    for window in softmax_windows(section):
+    for window in softmax_windows(config):
         keys = average_keys_computed(attention, program.length, window)
         if not (ring or flash):
             keys = program.length  # all keys, including those masked by windows
@@ -136,7 +136,7 @@ def context_parallel_attention_flops(program: Program) -> float:
             keys *= 2 - 1 / parts
         exceeding += max(keys - average_keys_computed(attention, traced_length, window), 0.0)
     # Forward, twice backward; again what is not kept, the kernel's scores in any case.
-    kept = section.memory.remat_policy in ("none", "minimal_with_context")
+    kept = config.memory.remat_policy in ("none", "minimal_with_context")
     times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
     per_key = 4 * dimensions.num_query_heads * dimensions.head_dim
     return exceeding * per_key * times * program.local_tokens

@@ -16,7 +16,7 @@ from MaxText.evaluation.scores import SourceScore
 from MaxText.evaluation.tasks import log_progress
 from MaxText.evaluation.text_bytes import TextBytes, TokenByteCounts
 from MaxText.evaluation.validation import sum_batches
-from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
 from MaxText.layers.batch import Batch
@@ -34,7 +34,7 @@ def make_score_step(
 
     Nats are float32, counts int32. With `count_correct` it also counts `correct`, the argmax hits.
     """
-    objective = model.section.objective
+    objective = model.config.objective
 
     def score_step(params: Any, batch: Batch, byte_counts: TokenByteCounts) -> LossTotals:
         sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
@@ -58,17 +58,17 @@ def score_data_set(
     opened: Sequence[OpenDataSource],
     text_bytes: TextBytes,
     config: Config,
-    show: Show = print,
+    log: Log = print,
 ) -> list[SourceScore]:
     """Scores every source of open_eval_sources, else random tokens.
 
     Raises UserError for batches that the devices do not divide, or unreadable data.
     """
     per_device = config.evaluation.eval_per_device_batch_size
-    batch_size = mesh.microbatch_size(config.batch, trained.layout, per_device)
-    objective = trained.model.section.objective
+    batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
+    objective = trained.model.config.objective
     counts_correct = config.masking.mlm_training
-    step = trained.layout.jit(make_score_step(trained.model, count_correct=counts_correct))
+    step = trained.sharding.jit(make_score_step(trained.model, count_correct=counts_correct))
     compiled: dict[Any, Any] = {}  # by structure of the batch
 
     def score(source: OpenDataSource | None) -> SourceScore:
@@ -80,17 +80,17 @@ def score_data_set(
             stride=config.scoring.eval_stride,
             part=jax.process_index(),
             parts=jax.process_count(),
-            show=show,
+            show=log,
         )
         byte_counts, why = text_bytes.byte_counts(source)
         tables = _placed_tables(byte_counts, trained)
-        progress = log_progress(f"{name} (batches)", show)
+        progress = log_progress(f"{name} (batches)", log)
         compiling = 0.0
 
         def outputs() -> Iterator[LossTotals]:
             nonlocal compiling
             for number, batch in enumerate(batches, 1):
-                placed = trained.layout.to_global_batch(batch, batch_size)
+                placed = trained.sharding.to_global_batch(batch, batch_size)
                 kind = jax.tree.structure(placed)
                 if kind not in compiled:
                     compile_began = time.perf_counter()
@@ -124,13 +124,13 @@ def score_data_set(
 
 def _placed_tables(byte_counts: TokenByteCounts | None, trained: TrainedModel) -> TokenByteCounts:
     """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
-    tables = np.zeros((2, trained.model.section.shape.vocab_size), np.int32)
+    tables = np.zeros((2, trained.model.config.shape.vocab_size), np.int32)
     for table, known in zip(tables, byte_counts or (), strict=False):
         # The model's vocabulary may be padded, or smaller than the tokenizer's.
         table[: len(known)] = known[: len(table)]
     counts_V, has_dummy_prefix_V = tables
     placed = counts_V, has_dummy_prefix_V.astype(bool)
-    return TokenByteCounts(*jax.device_put(placed, trained.layout.replicated))
+    return TokenByteCounts(*jax.device_put(placed, trained.sharding.replicated))
 
 
 def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from MaxText.evaluation.tasks import read_tasks, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.text_files import check_not_input
-from MaxText.inference.trained_model import Show, TrainedModel, load_model, weights_path
+from MaxText.inference.trained_model import Log, TrainedModel, load_model, weights_path
 from MaxText.metrics.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
@@ -62,7 +62,7 @@ def parse_request(loaded: LoadedConfig) -> EvaluationRequest:
     return EvaluationRequest(config, scores_data, loaded.typed("tokenizer_path"))
 
 
-def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
+def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     """Scores the requested data; prints and writes the scores.
 
     Returns the written JSON. Raises UserError for missing weights or data, and for unscorable
@@ -79,23 +79,23 @@ def evaluate(loaded: LoadedConfig, show: Show = print) -> dict[str, Any]:
     tasks = read_tasks(config)
     if tasks and config.masking.mlm_training:
         mask_ids(config, open_tokenizer(config, weights, typed=asked.is_tokenizer_typed))
-    data_set = _open_data_set(asked, weights, show) if asked.scores_data else None
+    data_set = _open_data_set(asked, weights, log) if asked.scores_data else None
 
-    trained = load_model(config, show)
+    trained = load_model(config, log)
     found: dict[str, Any] = {}
     if data_set is not None:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
-        found["data"] = _score_data(trained, data_set, show)
+        found["data"] = _score_data(trained, data_set, log)
     if scoring.eval_tasks or scoring.harness.tasks:
         tokenizer = trained.open_tokenizer(typed=asked.is_tokenizer_typed)
-        found |= _score_tasks(tasks, trained, tokenizer, config, show)
+        found |= _score_tasks(tasks, trained, tokenizer, config, log)
     whole = _described(trained) | found
     import jax  # already imported
 
     # A run in progress may have saved another step since.
     output = output_path(scoring.eval_output, trained.folder)
     if output is not None and jax.process_index() == 0:
-        write_scores(output, whole, show)
+        write_scores(output, whole, log)
     return whole
 
 
@@ -119,7 +119,7 @@ def _find_weights(config: Config) -> str:
     return str(checkpoint_files.resolve_checkpoint(path, key))
 
 
-def _open_data_set(asked: EvaluationRequest, weights: str, show: Show) -> _DataSet:
+def _open_data_set(asked: EvaluationRequest, weights: str, log: Log) -> _DataSet:
     """Opens the data to score, using the tokenizer of the weights for text.
 
     Raises UserError for missing or unsuitable data, or an unreadable user-set tokenizer_path.
@@ -143,27 +143,27 @@ def _open_data_set(asked: EvaluationRequest, weights: str, show: Show) -> _DataS
         config = config.model_copy(update={"preparation": preparation.model_copy(update=chosen)})
     sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
     text_bytes = TextBytes(config.data.eval_split, config.masking.mlm_training, of_model)
-    opened = open_eval_sources(config, show)
+    opened = open_eval_sources(config, log)
     for source in opened:
         if warning := text_bytes.mismatch(source):
-            show(warning)
+            log(warning)
     return _DataSet(config, opened, text_bytes, sha256)
 
 
-def _score_data(trained: TrainedModel, data_set: _DataSet, show: Show) -> dict[str, Any]:
+def _score_data(trained: TrainedModel, data_set: _DataSet, log: Log) -> dict[str, Any]:
     from MaxText.evaluation.data_set import score_data_set
     from MaxText.evaluation.scores import source_table, total_score
 
     config, data = data_set.config, data_set.config.data
-    scores = score_data_set(trained, data_set.opened, data_set.text_bytes, config, show)
+    scores = score_data_set(trained, data_set.opened, data_set.text_bytes, config, log)
     length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
     limit = config.evaluation.eval_steps
     windows = "side by side" if stride == -1 else f"every {stride} targets"
     across = ", across documents" if data.cross_document_attention else ""
-    show(source_table(scores))
-    show(f"windows of {length} tokens, {windows}{across}")
+    log(source_table(scores))
+    log(f"windows of {length} tokens, {windows}{across}")
     if limit != -1:
-        show(f"a part only: {limit} batches of each source at most (eval_steps)")
+        log(f"a part only: {limit} batches of each source at most (eval_steps)")
     return {
         "split": data.eval_split,
         "max_target_length": length,
@@ -180,24 +180,24 @@ def _score_tasks(
     trained: TrainedModel,
     tokenizer: ModelTokenizer,
     config: Config,
-    show: Show,
+    log: Log,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"tokenizer_sha256": tokenizer.tokenizer.entry.sha256}
     if config.scoring.eval_tasks:
-        scores = run_tasks(tasks, trained, tokenizer, config, show)
+        scores = run_tasks(tasks, trained, tokenizer, config, log)
         found["tasks"] = [score._asdict() for score in scores]
     if config.scoring.harness.tasks:
-        found["harness"] = run_harness(trained, tokenizer, config, show)
+        found["harness"] = run_harness(trained, tokenizer, config, log)
     return found
 
 
 def _described(trained: TrainedModel) -> dict[str, Any]:
-    devices = trained.layout.mesh.devices.flat
+    devices = trained.sharding.mesh.devices.flat
     return {
         "weights": trained.source,
         "folder": trained.folder,
         "num_parameters": trained.model.num_parameters,
-        "dtype": trained.model.section.numerics.dtype,
+        "dtype": trained.model.config.numerics.dtype,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -238,7 +238,7 @@ def _write_error(path: epath.Path) -> str:
     return ""
 
 
-def write_scores(path: epath.Path, scores: Mapping[str, Any], show: Show) -> None:
+def write_scores(path: epath.Path, scores: Mapping[str, Any], log: Log) -> None:
     """Writes scores as JSON at once, non-finite numbers as null."""
     text = json.dumps(to_json_value(scores), indent=2, allow_nan=False) + "\n"
     try:
@@ -249,4 +249,4 @@ def write_scores(path: epath.Path, scores: Mapping[str, Any], show: Show) -> Non
             f"eval_output={path} cannot be written ({error.strerror or error}). The scores above "
             "are complete; name another file to keep them."
         ) from error
-    show(f"written to {path}")
+    log(f"written to {path}")

@@ -15,7 +15,7 @@ from MaxText.errors import UserError
 from MaxText.evaluation.tasks import log_progress
 from MaxText.inference import checkpoint_config
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.inference.trained_model import Show, TrainedModel, load_model
+from MaxText.inference.trained_model import Log, TrainedModel, load_model
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 from MaxText.runtime import start_up
@@ -58,7 +58,7 @@ class MaxTextLM(TemplateLM):
     `was_asked` tells whether a request came; errors before that are not caused by the model.
     """
 
-    def __init__(self, trained: TrainedModel, tokenizer: ModelTokenizer, show: Show = print):
+    def __init__(self, trained: TrainedModel, tokenizer: ModelTokenizer, log: Log = print):
         """Takes the results of load_model and open_tokenizer.
 
         Raises UserError if the model or tokenizer cannot score text.
@@ -66,7 +66,7 @@ class MaxTextLM(TemplateLM):
         from MaxText.evaluation.scorers import LoglikelihoodScorer
 
         super().__init__()
-        self._trained, self._show = trained, show
+        self._trained, self._log = trained, log
         self._scorer = LoglikelihoodScorer(trained)
         self._text_tokenizer = _HarnessTokenizer(tokenizer)
         self._prefix = tokenizer.prefix
@@ -78,7 +78,7 @@ class MaxTextLM(TemplateLM):
         self.was_asked = False
 
     @classmethod
-    def open(cls, arguments: str | Sequence[str], show: Show = print) -> "MaxTextLM":
+    def open(cls, arguments: str | Sequence[str], log: Log = print) -> "MaxTextLM":
         """Opens weights from a command line, given as one string or several.
 
         It must include load_parameters_path=RUN. Raises UserError for bad arguments or weights.
@@ -86,8 +86,8 @@ class MaxTextLM(TemplateLM):
         words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
         loaded = checkpoint_config.load(words)
         start_up.choose_platform(loaded.config.run.hardware)
-        trained = load_model(loaded.config, show)
-        return cls(trained, trained.open_tokenizer(typed=loaded.typed("tokenizer_path")), show)
+        trained = load_model(loaded.config, log)
+        return cls(trained, trained.open_tokenizer(typed=loaded.typed("tokenizer_path")), log)
 
     @classmethod
     def create_from_arg_string(
@@ -156,7 +156,7 @@ class MaxTextLM(TemplateLM):
                     f"and max_target_length={self.max_length}."
                 )
             asked.append(Continuation(context or [self._prefix_id], ids))
-        progress = None if disable_tqdm else log_progress("loglikelihood", self._show)
+        progress = None if disable_tqdm else log_progress("loglikelihood", self._log)
         answers = []
         for (texts, *_), score in zip(requests, self._scorer.score(asked, progress), strict=True):
             answers.append((score.log_probability, score.is_greedy))
@@ -175,7 +175,7 @@ class MaxTextLM(TemplateLM):
             )
             windows += of_text
             owners += [number] * len(of_text)
-        progress = None if disable_tqdm else log_progress("loglikelihood_rolling", self._show)
+        progress = None if disable_tqdm else log_progress("loglikelihood_rolling", self._log)
         totals = [0.0] * len(requests)
         for owner, score in zip(owners, self._scorer.score(windows, progress), strict=True):
             totals[owner] += score.log_probability
@@ -192,7 +192,7 @@ class MaxTextLM(TemplateLM):
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(number)
-        progress = None if disable_tqdm else log_progress("generate_until", self._show)
+        progress = None if disable_tqdm else log_progress("generate_until", self._log)
         texts = [""] * len(requests)
         num_done = 0
         engine_for = self._engines()
@@ -220,7 +220,7 @@ class MaxTextLM(TemplateLM):
 
         @functools.cache
         def engine_for(sampling: "SamplingParams") -> Engine:
-            return Engine(trained.model, parts, trained.layout, sampling, num_ids=self._num_ids)
+            return Engine(trained.model, parts, trained.sharding, sampling, num_ids=self._num_ids)
 
         return engine_for
 
@@ -250,7 +250,7 @@ class MaxTextLM(TemplateLM):
             engine_for(_sampling_params(kwargs)),
             [(self.tok_encode(context) or [self._prefix_id])[-room:] for context in contexts],
             StoppingCriteria(max_new_tokens, self._eos_ids | {self._eot_id}, tuple(until)),
-            batch_size=microbatch_size(config.batch, self._trained.layout, per_device),
+            batch_size=microbatch_size(config.batch, self._trained.sharding, per_device),
             seed=config.decoding.decode_seed,
             decode=self._text_tokenizer.decode_all,
         )

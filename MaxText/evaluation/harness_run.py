@@ -11,7 +11,7 @@ from typing import Any
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.inference.trained_model import Log, TrainedModel
 
 # For standard errors of metrics without a formula. The harness's default takes minutes.
 _BOOTSTRAP_SAMPLES = 1000
@@ -33,15 +33,15 @@ def check_harness(config: Config) -> None:
 
 
 def run_harness(
-    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show = print
+    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, log: Log = print
 ) -> dict[str, Any]:
     """Runs harness.tasks and prints their table.
 
     Returns results, configurations, versions and sample counts by task, as JSON values. Raises
     UserError as check_harness does, or if a task cannot be read.
     """
-    section = config.scoring
-    names, manager = _find_tasks(section.harness.tasks, section.harness.task_path)
+    scoring = config.scoring
+    names, manager = _find_tasks(scoring.harness.tasks, scoring.harness.task_path)
     # Bootstrapping would fork, which is unsafe with jax's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -52,8 +52,8 @@ def run_harness(
 
     from MaxText.evaluation.harness import MaxTextLM
 
-    lm = MaxTextLM(trained, tokenizer, show)
-    fewshot = section.harness.num_fewshot
+    lm = MaxTextLM(trained, tokenizer, log)
+    fewshot = scoring.harness.num_fewshot
     try:
         found = lm_eval.simple_evaluate(
             model=lm,
@@ -75,9 +75,9 @@ def run_harness(
             f"{reason[0][:300]}\n  What to do: fix the task file, or download its data first if "
             "this machine has no network (datasets keeps it in HF_DATASETS_CACHE)."
         ) from error
-    show(make_table(found))
+    log(make_table(found))
     if found.get("groups"):
-        show(make_table(found, "groups"))
+        log(make_table(found, "groups"))
     kept = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
     plain = {name: found[name] for name in kept if name in found}
     plain["harness_version"] = lm_eval.__version__

@@ -53,34 +53,34 @@ class PositionScorer:
 
     def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
         """Compiles nothing yet. Without `mask_ids`, inputs get no mask and no CLS."""
-        section = trained.model.section
-        config, layout = trained.config, trained.layout
-        length = section.shape.max_target_length
+        model_config = trained.model.config
+        config, sharding = trained.config, trained.sharding
+        length = model_config.shape.max_target_length
         per_device = config.evaluation.eval_per_device_batch_size
         self._mask_ids = mask_ids
         self._before = [] if mask_ids is None or mask_ids.cls is None else [mask_ids.cls]
         self.window: int = length - len(self._before)
         self._max_length = length
-        self._num_tokens = microbatch_size(config.batch, layout, per_device) * length
-        self._num_parts = layout.num_batch_parts
-        self._sees_padding = not section.attention.causal
-        self._layout = layout
+        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * length
+        self._num_parts = sharding.num_batch_parts
+        self._sees_padding = not model_config.attention.causal
+        self._sharding = sharding
         self._params = trained.params
         score = functools.partial(
             _score_positions,
             trained.model,
             num_parts=self._num_parts,
-            vocab=section.shape.vocab_size,
+            vocab=model_config.shape.vocab_size,
         )
         # Every host submits all requests and reads all outputs, which are small.
-        self._score_positions = layout.jit(score, out_shardings=layout.replicated)
+        self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)
 
     def score(self, requests: Sequence[ScoreRequest]) -> Iterator[list[ScoreResult]]:
         """Yields results by batch, longest first. Requests have 1 to `window` ids."""
         waiting: tuple[list[int], Any] | None = None
         # Outputs are fetched one batch late, to keep the devices busy.
-        for numbers, arrays, num_rows in self._batches(requests):
-            arrays = jax.device_put(arrays, self._layout.batch_sharding(num_rows))
+        for numbers, arrays, batch_size in self._batches(requests):
+            arrays = jax.device_put(arrays, self._sharding.batch_sharding(batch_size))
             outputs = self._score_positions(self._params, *arrays)
             if waiting is not None:
                 yield _results(requests, *waiting)
@@ -106,16 +106,18 @@ class PositionScorer:
             for start in range(0, len(alike), most):
                 some = alike[start : start + most]
                 # The remainder is padded to a power of two, so that few shapes are compiled.
-                num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
-                arrays = self._arrays([requests[n] for n in some], num_rows, length, num_positions)
-                yield some, arrays, num_rows
+                batch_size = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
+                arrays = self._arrays(
+                    [requests[n] for n in some], batch_size, length, num_positions
+                )
+                yield some, arrays, batch_size
 
     def _arrays(
-        self, requests: Sequence[ScoreRequest], num_rows: int, length: int, num_positions: int
+        self, requests: Sequence[ScoreRequest], batch_size: int, length: int, num_positions: int
     ) -> tuple[np.ndarray | None, ...]:
         """Returns (tokens_BT, positions_BC, targets_BC, segments_BT), zero-padded."""
-        tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
-        positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
+        tokens_BT, segments_BT = np.zeros((2, batch_size, length), np.int32)
+        positions_BC, targets_BC = np.zeros((2, batch_size, num_positions), np.int32)
         first = len(self._before)
         for index, one in enumerate(requests):
             end, count = first + len(one.ids), len(one.positions)
@@ -165,17 +167,17 @@ def _score_positions(
         losses_BC, _ = cross_entropy(logits_BCV, targets_BC)
         return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 
-    num_rows, num_positions = targets_BC.shape
+    batch_size, num_positions = targets_BC.shape
     at_once = num_positions
     # num_positions is a power of two, so it halves evenly.
-    while at_once > 1 and num_rows // num_parts * at_once * vocab > _CHUNK_LOGITS:
+    while at_once > 1 and batch_size // num_parts * at_once * vocab > _CHUNK_LOGITS:
         at_once //= 2
     if at_once == num_positions:
         return of_chunk((h_BCD, targets_BC, positions_BC))
 
     def in_chunks(x):
-        x = x.reshape(num_rows, num_positions // at_once, at_once, *x.shape[2:])
+        x = x.reshape(batch_size, num_positions // at_once, at_once, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
     outputs = jax.lax.map(of_chunk, tuple(map(in_chunks, (h_BCD, targets_BC, positions_BC))))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_rows, num_positions), outputs)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, num_positions), outputs)

@@ -30,7 +30,7 @@ class LoglikelihoodScorer:
 
     def __init__(self, trained: TrainedModel):
         """Compiles nothing yet. Raises UserError for non-causal models."""
-        if not trained.model.section.attention.causal:
+        if not trained.model.config.attention.causal:
             raise UserError(
                 "only causal models can score continuations, and this model has causal=false: it "
                 "was trained to predict masked tokens. eval.py scores it with "
@@ -110,7 +110,7 @@ class MaskedScorer:
 
     def __init__(self, trained: TrainedModel, ids: MaskIds):
         """Compiles nothing yet. Raises UserError for causal models."""
-        if trained.model.section.attention.causal:
+        if trained.model.config.attention.causal:
             raise UserError(
                 "only masked language models (mlm_training=true) can score hidden tokens, and "
                 "this model is causal."

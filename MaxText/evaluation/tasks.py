@@ -9,7 +9,7 @@ from MaxText.evaluation import lambada, wikitext
 from MaxText.evaluation.masked_text import mask_ids
 from MaxText.evaluation.scores import TaskResult, TaskScore, task_table
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.inference.trained_model import Log, TrainedModel
 
 if TYPE_CHECKING:
     from MaxText.evaluation.position_scorer import Progress
@@ -33,9 +33,9 @@ TASKS = {
 
 def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
     """Returns the items of each task; UserError for missing or bad files."""
-    section = config.scoring
+    scoring = config.scoring
     return {
-        name: TASKS[name].read(getattr(section.task_files, name)) for name in section.eval_tasks
+        name: TASKS[name].read(getattr(scoring.task_files, name)) for name in scoring.eval_tasks
     }
 
 
@@ -44,7 +44,7 @@ def run_tasks(
     trained: TrainedModel,
     tokenizer: ModelTokenizer,
     config: Config,
-    show: Show = print,
+    log: Log = print,
 ) -> list[TaskScore]:
     """Scores the items of read_tasks and prints a table.
 
@@ -63,13 +63,13 @@ def run_tasks(
         path = getattr(config.scoring.task_files, name)
         score = task.score_masked if masked else task.score
         began = time.perf_counter()
-        result = score(task_items, path, scorer, tokenizer, log_progress(name, show))
+        result = score(task_items, path, scorer, tokenizer, log_progress(name, log))
         scores.append(TaskScore(name, path, *result, time.perf_counter() - began))
-    show(task_table(scores))
+    log(task_table(scores))
     return scores
 
 
-def log_progress(name: str, show: Show) -> "Progress":
+def log_progress(name: str, log: Log) -> "Progress":
     """Returns a callback for progress every half minute."""
     began = last = time.perf_counter()
 
@@ -78,6 +78,6 @@ def log_progress(name: str, show: Show) -> "Progress":
         now = time.perf_counter()
         if now - last >= _SECONDS_PER_LINE and done < whole:
             last = now
-            show(f"{name}: {done:,} of {whole:,} scored in {now - began:.0f} s")
+            log(f"{name}: {done:,} of {whole:,} scored in {now - began:.0f} s")
 
     return progress

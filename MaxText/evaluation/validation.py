@@ -65,7 +65,7 @@ def make_eval_step(
     """Returns a step to sum loss, weight and optionally argmax hits."""
 
     def eval_step(params, batch: Batch) -> dict[str, jax.Array]:
-        module, objective = model.merge(params), model.section.objective
+        module, objective = model.merge(params), model.config.objective
         sums = loss_sums(module, batch, objective, count_correct=count_correct)
         counts = {"total_weights": jnp.sum(batch.loss_mask_BT)}
         if sums.correct is not None:

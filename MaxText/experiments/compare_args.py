@@ -154,7 +154,7 @@ class CompareArgs(CompareOptions):
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
     """Parses the command line.
 
-    Returns the request and all problems in the program's own arguments. `variants.expand` checks
+    Returns the request and all problems in the program's own arguments. `expand_variants` checks
     the configurations.
     """
     options, words = read_options(CompareOptions, arguments)

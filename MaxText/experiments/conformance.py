@@ -136,7 +136,7 @@ class Subject:
 
     def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
         sums = loss_sums(
-            model.merge(params), batch, model.section.objective, self.key, training=True
+            model.merge(params), batch, model.config.objective, self.key, training=True
         )
         return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
 
@@ -269,8 +269,8 @@ def _drawn_twice(draw: Callable[..., Any], draw_again: Callable[..., Any]) -> st
 
 def _axes(subject: Subject) -> str | None:
     known = {name for name, _ in subject.config.mesh.logical_axis_rules}
-    for name, info in subject.models[0].parameters.items():
-        for axis in info.logical_axes:
+    for name, spec in subject.models[0].parameters.items():
+        for axis in spec.logical_axes:
             if axis is not None and axis not in known:
                 return f"{name} has the logical axis {axis!r}, which is not in logical_axis_rules"
     return None
@@ -421,14 +421,14 @@ def _devices(subject: Subject) -> str | None:
     wanted = jax.jit(jax.value_and_grad(loss))(subject.params)
     for sizes in MESHES:
         config = subject.configure(**sizes)
-        layout, model = make_sharding_plan(config.mesh, devices[:8]), Model(config.model)
-        shardings = layout.abstract_state(model.initialize, model.parameters)
+        sharding, model = make_sharding_plan(config.mesh, devices[:8]), Model(config.model)
+        shardings = sharding.abstract_state(model.initialize, model.parameters)
         params = jax.tree.map(
             lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
         )
-        placed = layout.to_global_batch(jax.tree.map(np.asarray, batch), 8)
+        placed = sharding.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         loss = functools.partial(subject.loss, model=model, batch=placed)
-        found = layout.jit(jax.value_and_grad(loss))(params)
+        found = sharding.jit(jax.value_and_grad(loss))(params)
         words = _overrides(sizes)
         if not abs(found[0] - wanted[0]) <= 1e-5 * abs(wanted[0]):
             return f"{words}: the loss is {found[0]:.7f}, and {wanted[0]:.7f} on one device"
@@ -523,13 +523,13 @@ def _step_on_devices(subject: Subject) -> str | None:
 
     def moved(**sizes: int) -> dict[str, np.ndarray]:
         config = subject.configure(learning_rate=0.01, steps=4, **sizes)
-        layout = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
+        sharding = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = _trainer(config)
-        abstract = layout.abstract_state(initialize, model.parameters)
-        state = layout.init_state(initialize, abstract, 0)
+        abstract = sharding.abstract_state(initialize, model.parameters)
+        state = sharding.init_state(initialize, abstract, 0)
         before = _by_name(state.params)
-        placed = layout.to_global_batch(jax.tree.map(np.asarray, batch), 8)
-        step, _ = layout.compile_step(step, abstract, jax.eval_shape(lambda: placed))
+        placed = sharding.to_global_batch(jax.tree.map(np.asarray, batch), 8)
+        step, _ = sharding.compile_step(step, abstract, jax.eval_shape(lambda: placed))
         for _ in range(2):
             state, _ = step(state, placed)
         return {name: after - before[name] for name, after in _by_name(state.params).items()}

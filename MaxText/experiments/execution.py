@@ -57,7 +57,7 @@ from MaxText.reports.formatting import loss
 from MaxText.reports.page import PageSection, PageTable
 from MaxText.reports.report_writer import write_report
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 _LABELS_OF_TITLE = 3  # more would not fit on a line
 
@@ -68,7 +68,7 @@ def run_comparison(
     question: ComparisonSpec,
     folder: Path,
     command: Sequence[str],
-    show: Show,
+    log: Log,
 ) -> None:
     """Runs a comparison in its folder; see `runner.compare`."""
     # Leaves accelerators to the runs: this process only evaluates shapes.
@@ -77,7 +77,7 @@ def run_comparison(
     is_script = request.launch == "print"
 
     def say(line: str) -> None:
-        show(f"# {line}".rstrip() if is_script else line)
+        log(f"# {line}".rstrip() if is_script else line)
 
     with train_subprocess.signals_as_exceptions(), train_subprocess.lock_folder(folder):
         plan = load_or_create_plan(folder, variants, question, request.seeds)
@@ -107,11 +107,11 @@ def run_comparison(
                 train_subprocess.write_config(run)
             left = [[run.config_path for run in chain if run in waiting] for chain in chains]
             for line in format_launch_script([configs for configs in left if configs], command):
-                show(line)
+                log(line)
         elif waiting:
-            _run_all(runs, folder, show)
+            _run_all(runs, folder, log)
         else:
-            show(f"All {len(runs)} runs in {folder} are already complete.")
+            log(f"All {len(runs)} runs in {folder} are already complete.")
         _collect_results(plan, variants, chains, unasked, say)
 
 
@@ -136,10 +136,10 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _run_all(runs: Sequence[Trial], folder: Path, show: Show) -> None:
+def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
     finished = [run for run in runs if is_over(run)]
-    show(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
-    with RunsProgress(runs, finished, show) as progress:
+    log(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
+    with RunsProgress(runs, finished, log) as progress:
         for run in runs:
             if run in finished:
                 continue
@@ -167,7 +167,7 @@ def _collect_results(
     variants: Sequence[Variant],
     chains: Sequence[StageSequence],
     unasked: Sequence[str],
-    say: Show,
+    say: Log,
 ) -> None:
     records = [(chain, one) for chain in chains if (one := load_chain_record(chain))]
     if not records:

@@ -11,14 +11,14 @@ from MaxText.experiments.compare_args import KEY_OF, STEPS, CompareArgs, default
 from MaxText.experiments.comparison_plan import ComparisonSpec
 from MaxText.experiments.variants import Variant, expand_variants
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 # Of the default folder; file systems allow about twice as many.
 _LONGEST_NAME = 120
 
 
 def compare(
-    request: CompareArgs, problems: Sequence[Problem], command: Sequence[str], show: Show
+    request: CompareArgs, problems: Sequence[Problem], command: Sequence[str], log: Log
 ) -> None:
     """Plans, runs (or prints) the remaining runs, and reports the results.
 
@@ -43,7 +43,7 @@ def compare(
     question = ComparisonSpec(
         request.match, cast(float | None, request.budget), free, request.tolerance, num_devices
     )
-    run_comparison(request, variants, question, folder, command, show)
+    run_comparison(request, variants, question, folder, command, log)
 
 
 def _num_devices(request: CompareArgs, hardware: str) -> int:

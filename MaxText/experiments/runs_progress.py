@@ -23,7 +23,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self,
         runs: Sequence[Trial],
         finished: Collection[Trial],
-        show: Callable[[str], None],
+        log: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
         """`finished` runs are from earlier commands."""
@@ -32,7 +32,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         self._names = {
             id(run): f"[{number}/{len(runs)}] {run.name}" for number, run in enumerate(runs, 1)
         }
-        self._show, self._now = show, now
+        self._log, self._now = log, now
         self._began = self._line_at = now()  # of the current run; of the last line
         self._work = self._seconds = 0.0  # of the steps that determine the speed
         self._bar = self._new_bar() if sys.stderr.isatty() else None
@@ -52,7 +52,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
         self._line_at = self._now()
-        print_above(self._bar, text, self._show)
+        print_above(self._bar, text, self._log)
 
     def begin(self, run: Trial, steps: int) -> None:
         """Starts or resumes a run, with `steps` completed earlier."""

@@ -21,7 +21,7 @@ _FOLDER = "measuring"  # of the short runs, deleted afterwards
 _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 
-def time_steps(plan: Plan, variants: Sequence[Variant], show: Callable[[str], None]) -> None:
+def time_steps(plan: Plan, variants: Sequence[Variant], log: Callable[[str], None]) -> None:
     """Adds missing measurements to the plan and saves it after each.
 
     Raises UserError if batches change during a run, or a short run failed.
@@ -45,7 +45,7 @@ def time_steps(plan: Plan, variants: Sequence[Variant], show: Callable[[str], No
             if len(rounds) > index:
                 continue
             folder = plan.folder / _FOLDER / f"{name}_{index}"
-            show(f"measuring {name}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
+            log(f"measuring {name}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
             rounds.append(_step_seconds(name, config, folder))
             plan.save()
     shutil.rmtree(plan.folder / _FOLDER, ignore_errors=True)
@@ -55,7 +55,7 @@ def time_steps(plan: Plan, variants: Sequence[Variant], show: Callable[[str], No
         if max(medians) > min(medians) * (1 + _UNSTEADY):
             seconds = " and ".join(f"{median:.4g}" for median in medians)
             line += f", but rounds took {seconds} s: other programs may use this machine"
-        show(line)
+        log(line)
 
 
 def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:

@@ -104,7 +104,7 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
     if reason := _fixed_depth(stored, wanted):
         raise IncompatibleShapesError([reason])
     specs = {
-        name: ArraySpec(tuple(info.shape), np.dtype(info.dtype)) for name, info in wanted.items()
+        name: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)) for name, spec in wanted.items()
     }
     problems = mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
     if problems:
@@ -115,18 +115,18 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
                 name,
                 stored[name],
                 specs[name],
-                _resize(SLOTS, stored[name], info),
-                _resize(LAYERS, stored[name], info),
-                _role(info),
+                _resize(SLOTS, stored[name], spec),
+                _resize(LAYERS, stored[name], spec),
+                _role(spec),
             )
-            for name, info in wanted.items()
+            for name, spec in wanted.items()
         }
     )
 
 
 def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
-    new = _depth({name: info.shape for name, info in wanted.items()})
+    new = _depth({name: spec.shape for name, spec in wanted.items()})
     if old == new:
         return None
     connected = any(name.startswith("connections/") for name in wanted)
@@ -135,7 +135,7 @@ def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec
     reason = "no two layers have the same shapes, so none can be a copy of another"
     if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
-    has_slots = any(SLOTS in info.logical_axes for info in wanted.values())
+    has_slots = any(SLOTS in spec.logical_axes for spec in wanted.values())
     return f"layers {old} -> {new}: {reason}" + ("; only slots can grow" if has_slots else "")
 
 
@@ -155,33 +155,33 @@ def _singles(names: Iterable[str]) -> set[str]:
     return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
 
 
-def _forbidden_change(old: ArraySpec, info: ParamSpec) -> str | None:
+def _forbidden_change(old: ArraySpec, spec: ParamSpec) -> str | None:
     """Describes forbidden size changes ("" for another rank), or None."""
-    if len(old.shape) != len(info.shape):
+    if len(old.shape) != len(spec.shape):
         return ""
     changed = [
         f"{axis or 'unnamed'} {before} -> {after}"
-        for axis, before, after in zip(info.logical_axes, old.shape, info.shape, strict=True)
+        for axis, before, after in zip(spec.logical_axes, old.shape, spec.shape, strict=True)
         if before != after and axis not in (SLOTS, LAYERS)
     ]
     return f" ({', '.join(changed)})" if changed else None
 
 
-def _resize(name: str, old: ArraySpec, info: ParamSpec) -> AxisResize | None:
-    if name not in info.logical_axes:
+def _resize(name: str, old: ArraySpec, spec: ParamSpec) -> AxisResize | None:
+    if name not in spec.logical_axes:
         return None
-    axis = info.logical_axes.index(name)
-    return AxisResize(axis, old.shape[axis], info.shape[axis])
+    axis = spec.logical_axes.index(name)
+    return AxisResize(axis, old.shape[axis], spec.shape[axis])
 
 
-def _role(info: ParamSpec) -> Role | None:
-    axes = [axis for axis in info.logical_axes if axis != LAYERS]
+def _role(spec: ParamSpec) -> Role | None:
+    axes = [axis for axis in spec.logical_axes if axis != LAYERS]
     if SLOTS not in axes:
         return None
     assert axes.count(SLOTS) == 1, axes
-    if info.num_in_dims == 0:
+    if spec.num_in_dims == 0:
         return "bias"
-    return "value" if axes.index(SLOTS) < info.num_in_dims else "key"
+    return "value" if axes.index(SLOTS) < spec.num_in_dims else "key"
 
 
 Index = tuple[slice, ...]

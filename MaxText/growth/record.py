@@ -19,17 +19,17 @@ Record = Mapping[str, Any]
 
 
 def make_record(
-    growth: GrowthPlan, section: CheckpointingConfig, zoom: Mapping[str, float]
+    growth: GrowthPlan, checkpoint: CheckpointingConfig, zoom: Mapping[str, float]
 ) -> Record:
     """Returns the record of a growth, with the fixed keys `zoom`."""
-    rate = section.growth.old_slots_learning_rate
+    rate = checkpoint.growth.old_slots_learning_rate
     return {
-        "mode": section.growth.mode,
+        "mode": checkpoint.growth.mode,
         "slots": {name: list(pair) for name, pair in growth.slots.items()},
         "layers": list(growth.layers) if growth.layers else None,
         "zoom": dict(zoom),
-        "moments": section.growth.moments,
-        "data": section.growth.data,
+        "moments": checkpoint.growth.moments,
+        "data": checkpoint.growth.data,
         "old_slots_learning_rate": 1.0 if rate is None else rate,
     }
 
@@ -63,7 +63,7 @@ def sizes(record: Record) -> dict[str, str]:
     return found
 
 
-def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
+def event_fields(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
     """Returns the facts of a `growth` event; `grown` is convert.py's result."""
     begun = {"from": folder, "through": grown} if grown else {"from": folder}
     others = {name: record[name] for name in ("moments", "data", "old_slots_learning_rate")}

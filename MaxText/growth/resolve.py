@@ -54,22 +54,24 @@ def resolve_growth(
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
     """
-    section = config.checkpoint
+    checkpoint = config.checkpoint
     if own:
         return _as_recorded(config, own, is_resumed=True)
-    if section.load_full_state_path:
+    if checkpoint.load_full_state_path:
         stored = checkpoint_files.resolve_checkpoint(
-            section.load_full_state_path, "load_full_state_path"
+            checkpoint.load_full_state_path, "load_full_state_path"
         )
         return _as_recorded(config, [stored], is_resumed=False)
-    if not section.load_parameters_path:
+    if not checkpoint.load_parameters_path:
         if _asked_rate(config):
             raise UserError(
                 f"{_words(_asked_rate(config))}: has no effect without load_parameters_path, the "
                 "smaller model: a new run has no old slots."
             )
         return ResolvedGrowth(config)
-    return resolve_growth_from(config, open_source(section.load_parameters_path, flatten(config)))
+    return resolve_growth_from(
+        config, open_source(checkpoint.load_parameters_path, flatten(config))
+    )
 
 
 def _as_recorded(
@@ -125,10 +127,10 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
     """Resolves a run without checkpoints; load_parameters_path names `source`."""
     from MaxText.conversion.weight_source import abstract_model
 
-    section = config.checkpoint
+    checkpoint = config.checkpoint
     growth = source.plan(abstract_model(config).parameters, flatten(config))
-    _check_slot_number(section.growth.stored_slot_num, growth, source)
-    mode = section.growth.mode
+    _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
+    mode = checkpoint.growth.mode
     if growth.changes:
         _check_possible(config, growth, mode, source)
     keys = _zoom_keys(config, growth, mode, source)
@@ -137,26 +139,26 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
         names = " and ".join(keys)
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
     if not growth.changes:
-        return _settled_without_change(config, source, keys, lines)
-    record = make_record(growth, section, keys)
+        return _resolve_without_change(config, source, keys, lines)
+    record = make_record(growth, checkpoint, keys)
     position = None
-    if section.growth.data == "continue":
+    if checkpoint.growth.data == "continue":
         position = {**source.position(), "step": 0}
-    asked = PendingGrowth(source, growth, mode, section.growth.moments, position)
+    asked = PendingGrowth(source, growth, mode, checkpoint.growth.moments, position)
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
-    told = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
+    changed_lines = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
     if growth.drops:
-        told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
-    return ResolvedGrowth(_with(config, keys), asked, record, [*told, *lines])
+        changed_lines.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
+    return ResolvedGrowth(_with(config, keys), asked, record, [*changed_lines, *lines])
 
 
-def _settled_without_change(
+def _resolve_without_change(
     config: Config, source: SourceCheckpoint, keys: Mapping[str, float], lines: Sequence[str]
 ) -> ResolvedGrowth:
-    section = config.checkpoint
+    checkpoint = config.checkpoint
     for name, value, unasked in (
-        ("growth.moments", section.growth.moments, "zeroed"),
-        ("growth.data", section.growth.data, "restart"),
+        ("growth.moments", checkpoint.growth.moments, "zeroed"),
+        ("growth.data", checkpoint.growth.data, "restart"),
     ):
         if value != unasked:
             raise UserError(
@@ -175,7 +177,7 @@ def _settled_without_change(
             "new. learning_rate_overrides sets rates by name."
         )
     if keys:
-        record = {**(record or make_record(GrowthPlan({}), section, keys)), "zoom": dict(keys)}
+        record = {**(record or make_record(GrowthPlan({}), checkpoint, keys)), "zoom": dict(keys)}
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
@@ -210,10 +212,10 @@ def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]
     """Returns the possible slot_num values of a stored model."""
     counts = {slot_place(name): slots for name, slots in stored.items()}
     if config is not None:
-        section = config.model.pattention
-        if section.slot_num != -1:
-            return [section.slot_num]
-        if any(getattr(section, f"{place}_slot_num", -1) == -1 for place in counts):
+        pattention = config.model.pattention
+        if pattention.slot_num != -1:
+            return [pattention.slot_num]
+        if any(getattr(pattention, f"{place}_slot_num", -1) == -1 for place in counts):
             return [config.model.shape.dimensions.emb_dim]
     bases = {slots / 4 if place == "ffn" else slots for place, slots in counts.items()}
     if len(bases) == 1 and (base := bases.pop()) == int(base):
@@ -225,8 +227,8 @@ def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]
 def _check_possible(
     config: Config, growth: GrowthPlan, mode: Mode, source: SourceCheckpoint
 ) -> None:
-    section = config.checkpoint
-    if growth.drops and not section.growth.allow_shrinking:
+    checkpoint = config.checkpoint
+    if growth.drops and not checkpoint.growth.allow_shrinking:
         raise UserError(
             f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
             "last slots, or layers evenly, set growth.allow_shrinking=true."

@@ -66,8 +66,8 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
 
         weights, theirs = open_weights(path, KEY, config_flat)
         parameters = {
-            name: ArraySpec(tuple(info.shape), weights.formats[name])
-            for name, info in weights.model.parameters.items()
+            name: ArraySpec(tuple(spec.shape), weights.formats[name])
+            for name, spec in weights.model.parameters.items()
         }
         return SourceCheckpoint(
             str(weights.folder), None, {"config": theirs}, parameters, weights.read

@@ -32,10 +32,10 @@ def places(config: Config) -> list[SlotPlace]:
 
 def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
     """Returns a place's configured zoom; 0 if it follows the slots."""
-    section = config.model.pattention
-    own: float = getattr(section.zoom_dims, place)
+    pattention = config.model.pattention
+    own: float = getattr(pattention.zoom_dims, place)
     if own == -1:
-        return 4 * section.zoom_dim if place == "ffn" else section.zoom_dim
+        return 4 * pattention.zoom_dim if place == "ffn" else pattention.zoom_dim
     return own
 
 
@@ -100,14 +100,14 @@ def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict
     """Returns keys to fix the zoom of each place; empty if already set."""
     if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
         return {}
-    section = config.model.pattention
+    pattention = config.model.pattention
     own = {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
     bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
     whole = set(zooms) == set(places(config))
     if (
         whole
         and len(bases) == 1
-        and all(getattr(section.zoom_dims, place) == -1 for place in zooms)
+        and all(getattr(pattention.zoom_dims, place) == -1 for place in zooms)
     ):
         return {"zoom_dim": bases.pop()}
     return own
@@ -119,8 +119,8 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
         return []
     old, new = stored.model.pattention, config.model.pattention
     was, now = (
-        dict(section) | {f"scale_factors.{name}": one for name, one in section.scale_factors}
-        for section in (old, new)
+        dict(pattention) | {f"scale_factors.{name}": one for name, one in pattention.scale_factors}
+        for pattention in (old, new)
     )
     return [
         f"{name} {was[name]} -> {now[name]}"

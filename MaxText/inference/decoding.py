@@ -38,25 +38,25 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     Raises UserError without usable weights, tokenizer, prompts or output file, and
     UnexpectedOutputError if the text differs from autoregressive_decode_assert.
     """
-    config, section = loaded.config, loaded.config.decoding
-    prompts = read_prompts(section)
-    output = JsonlWriter(section.decode_output_path, section.prompt_file)
+    config, decoding = loaded.config, loaded.config.decoding
+    prompts = read_prompts(decoding)
+    output = JsonlWriter(decoding.decode_output_path, decoding.prompt_file)
     trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))
-    batch_size = microbatch_size(config.batch, trained.layout)
+    batch_size = microbatch_size(config.batch, trained.sharding)
     if jax.process_index() > 0:  # all hosts generate the same texts
         write, output = lambda text: None, JsonlWriter("", "")
     engine = Engine(
         trained.model,
         trained.model.unstack_params(trained.params),
-        trained.layout,
-        sampling_params(section),
+        trained.sharding,
+        sampling_params(decoding),
         num_ids=tokenizer.num_sampled_ids(config.model.shape.vocab_size),
     )
     # Frees the arrays that the engine does not use.
     del trained
-    texts = _generate(engine, tokenizer, prompts, section, batch_size, write, output)
-    expected = section.autoregressive_decode_assert
+    texts = _generate(engine, tokenizer, prompts, decoding, batch_size, write, output)
+    expected = decoding.autoregressive_decode_assert
     if expected and texts != [expected]:
         raise UnexpectedOutputError(
             f"the generated text is not the expected one\n  generated: {texts[0]!r}\n"
@@ -67,7 +67,7 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
 def write_sample(
     model: Model,
     params: Parameters,
-    layout: ShardingPlan,
+    sharding: ShardingPlan,
     config: Config,
     tokenizer_folder: Path,
     run_folder: Any,
@@ -77,37 +77,37 @@ def write_sample(
     Returns the text. Parameters stay stacked: so short a text is not worth a second, unstacked
     copy.
     """
-    section = config.decoding
+    decoding = config.decoding
     tokenizer = load_model_tokenizer(str(tokenizer_folder), config)
-    num_ids = tokenizer.num_sampled_ids(model.section.shape.vocab_size)
-    engine = Engine(model, params, layout, sampling_params(section), num_ids=num_ids)
+    num_ids = tokenizer.num_sampled_ids(model.config.shape.vocab_size)
+    engine = Engine(model, params, sharding, sampling_params(decoding), num_ids=num_ids)
     ((_, completion),) = generate(
         engine,
-        [tokenizer.encode(section.prompt)],
-        StoppingCriteria(section.sample_tokens),
+        [tokenizer.encode(decoding.prompt)],
+        StoppingCriteria(decoding.sample_tokens),
         batch_size=1,
-        seed=section.decode_seed,
+        seed=decoding.decode_seed,
         decode=tokenizer.tokenizer.decode,
     )
-    text = section.prompt + completion.text
+    text = decoding.prompt + completion.text
     if jax.process_index() == 0:
         (run_folder / "sample.txt").write_text(text + "\n")
     return text
 
 
-def sampling_params(section: DecodingConfig) -> SamplingParams:
+def sampling_params(config: DecodingConfig) -> SamplingParams:
     """Returns the settings of decode_sampling_strategy."""
-    strategy = section.decode_sampling_strategy
-    nucleus = {"nucleus_p": section.decode_sampling_nucleus_p}
-    top_k = {"top_k": section.decode_sampling_top_k}
+    strategy = config.decode_sampling_strategy
+    nucleus = {"nucleus_p": config.decode_sampling_nucleus_p}
+    top_k = {"top_k": config.decode_sampling_top_k}
     filters = {
-        "composite": nucleus | top_k | section.decode_filters.as_dict(),
+        "composite": nucleus | top_k | config.decode_filters.as_dict(),
         "nucleus": nucleus,
         "topk": top_k,
     }
-    temperature = 0.0 if strategy == "greedy" else section.decode_sampling_temperature
+    temperature = 0.0 if strategy == "greedy" else config.decode_sampling_temperature
     return SamplingParams(
-        temperature, **filters.get(strategy, {}), repetition_penalty=section.repetition_penalty
+        temperature, **filters.get(strategy, {}), repetition_penalty=config.repetition_penalty
     )
 
 
@@ -115,12 +115,12 @@ def _generate(
     engine: Engine,
     tokenizer: ModelTokenizer,
     prompts: list[Prompt],
-    section: DecodingConfig,
+    config: DecodingConfig,
     batch_size: int,
     write: Write,
     output: JsonlWriter,
 ) -> list[str]:
-    samples = section.decode_num_return_sequences
+    samples = config.decode_num_return_sequences
     asked = [prompt for prompt in prompts for _ in range(samples)]
     ids = [tokenizer.encode(prompt.text) for prompt in asked]
     if empty := [prompt for prompt, prompt_ids in zip(asked, ids, strict=True) if not prompt_ids]:
@@ -129,11 +129,11 @@ def _generate(
             "Write a prompt."
         )
     stopping = StoppingCriteria(
-        section.max_new_tokens,
-        frozenset() if section.decode_ignore_eos else frozenset(tokenizer.eos_ids),
-        section.decode_stop_strings,
+        config.max_new_tokens,
+        frozenset() if config.decode_ignore_eos else frozenset(tokenizer.eos_ids),
+        config.decode_stop_strings,
     )
-    streams = len(asked) == 1 and section.decode_stream
+    streams = len(asked) == 1 and config.decode_stream
     if streams:
         write(f"Input `{_shown(asked[0])}` -> `")
     began, timing = time.perf_counter(), Timing()
@@ -143,7 +143,7 @@ def _generate(
         ids,
         stopping,
         batch_size=batch_size,
-        seed=section.decode_seed,
+        seed=config.decode_seed,
         names=[divmod(number, samples) for number in range(len(asked))],
         decode=tokenizer.decode,
         on_text=(lambda number, piece: write(piece)) if streams else None,

@@ -62,7 +62,7 @@ class Engine:
         self,
         model: Model,
         params: Parameters,
-        layout: ShardingPlan,
+        sharding: ShardingPlan,
         sampling: SamplingParams,
         *,
         num_ids: int | None = None,
@@ -72,15 +72,15 @@ class Engine:
         A step is several times faster with `params` from Model.unstack_params. Ids from `num_ids`
         (tokenizer vocabulary size) on are never sampled.
         """
-        self.window = model.section.shape.max_target_length
-        self.batch_divisor = layout.num_batch_parts
+        self.window = model.config.shape.max_target_length
+        self.batch_divisor = sharding.num_batch_parts
         self._model, self._params = model, params
         self._sampling, self._num_ids = sampling, num_ids
         # Sampled tokens are replicated, so that every host can read them.
-        outputs = {"out_shardings": (None, layout.replicated)}
-        self._prefill_step = layout.jit(self._prefill, static_argnums=6, **outputs)
-        self._decode_step = layout.jit(self._decode, donate_argnums=1, **outputs)
-        self._growth = layout.jit(_with_capacity, static_argnums=1)
+        outputs = {"out_shardings": (None, sharding.replicated)}
+        self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
+        self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
+        self._growth = sharding.jit(_with_capacity, static_argnums=1)
 
     def prefill(
         self,
@@ -162,7 +162,7 @@ class Engine:
     def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
         if self._sampling.repetition_penalty == 1:
             return None
-        none_V = jnp.zeros(self._model.section.shape.vocab_size, bool)
+        none_V = jnp.zeros(self._model.config.shape.vocab_size, bool)
         real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
         return jax.vmap(lambda tokens_T, real_T: none_V.at[tokens_T].max(real_T))(
             tokens_BT, real_BT

@@ -78,11 +78,11 @@ def generate(
     """
     if decode is None and stopping.stop_strings:
         raise ValueError(f"stop_strings={stopping.stop_strings} need a detokenizer: pass decode")
-    num_rows = -(-min(batch_size, len(prompts)) // engine.batch_divisor) * engine.batch_divisor
+    batch_size = -(-min(batch_size, len(prompts)) // engine.batch_divisor) * engine.batch_divisor
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    for first in range(0, len(order), num_rows):
+    for first in range(0, len(order), batch_size):
         batch = []
-        for number in sorted(order[first : first + num_rows]):
+        for number in sorted(order[first : first + batch_size]):
             name = (number, 0) if names is None else names[number]
             stream = None
             if decode is not None:
@@ -92,7 +92,7 @@ def generate(
             batch.append(
                 _ActiveSequence(number, name, completion, wanted, stream, stopping.eos_ids, on_text)
             )
-        _run(engine, batch, num_rows, seed, timing or Timing())
+        _run(engine, batch, batch_size, seed, timing or Timing())
         yield from ((row.number, row.completion) for row in batch)
 
 
@@ -160,11 +160,11 @@ class _ActiveSequence:
 
 
 def _run(
-    engine: Engine, batch: list[_ActiveSequence], num_rows: int, seed: int, timing: Timing
+    engine: Engine, batch: list[_ActiveSequence], batch_size: int, seed: int, timing: Timing
 ) -> None:
     while active := [row for row in batch if row.is_active]:
         contexts = [row.context(engine.window) if row.is_active else [0] for row in batch]
-        padding = num_rows - len(batch)
+        padding = batch_size - len(batch)
         length = max(map(len, contexts)) + 1
         began, seconds = time.perf_counter(), timing.prompts
         state, output = engine.prefill(

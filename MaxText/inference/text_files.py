@@ -97,11 +97,11 @@ class Prompt(NamedTuple):
     extra_fields: dict[str, Any]
 
 
-def read_prompts(section: DecodingConfig) -> list[Prompt]:
+def read_prompts(config: DecodingConfig) -> list[Prompt]:
     """Returns the prompts of prompt_file, or else the one in `prompt`."""
-    path = section.prompt_file
+    path = config.prompt_file
     if not path:
-        return [Prompt(without_surrogates(section.prompt), {})]
+        return [Prompt(without_surrogates(config.prompt), {})]
     return [Prompt(text, row) for _, text, row in read_lines(path, "prompt_file", "prompt")]
 
 

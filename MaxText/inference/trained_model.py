@@ -12,7 +12,7 @@ from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import compilation_cache, start_up
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TrainedModel:
 
     config: Config
     model: Any  # layers.model.Model, with backend defaults resolved
-    layout: Any
+    sharding: Any
     params: Any
     source: str  # one-line description of the weights' origin
     folder: str  # checkpoint step folder, or Hugging Face checkpoint
@@ -32,7 +32,7 @@ class TrainedModel:
         return open_tokenizer(self.config, self.folder, self.metadata, typed=typed)
 
 
-def load_model(config: Config, show: Show = print) -> TrainedModel:
+def load_model(config: Config, log: Log = print) -> TrainedModel:
     """Loads load_parameters_path, or else the newest checkpoint of run_name.
 
     Call start_up.choose_platform first: this imports jax. Raises UserError if weights are missing
@@ -47,24 +47,26 @@ def load_model(config: Config, show: Show = print) -> TrainedModel:
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
-    show(compilation_cache.enable(run, devices[0].platform, may_make=False))
-    layout = mesh.ShardingPlan(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    log(compilation_cache.enable(run, devices[0].platform, may_make=False))
+    sharding = mesh.ShardingPlan(
+        mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules
+    )
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)
-    section, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, layout)
-    model = Model(section)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
+    model_config, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
+    model = Model(model_config)
+    abstract = sharding.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
-    given = open_pretrained(path, key, abstract, flatten(config), show)
+    given = open_pretrained(path, key, abstract, flatten(config), log)
     params = jax.block_until_ready(given.read())
     for warning in import_modules.changes(given.metadata):
-        show(warning)
-    show(
+        log(warning)
+    log(
         f"{model.num_parameters:,} parameters of {given.folder} in "
-        f"{time.perf_counter() - began:.1f} s; {section.numerics.dtype} on {len(devices)} x "
+        f"{time.perf_counter() - began:.1f} s; {model_config.numerics.dtype} on {len(devices)} x "
         f"{devices[0].device_kind}"
     )
-    return TrainedModel(config, model, layout, params, given.source, given.folder, given.metadata)
+    return TrainedModel(config, model, sharding, params, given.source, given.folder, given.metadata)
 
 
 def with_stored_zoom(config: Config, path: str, key: str) -> Config:

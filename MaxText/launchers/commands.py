@@ -13,7 +13,7 @@ from MaxText.config.loading import load
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 # Cloud errors for a temporary lack of capacity. An exhausted quota is not temporary.
 _NO_CAPACITY = re.compile(
@@ -61,8 +61,8 @@ class CapacityRetry(NamedTuple):
 class Commands:
     """Runs commands one at a time; with `dry_run` only prints them."""
 
-    def __init__(self, show: Show, *, dry_run: bool):
-        self._show = show
+    def __init__(self, log: Log, *, dry_run: bool):
+        self._log = log
         self.dry_run = dry_run
 
     def run(self, command: Sequence[str], *, retry: CapacityRetry | None = None) -> None:
@@ -71,7 +71,7 @@ class Commands:
         With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises
         UserError if it fails.
         """
-        self._show(f"+ {shlex.join(command)}")
+        self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return
         max_attempts = retry.max_attempts if retry else 1
@@ -79,7 +79,7 @@ class Commands:
         for number in range(1, max_attempts + 1):
             done = self._start(command, **kept)
             if done.stderr:
-                self._show(done.stderr.rstrip())
+                self._log(done.stderr.rstrip())
             if done.returncode == 0:
                 return
             errors = done.stderr or ""
@@ -88,12 +88,12 @@ class Commands:
                 many = f" (attempt {number}/{max_attempts})" if is_full else ""
                 code = done.returncode
                 raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
-            self._show(f"No capacity. Attempt {number + 1}/{max_attempts} in {retry.seconds:g} s.")
+            self._log(f"No capacity. Attempt {number + 1}/{max_attempts} in {retry.seconds:g} s.")
             time.sleep(retry.seconds)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
         """Returns the stripped output of a command, or `in_dry_run`."""
-        self._show(f"+ {shlex.join(command)}")
+        self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return in_dry_run
         done = self._start(command, stdout=subprocess.PIPE, text=True)

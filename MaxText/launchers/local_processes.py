@@ -15,7 +15,7 @@ from typing import IO
 
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 _POLL_SECONDS = 0.1
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.

@@ -66,12 +66,12 @@ def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
     )
 
 
-def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) -> str:
+def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, log) -> str:
     """Submits the batch script; returns the job id, empty in a dry run."""
     text = render_batch_script(job, arguments)
     path = job.logs / f"{job.name}.sh"
     if commands.dry_run:
-        show(f"# {path}\n{text}")
+        log(f"# {path}\n{text}")
     else:
         try:
             job.logs.mkdir(parents=True, exist_ok=True)
@@ -85,5 +85,5 @@ def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, show) ->
     if not commands.dry_run:
         if not re.fullmatch(r"\d+", number):
             raise UserError(f"sbatch printed {answer!r} instead of a job id.")
-        show(f"job {number}; output in {job.logs}/{number}-<process>.log")
+        log(f"job {number}; output in {job.logs}/{number}-<process>.log")
     return number

@@ -14,7 +14,7 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.early_signals import handled
 from MaxText.launchers.local_processes import (
     LocalProcesses,
-    Show,
+    Log,
     free_port,
     process_env,
 )
@@ -76,7 +76,7 @@ def newest_checkpoint(run_folder: str | None) -> int:
     return max(steps, default=-1)
 
 
-def supervise(job: SupervisedJob, policy: RestartPolicy, show: Show) -> int:
+def supervise(job: SupervisedJob, policy: RestartPolicy, log: Log) -> int:
     """Runs all processes to completion, restarting them by `policy`.
 
     SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
@@ -93,7 +93,7 @@ def supervise(job: SupervisedJob, policy: RestartPolicy, show: Show) -> int:
             if newest_checkpoint(job.run_folder) > before:
                 restarts = 0
             if restarts >= policy.max_restarts:
-                show(
+                log(
                     f"launch: {_words(code)}. Giving up after {restarts} restarts without a new "
                     "checkpoint (--max-restarts). Logs of each process are in "
                     f"{shlex.quote(str(job.logs))}"
@@ -101,7 +101,7 @@ def supervise(job: SupervisedJob, policy: RestartPolicy, show: Show) -> int:
                 return _as_shell(code)
             seconds = min(_LONGEST_WAIT, policy.backoff_seconds * 2**restarts)
             restarts += 1
-            show(
+            log(
                 f"launch: {_words(code)}. Restarting all {job.number} processes in {seconds:g} s "
                 f"(restart {restarts}/{policy.max_restarts} since the last checkpoint)."
             )

@@ -42,18 +42,18 @@ class Attention(Mixer):
     has_softmax = True
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
-    def __init__(self, model: ModelConfig, init: Init, rngs: nnx.Rngs):
-        section = model.attention
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        attention = config.attention
         D, N, K, H = init.dimensions[:4]
         draw = init.initializers
-        self.section = section
-        self.has_positions = model.position.position_embedding != "none"
-        self.dropout_rate = model.dropout.rate("attention")
+        self.config = attention
+        self.has_positions = config.position.position_embedding != "none"
+        self.dropout_rate = config.dropout.rate("attention")
         self.max_length = init.dimensions.max_target_length
         self.precision = init.precision
-        bias = section.qkv_bias
+        bias = attention.qkv_bias
         projection = functools.partial(
-            lookup("projection", section.attention_projections), model, init, rngs
+            lookup("projection", attention.attention_projections), config, init, rngs
         )
         q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
         self.query = projection("qkv", (D,), (N, H), q_axes, draw.query, bias)
@@ -61,9 +61,9 @@ class Attention(Mixer):
         self.value = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
         out_axes = ("q_heads", "kv", "embed")
         self.out = projection(
-            "proj", (N, H), (D,), out_axes, draw.attention_output, section.proj_bias
+            "proj", (N, H), (D,), out_axes, draw.attention_output, attention.proj_bias
         )
-        memories = section.num_mem_kv if self.has_memories else 0
+        memories = attention.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
             param(
                 rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.memory,
@@ -73,36 +73,36 @@ class Attention(Mixer):
             else None
             for _ in range(2)
         )  # fmt: skip
-        norm, epsilon = section.use_qk_norm, model.block.normalization_layer_epsilon
+        norm, epsilon = attention.use_qk_norm, config.block.normalization_layer_epsilon
         self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
 
     @classmethod
-    def sliding_window(cls, section: AttentionConfig) -> int | None:
+    def sliding_window(cls, config: AttentionConfig) -> int | None:
         """Returns the window, a query's own token included, or None."""
         return None
 
     @classmethod
-    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        section, per_key = keys.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
-        window = cls.sliding_window(section)
-        memories = section.num_mem_kv if cls.has_memories else 0
-        counted = average_keys_visible(length, causal=section.causal, window=window) + memories
-        multiplied = average_keys_computed(section, length, window)
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        attention, per_key = config.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
+        window = cls.sliding_window(attention)
+        memories = attention.num_mem_kv if cls.has_memories else 0
+        counted = average_keys_visible(length, causal=attention.causal, window=window) + memories
+        multiplied = average_keys_computed(attention, length, window)
         found = Flops(per_key * counted, per_key * (multiplied + memories))
-        is_flash = section.attention == "flash" and length % TILE == 0
+        is_flash = attention.attention == "flash" and length % TILE == 0
         # Both backward kernels recompute scores and the gradient of probabilities.
         again = 3 * per_key * multiplied if is_flash else 0.0
         return {"attention scores": found._replace(recomputed=again), "attention values": found}
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         bytes_per_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
-        if (window := cls.sliding_window(keys.attention)) is not None:
+        if (window := cls.sliding_window(config.attention)) is not None:
             return 0, min(window, length) * bytes_per_token
-        return bytes_per_token, keys.attention.num_mem_kv * bytes_per_token
+        return bytes_per_token, config.attention.num_mem_kv * bytes_per_token
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
         return self._run(x_BTD, context, None)[0], {}
@@ -139,13 +139,13 @@ class Attention(Mixer):
         context: Context,
         state: State | None,
     ) -> tuple[jax.Array, State | None]:
-        section = self.section
-        window = self.sliding_window(section)
+        config = self.config
+        window = self.sliding_window(config)
         spec = AttentionSpec(
-            causal=section.causal,
+            causal=config.causal,
             window=window,
-            scale=section.attention_scale,
-            soft_cap=section.attn_logits_soft_cap,
+            scale=config.attention_scale,
+            soft_cap=config.attn_logits_soft_cap,
             slopes_N=context.slopes_N if self.has_positions else None,
             precision=self.precision,
         )
@@ -159,7 +159,7 @@ class Attention(Mixer):
         memory = None
         if self.memory_key is not None and self.memory_value is not None:
             memory = (self.memory_key[...], self.memory_value[...])
-            memory = jax.tree.map(lambda kept: kept.astype(k_BTKH.dtype), memory)
+            memory = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), memory)
         o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, memory, context)
         if context.capacity is None:
             return o_BTNH, None
@@ -179,20 +179,20 @@ class Attention(Mixer):
         memory: PersistentKV | None,
         context: Context,
     ) -> jax.Array:
-        section = self.section
+        config = self.config
         segments_BT, key = context.segments_BT, context.key_for(0)
         drops = self.dropout_rate > 0 and key is not None
-        blocked = section.attention != "dot_product"
-        block_size = section.attention_block_size if blocked else None
+        blocked = config.attention != "dot_product"
+        block_size = config.attention_block_size if blocked else None
         query_sharding = current_sharding(QUERY_AXES, q_BTNH.shape)
         key_sharding = current_sharding(KEY_AXES, k_BTKH.shape)
         # A registered position embedding may have added a bias.
-        flash = section.attention == "flash" and spec.slopes_N is None
+        flash = config.attention == "flash" and spec.slopes_N is None
         flash = flash and supports_shape(q_BTNH, query_sharding)
         parts = 1
         if query_sharding and key_sharding and split_axes(query_sharding, 1):
-            if section.context_parallel_strategy == "ring" and not drops:
-                balanced = section.context_parallel_load_balance
+            if config.context_parallel_strategy == "ring" and not drops:
+                balanced = config.context_parallel_load_balance
                 o_BTNH = ring_attention(
                     q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
                     segments_BT=segments_BT, memory=memory, block_size=block_size,
@@ -204,8 +204,8 @@ class Attention(Mixer):
                 k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
             parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
         if flash:
-            assert memory is None, section
-            assert not drops, section
+            assert memory is None, config
+            assert not drops, config
             return flash_attention(
                 q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
                 segments_BT=segments_BT,
@@ -225,14 +225,14 @@ class LocalAttention(Attention):
     has_memories = False
 
     @classmethod
-    def sliding_window(cls, section: AttentionConfig) -> int | None:
-        return section.sliding_window_size
+    def sliding_window(cls, config: AttentionConfig) -> int | None:
+        return config.sliding_window_size
 
     @classmethod
-    def notes(cls, keys: ModelConfig, length: int) -> tuple[str, str]:
-        window, causal = keys.attention.sliding_window_size, keys.attention.causal
+    def notes(cls, config: ModelConfig, length: int) -> tuple[str, str]:
+        window, causal = config.attention.sliding_window_size, config.attention.causal
         counted = average_keys_visible(length, causal=causal, window=window)
-        multiplied = average_keys_computed(keys.attention, length, window)
+        multiplied = average_keys_computed(config.attention, length, window)
         return (
             f"in local layers, of a window of {window:,}, {counted:,.6g}",
             f"in local layers with {multiplied:,.6g}",

@@ -160,21 +160,19 @@ def _local_attention(
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 
-def softmax_windows(section: ModelConfig) -> list[int | None]:
+def softmax_windows(config: ModelConfig) -> list[int | None]:
     """Returns W of each layer with softmax attention; None is full attention."""
-    mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
+    mixers = ((lookup("mixer", layer.config.block.mixer), layer) for layer in config.layers)
     return [
-        mixer.sliding_window(layer.section.attention)
-        for mixer, layer in mixers
-        if mixer.has_softmax
+        mixer.sliding_window(layer.config.attention) for mixer, layer in mixers if mixer.has_softmax
     ]
 
 
-def prepend_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
+def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
     """Prepends memories to keys or values, [B, K, M + S, H]."""
-    kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
-    kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
-    return jnp.concatenate([kept, x_BKSH], axis=-2)
+    memory_KMH = memory_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
+    memories = jnp.broadcast_to(memory_KMH, (*x_BKSH.shape[:-3], *memory_KMH.shape))
+    return jnp.concatenate([memories, x_BKSH], axis=-2)
 
 
 def kv_head_repeats(
@@ -211,9 +209,9 @@ def attend(
     if memory is not None:
         # Memories precede the tokens, at distance 0.
         keys, values = prepend_memories(memory[0], keys), prepend_memories(memory[1], values)
-        left = ((0, 0), (0, 0), (len(memory[0]), 0))
-        mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
-        distance_BTS = jnp.pad(distance_BTS, left)
+        padding = ((0, 0), (0, 0), (len(memory[0]), 0))
+        mask_BTS = jnp.pad(mask_BTS, padding, constant_values=True)
+        distance_BTS = jnp.pad(distance_BTS, padding)
     # One matrix per group: plain matmuls are fast on CPU.
     scale = spec.scale_for(head_dim)
     q_BKRH = (
@@ -227,9 +225,9 @@ def attend(
         scores_BKRS = spec.soft_cap * jnp.tanh(scores_BKRS / spec.soft_cap)
     if spec.slopes_N is not None:
         slopes_KG11 = spec.slopes_N.reshape(num_kv_heads, group, 1, 1)
-        far_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
-        bias = (slopes_KG11 * far_B11TS).reshape(
-            far_B11TS.shape[0], num_kv_heads, group * length, far_B11TS.shape[-1]
+        abs_distance_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
+        bias = (slopes_KG11 * abs_distance_B11TS).reshape(
+            abs_distance_B11TS.shape[0], num_kv_heads, group * length, abs_distance_B11TS.shape[-1]
         )
         scores_BKRS = scores_BKRS - (bias[0] if keys.ndim == 3 else bias)
     mask_BKRS = jnp.tile(mask_BTS, (1, group, 1))[:, None]

@@ -12,24 +12,22 @@ def average_keys_visible(length: int, *, causal: bool, window: int | None = None
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
-def average_keys_computed(
-    section: AttentionConfig, length: int, window: int | None = None
-) -> float:
+def average_keys_computed(config: AttentionConfig, length: int, window: int | None = None) -> float:
     """Returns the average keys multiplied per query, masked ones included."""
-    if section.attention == "flash" and length % TILE == 0:
-        return flash_keys_multiplied(length, causal=section.causal, window=window)
+    if config.attention == "flash" and length % TILE == 0:
+        return flash_keys_multiplied(length, causal=config.causal, window=window)
     if window is not None:
-        rows = window_blocks(window, length, causal=section.causal)
+        rows = window_blocks(window, length, causal=config.causal)
         if rows is None:
             return float(length)
-        return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length
-    block = query_block(section, length)
+        return -(-length // rows) * rows * rows * (2 if config.causal else 3) / length
+    block = query_block(config, length)
     ends = ((start, min(start + block, length)) for start in range(0, length, block))
     return sum((end - start) * end for start, end in ends) / length
 
 
-def query_block(section: AttentionConfig, length: int) -> int:
+def query_block(config: AttentionConfig, length: int) -> int:
     """Returns the query rows per block of dot_product_attention."""
-    if section.attention == "dot_product" or not section.causal:
+    if config.attention == "dot_product" or not config.causal:
         return length
-    return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)
+    return min(max(config.attention_block_size, -(-length // MAX_BLOCKS)), length)

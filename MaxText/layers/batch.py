@@ -19,9 +19,9 @@ class Batch:
     segments_BT: Any = None  # int32 document from 1, bounds attention; 0: padding; None: only one
 
 
-def batch_shapes(num_rows: int, length: int, with_documents: bool) -> Batch:
+def batch_shapes(batch_size: int, length: int, with_documents: bool) -> Batch:
     """Returns the shapes of a batch, for compilation before data is read."""
-    ids = jax.ShapeDtypeStruct((num_rows, length), np.int32)
-    weights = jax.ShapeDtypeStruct((num_rows, length), np.float32)
+    ids = jax.ShapeDtypeStruct((batch_size, length), np.int32)
+    weights = jax.ShapeDtypeStruct((batch_size, length), np.float32)
     documents = ids if with_documents else None
     return Batch(ids, ids, weights, documents, documents)

@@ -26,10 +26,10 @@ class Block(nnx.Module):
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
-        section = layer.section
-        self.dropout_rate = section.dropout.rate("residual")
-        self.path_rate = section.dropout.rate("path")
-        self.path_ramps = section.dropout.drop_path_schedule == "linear"
+        config = layer.config
+        self.dropout_rate = config.dropout.rate("residual")
+        self.path_rate = config.dropout.rate("path")
+        self.path_ramps = config.dropout.drop_path_schedule == "linear"
         self.num_layers = layer.dimensions.num_layers
         self.build_mixer(layer, init, rngs)
         self.build_feed_forward(layer, init, rngs)
@@ -40,18 +40,18 @@ class Block(nnx.Module):
 
     @classmethod
     def mixer_class(cls, layer: LayerConfig) -> type[Mixer]:
-        return lookup("mixer", layer.section.block.mixer)
+        return lookup("mixer", layer.config.block.mixer)
 
     def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         self.pre_mlp_layer_norm = self.norm(layer, init, rngs)
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
 
     def feed_forward_class(self, layer: LayerConfig) -> type[FeedForward]:
-        return lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
+        return lookup("feed_forward", layer.config.feed_forward.feed_forward_type)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
-        own = layer.section.block
-        return make_norm(own, init, rngs, parametric=own.block_norm_parametric)
+        config = layer.config.block
+        return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
 
     def __call__(
         self, inputs: LayerInputs, context: Context, state: Any = None
@@ -75,12 +75,12 @@ class Block(nnx.Module):
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
             if state is not None:
-                found = mixer.decode_step(x_BTD, state, context)
-                out, state = check_output(mixer, "decode_step", found, normed[0])
+                output = mixer.decode_step(x_BTD, state, context)
+                out, state = check_output(mixer, "decode_step", output, normed[0])
                 return out, {}, state
             if context.capacity is not None:
-                found = mixer.prefill(x_BTD, context)
-                out, state = check_output(mixer, "prefill", found, normed[0])
+                output = mixer.prefill(x_BTD, context)
+                out, state = check_output(mixer, "prefill", output, normed[0])
                 return out, {}, state
             return *check_output(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 

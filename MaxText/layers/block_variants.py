@@ -20,17 +20,17 @@ _MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the oth
 
 
 def block_class(layer: LayerConfig) -> type[Block]:
-    own = layer.section.block
-    bases: list[type[Block]] = [ParallelBlock if own.block_arrangement == "parallel" else Block]
-    if own.mixer == "none":
+    block = layer.config.block
+    bases: list[type[Block]] = [ParallelBlock if block.block_arrangement == "parallel" else Block]
+    if block.mixer == "none":
         bases = [BlockWithoutMixer]
-    elif layer.section.attention.static_sgu:
+    elif layer.config.attention.static_sgu:
         bases.append(WithStaticSGU)
-    if layer.section.dense_connections.mixes_attention_inputs and own.mixer != "none":
+    if layer.config.dense_connections.mixes_attention_inputs and block.mixer != "none":
         bases.append(WithSeparateNorms)
-    if own.use_macaron:
+    if block.use_macaron:
         bases.append(Macaron)
-    if own.use_rezero:
+    if block.use_rezero:
         bases.append(ReZero)
     return combine(*reversed(bases))
 
@@ -42,7 +42,7 @@ def combine(*bases: type) -> Any:
 
 
 def mixer_class(layer: LayerConfig) -> type[Mixer] | None:
-    if layer.section.block.mixer == "none":
+    if layer.config.block.mixer == "none":
         return None
     return block_class(layer).mixer_class(layer)
 
@@ -53,7 +53,7 @@ class ParallelBlock(Block):
     not_recomputed = ("self_attention", "mlp")
 
     def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        if not layer.section.block.parallel_residual_shared_norm:
+        if not layer.config.block.parallel_residual_shared_norm:
             return super().build_feed_forward(layer, init, rngs)
         self.pre_mlp_layer_norm = None
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
@@ -77,8 +77,8 @@ class BlockWithoutMixer(Block):
     """y = x + mlp(norm(x))."""
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        self.doubles = layer.section.attention.gpt_neo_none_attention_bug
-        self.is_parallel = layer.section.block.block_arrangement == "parallel"
+        self.doubles = layer.config.attention.gpt_neo_none_attention_bug
+        self.is_parallel = layer.config.block.block_arrangement == "parallel"
 
     def __call__(
         self, inputs: LayerInputs, context: Context, state: Any = None
@@ -101,25 +101,25 @@ class WithSeparateNorms(Block):
     """Separate inputs and norms of q, k and v."""
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
-        for way in "qkv":
-            setattr(self, self._name(way), self.norm(layer, init, rngs))
+        for stream in "qkv":
+            setattr(self, self._name(stream), self.norm(layer, init, rngs))
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BTD, k_BTD, v_BTD = (
-            x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(way))(x)
-            for way, x in zip("qkv", inputs[:3], strict=True)
+            x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(stream))(x)
+            for stream, x in zip("qkv", inputs[:3], strict=True)
         )
         return q_BTD, k_BTD, v_BTD
 
     @property
     def stream_norms(self) -> dict[str, nnx.Module]:
-        norms = {way: getattr(self, self._name(way)) for way in "qkv"}
-        return {way: norm for way, norm in norms.items() if not isinstance(norm, Identity)}
+        norms = {stream: getattr(self, self._name(stream)) for stream in "qkv"}
+        return {stream: norm for stream, norm in norms.items() if not isinstance(norm, Identity)}
 
     @staticmethod
-    def _name(way: str) -> str:
-        return f"pre_self_attention_layer_norm_{way}"
+    def _name(stream: str) -> str:
+        return f"pre_self_attention_layer_norm_{stream}"
 
 
 class Macaron(Block):
@@ -127,9 +127,9 @@ class Macaron(Block):
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
-        section = layer.section
-        self.macaron_mlp = PlainMLP(section.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
-        has_norm = section.block.macaron_prenorm
+        config = layer.config
+        self.macaron_mlp = PlainMLP(config.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
+        has_norm = config.block.macaron_prenorm
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
     def __call__(
@@ -152,11 +152,11 @@ class ReZero(Block):
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
-        own = layer.section.block
-        if own.mixer != "none":
+        block = layer.config.block
+        if block.mixer != "none":
             self.attention_gate = ReZeroScale(init, rngs)
         self.mlp_gate = ReZeroScale(init, rngs)
-        if own.use_macaron and own.macaron_prenorm:
+        if block.use_macaron and block.macaron_prenorm:
             self.macaron_gate = ReZeroScale(init, rngs)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:

@@ -55,8 +55,8 @@ class Context:
 
         def part(number: jax.Array) -> Context:
             def own(x: jax.Array) -> jax.Array:
-                place = 0 if x.shape[0] == 1 else number
-                return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+                index = 0 if x.shape[0] == 1 else number
+                return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
             segments_BT, rotary = jax.tree.map(own, per_row)
             key = self.dropout_key

@@ -43,49 +43,49 @@ class Decoder(nnx.Module):
 
     rows: ClassVar = {"token_embedder": "token embedding"}
 
-    def __init__(self, section: ModelConfig, rngs: nnx.Rngs):
-        assert section.numerics.dtype != "auto", "resolve backend defaults first"
-        assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
-        dimensions = section.shape.dimensions
-        precision = section.numerics.matmul_precision
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        assert config.numerics.dtype != "auto", "resolve backend defaults first"
+        assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
+        dimensions = config.shape.dimensions
+        precision = config.numerics.matmul_precision
         init = Init(
             dimensions=dimensions,
-            initializers=initializers(section.initialization, dimensions),
-            dtype=jnp.dtype(section.numerics.dtype),
-            weight_dtype=jnp.dtype(section.numerics.weight_dtype),
+            initializers=initializers(config.initialization, dimensions),
+            dtype=jnp.dtype(config.numerics.dtype),
+            weight_dtype=jnp.dtype(config.numerics.weight_dtype),
             precision=None if precision == "default" else precision,
-            zero_centered_norms=section.block.normalization_zero_centered,
+            zero_centered_norms=config.block.normalization_zero_centered,
         )
         D, V = dimensions.emb_dim, dimensions.vocab_size
-        self.section = section
+        self.config = config
         self.dtype = init.dtype
-        scale = math.sqrt(D) if section.embedding.scale_embedding else None
-        used_in = jnp.dtype(jnp.float32) if section.head.logits_dot_in_fp32 else None
+        scale = math.sqrt(D) if config.embedding.scale_embedding else None
+        used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole = LayerConfig(section, dimensions)
-        position = lookup("position", section.position.position_embedding)
-        self.position_embedder = position.build(whole, init, rngs)
-        layers = section.layers
-        quantizer = Quantizer(section.numerics)
+        whole_model = LayerConfig(config, dimensions)
+        position = lookup("position", config.position.position_embedding)
+        self.position_embedder = position.build(whole_model, init, rngs)
+        layers = config.layers
+        quantizer = Quantizer(config.numerics)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
-            own = dataclasses.replace(init, dimensions=layer.dimensions)
-            return quantizer.quantize(block_class(layer)(layer, own, rngs))
+            layer_init = dataclasses.replace(init, dimensions=layer.dimensions)
+            return quantizer.quantize(block_class(layer)(layer, layer_init, rngs))
 
         self.layers, self.blueprint = stack(
-            block, section.layer_plan, rngs, shared=section.block.share_layer_params
+            block, config.layer_plan, rngs, shared=config.block.share_layer_params
         )
         quantizer.check()
-        self.connections = lookup("connection", section.connection).build(whole, init, rngs)
-        kind = section.head.final_normalization_type
+        self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
+        kind = config.head.final_normalization_type
         self.decoder_norm = (
-            make_norm(section.block, init, rngs, kind=None if kind == "auto" else kind)
-            if section.head.final_norm
+            make_norm(config.block, init, rngs, kind=None if kind == "auto" else kind)
+            if config.head.final_norm
             else None
         )
-        head, own_keys = head_and_layer(section)
-        self.head = head.build(own_keys, init, rngs)
+        head, head_config = head_and_layer(config)
+        self.head = head.build(head_config, init, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V]."""
@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns final hidden states h_BTD, and auxiliary losses as sums."""
-        memory = self.section.memory
+        memory = self.config.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
             positions_BT = _positions(batch.tokens_BT)
@@ -125,29 +125,29 @@ class Decoder(nnx.Module):
                 f"{NO_STAGES}"
             )
 
-        def apply(layer: Block, carried: Any, context: Context, index: jax.Array | int):
-            return self._layer(layer, carried, context, index, None)[:2]
+        def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
+            return self._layer(layer, carry, context, index, None)[:2]
 
-        carried = self.connections.begin(x_BTD)
+        carry = self.connections.begin(x_BTD)
         if num_stages > 1:
-            carried, scalars = pipeline_apply(
+            carry, scalars = pipeline_apply(
                 self.layers,
                 self.blueprint,
-                carried,
+                carry,
                 context,
                 apply,
-                schedule=self.section.pipeline_schedule(num_stages),
+                schedule=self.config.pipeline_schedule(num_stages),
                 policy=memory.remat_policy,
             )
         else:
-            carried, scalars = apply_scanned(
+            carry, scalars = apply_scanned(
                 self.layers,
                 self.blueprint,
-                carried,
-                lambda layer, carried, index: apply(layer, carried, context, index),
+                carry,
+                lambda layer, carry, index: apply(layer, carry, context, index),
                 memory.remat_policy,
             )
-        x_BTD = self.connections.end(carried)
+        x_BTD = self.connections.end(carry)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -181,8 +181,8 @@ class Decoder(nnx.Module):
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
-        own = None if states is None else states[:-1]
-        output = self._unrolled(x_BTD, context, own, "none")
+        layer_states = None if states is None else states[:-1]
+        output = self._unrolled(x_BTD, context, layer_states, "none")
         h_BTD = self._normalized(self._last(output, "none"))
         earlier = None if states is None else states[-1]
         return h_BTD, (*output.states, self.head.state(h_BTD, tokens_BT, context, earlier))
@@ -190,9 +190,9 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
     ) -> LayersOutput:
-        def apply(layer: Block, carried: Any, index: int, state: Any):
+        def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
-                return self._layer(layer, carried, context, index, state)
+                return self._layer(layer, carry, context, index, state)
 
         return apply_unrolled(
             self.layers,
@@ -205,19 +205,19 @@ class Decoder(nnx.Module):
         )
 
     def _layer(
-        self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
+        self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        # With a residual stream all inputs are `carried`, and y_BTD is carried on. Read inside the
+        # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
-        inputs, rest = self.connections.read(index, carried, layer.stream_norms)
+        inputs, rest = self.connections.read(index, carry, layer.stream_norms)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         after = self.connections.write(index, rest, y_BTD, context.shared)
-        return self.connections.checked(carried, after), scalars, state
+        return self.connections.checked(carry, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
-        return apply_remat(self.connections.end, policy, in_scan=False)(output.carried)
+        return apply_remat(self.connections.end, policy, in_scan=False)(output.carry)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
@@ -226,7 +226,7 @@ class Decoder(nnx.Module):
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
-        return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
+        return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
         """Returns the head's state of the whole sequence, an argument of `logits`."""

@@ -1,6 +1,6 @@
 """Dense depth connections: layers read sums of all earlier hidden states.
 
-Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources, K hidden width.
+Legend: B sequences, T tokens, D emb_dim, C streams, S sources, K hidden width.
 """
 
 import functools
@@ -56,41 +56,41 @@ class DenseConnections(Connection):
     rows = "dense connections"
     not_recomputed = ("after",)
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
-        section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
-        self.section = section
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
+        dense, epsilon = config.dense_connections, config.block.normalization_layer_epsilon
+        self.config = dense
         self.epsilon = epsilon
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.num_layers = num_layers
         self.after = nnx.Dict(
             {
-                str(depth): DepthAggregate(section, depth, epsilon, init, rngs)
+                str(depth): DepthAggregate(dense, depth, epsilon, init, rngs)
                 for depth in range(1, num_layers + 1)
-                if section.stands_after(depth)
+                if dense.stands_after(depth)
             }
         )
         # The last aggregation is read outside of the layers, and so saved anyway.
-        made_again = [one for one in self.after.values() if one.depth < num_layers]
-        for one in made_again[max(0, len(made_again) - section.dense_saved_aggregates) :]:
-            one.kept = True
+        recomputed = [one for one in self.after.values() if one.depth < num_layers]
+        for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
+            one.is_saved = True
         self.source_norm = (
-            PreNormScales((num_layers + 1, D), init, rngs) if section.mudd_prenorm else None
+            PreNormScales((num_layers + 1, D), init, rngs) if dense.mudd_prenorm else None
         )
 
     @classmethod
-    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        section, num_layers = keys.dense_connections, dimensions.num_layers
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        dense, num_layers = config.dense_connections, dimensions.num_layers
         sums = {
             depth: 2.0
             * dimensions.emb_dim
-            * len(_ways(section, depth, num_layers))
-            * len(section.sources(depth))
+            * len(_streams(dense, depth, num_layers))
+            * len(dense.sources(depth))
             for depth in range(1, num_layers + 1)
-            if section.stands_after(depth)
+            if dense.stands_after(depth)
         }
         # The backward pass of the last aggregation does not read its result.
-        kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
-        if section.dense_saved_aggregates:
+        kept = sums.get(num_layers, 0.0) if dense.mudd_postnorm == "none" else 0.0
+        if dense.dense_saved_aggregates:
             kept = math.nan
         return {"depth aggregation": Flops(sum(sums.values()), kept=kept)}
 
@@ -98,24 +98,24 @@ class DenseConnections(Connection):
         return (LayerOutput(x_BTD),)
 
     def read(
-        self, index: int, carried: LayerOutputs, norms: Mapping[str, nnx.Module]
+        self, index: int, carry: LayerOutputs, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, LayerOutputs]:
         """Returns layer `index`'s inputs, fusing `norms` if profitable."""
-        sources, x_BTD = carried, carried[-1].x_BTD
+        sources, x_BTD = carry, carry[-1].x_BTD
         if str(index) not in self.after:
             return LayerInputs.all(x_BTD), sources
         scales = None if self.source_norm is None else self.source_norm.factors()
         sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
-        return LayerInputs(*(sums.get(way, rest) for way in LayerInputs._fields)), sources
+        return LayerInputs(*(sums.get(stream, rest) for stream in LayerInputs._fields)), sources
 
     def write(
-        self, index: int, carried: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
+        self, index: int, carry: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
     ) -> LayerOutputs:
-        return (*carried, LayerOutput(y_BTD))
+        return (*carry, LayerOutput(y_BTD))
 
-    def end(self, carried: LayerOutputs) -> jax.Array:
-        return self.read(self.num_layers, carried, {})[0].r
+    def end(self, carry: LayerOutputs) -> jax.Array:
+        return self.read(self.num_layers, carry, {})[0].r
 
 
 class PreNormScales(nnx.Module):
@@ -143,43 +143,41 @@ class DepthAggregate(nnx.Module):
 
     not_recomputed = ("wi",)  # every policy saves x W1
 
-    def __init__(
-        self, section: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs):
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
-        self.section = section
+        self.config = config
         self.depth = depth
         self.epsilon = epsilon
-        self.sources = section.sources(depth)
-        self.kept = False  # whether its results are saved for the backward pass
-        self.ways = _ways(section, depth, num_layers)
-        C, S = len(self.ways), len(self.sources)
-        if not section.dense_dynamic:
+        self.sources = config.sources(depth)
+        self.is_saved = False  # whether its results are saved for the backward pass
+        self.streams = _streams(config, depth, num_layers)
+        C, S = len(self.streams), len(self.sources)
+        if not config.dense_dynamic:
             self.norm = self.wi = self.wo = None
         else:
-            width = C * S * (section.dynamic_dense_last_layer_expand if depth == num_layers else 1)
-            K = _round_hidden_width(width, section.dense_hidden_rounding)
-            self.norm = RMSNorm(D, epsilon, init, rngs, parametric=section.mudd_prenorm)
+            width = C * S * (config.dynamic_dense_last_layer_expand if depth == num_layers else 1)
+            K = _round_hidden_width(width, config.dense_hidden_rounding)
+            self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
             draw = init.initializers.connection
             self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)
             self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
         self.static = (
             param(rngs, (C, S), (None, None), constant(self._identity()), dtype=init.weight_dtype)
-            if section.dense_static
+            if config.dense_static
             else None
         )
         self.post_norms = nnx.Dict(
             {
-                way: RMSNorm(D, epsilon, init, rngs, initial=0.001)
-                for way in self.ways
-                if section.mudd_postnorm == "all"
-                or (section.mudd_postnorm == "residual" and way == "r")
+                stream: RMSNorm(D, epsilon, init, rngs, initial=0.001)
+                for stream in self.streams
+                if config.mudd_postnorm == "all"
+                or (config.mudd_postnorm == "residual" and stream == "r")
             }
         )
 
     def _identity(self) -> np.ndarray:
-        identity = np.zeros((len(self.ways), len(self.sources)), np.float32)
-        if not self.section.adds:
+        identity = np.zeros((len(self.streams), len(self.sources)), np.float32)
+        if not self.config.adds:
             identity[:, -1] = 1.0
         return identity
 
@@ -196,7 +194,7 @@ class DepthAggregate(nnx.Module):
         kernel_DK = self.wi.kernel[...]
         if self.norm.scale is not None:
             kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
-        hidden_BTK = ACTIVATIONS[self.section.dynamic_dense_act_cls](
+        hidden_BTK = ACTIVATIONS[self.config.dynamic_dense_act_cls](
             rms_norm_matmul(
                 x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
             )
@@ -209,28 +207,30 @@ class DepthAggregate(nnx.Module):
         """Returns y_BTD or PreNormalized by stream, and the sources to carry on."""
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
-        chosen = [sources[place] for place in self.sources]
+        selected = [sources[index] for index in self.sources]
         if scales_SD is not None:
             scales_SD = scales_SD[np.array(self.sources)]
-            chosen = [self._normalized(*one) for one in zip(chosen, scales_SD, strict=True)]
+            selected = [self._normalized(*one) for one in zip(selected, scales_SD, strict=True)]
             # The inverse RMS is folded into the weights.
-            inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
+            inverse_rms = [s.inverse_rms_BT1 for s in selected if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
-        mixed = aggregate(
+        aggregated = aggregate(
             weights_BTCS,
-            [source.x_BTD for source in chosen],
-            self.section.dense_aggregation_impl,
+            [source.x_BTD for source in selected],
+            self.config.dense_aggregation_impl,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
         )
-        factors = {way: norm.factors() for way, norm in self.post_norms.items()}
-        outputs = self.outputs(mixed.sums, x_BTD, factors, fused)
-        passed_on = list(sources)
-        for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            passed_on[place] = source._replace(x_BTD=state_BTD)
-        return outputs, tuple(passed_on)
+        factors = {stream: norm.factors() for stream, norm in self.post_norms.items()}
+        outputs = self.outputs(aggregated.sums, x_BTD, factors, fused)
+        new_sources = list(sources)
+        for index, source, state_BTD in zip(
+            self.sources, selected, aggregated.sources, strict=True
+        ):
+            new_sources[index] = source._replace(x_BTD=state_BTD)
+        return outputs, tuple(new_sources)
 
     def outputs(
         self,
@@ -241,32 +241,32 @@ class DepthAggregate(nnx.Module):
     ) -> dict[str, Any]:
         """Returns y_BTD by stream, PreNormalized if its norm was fused."""
         outputs: dict[str, Any] = {}
-        for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
-            if way in post_norms:
-                y_BTD = rms_normalize(y_BTD, post_norms[way], self.epsilon)
-            if self.section.adds:
+        for index, (stream, y_BTD) in enumerate(zip(self.streams, sums, strict=True)):
+            if stream in post_norms:
+                y_BTD = rms_normalize(y_BTD, post_norms[stream], self.epsilon)
+            if self.config.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, *HIDDEN)
-            if self.kept:
+            if self.is_saved:
                 y_BTD = checkpoint_name(y_BTD, "depth_aggregate")
-            outputs[way] = PreNormalized(y_BTD) if place in fused.ways else y_BTD
+            outputs[stream] = PreNormalized(y_BTD) if index in fused.streams else y_BTD
         return outputs
 
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
-        candidates = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
-        chosen = [(place, norm) for place, norm in candidates if isinstance(norm, RMSNorm)]
+        candidates = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
+        selected = [(index, norm) for index, norm in candidates if isinstance(norm, RMSNorm)]
         if (
-            not chosen
-            or self.section.adds
-            or not supports_fused_norms(self.section.dense_aggregation_impl, x_BTD)
+            not selected
+            or self.config.adds
+            or not supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
         ):
             return NO_NORMS, None
-        places, modules = zip(*chosen, strict=True)
+        indices, modules = zip(*selected, strict=True)
         factors_MD = jnp.stack([module.factors() for module in modules])
-        return Norms(places, modules[0].epsilon), factors_MD
+        return Norms(indices, modules[0].epsilon), factors_MD
 
     def _normalized(self, source: LayerOutput, scale_D: jax.Array) -> LayerOutput:
         if source.inverse_rms_BT1 is not None:
@@ -275,8 +275,8 @@ class DepthAggregate(nnx.Module):
         return LayerOutput(scale_grad_only(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
 
 
-def _ways(section: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
-    return ("r",) if depth == num_layers else section.dense_streams
+def _streams(config: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
+    return ("r",) if depth == num_layers else config.dense_streams
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -300,9 +300,9 @@ def _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision):
     return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
 
 
-def _rms_norm_matmul_backward(epsilon, precision, kept, grad_y_BTK):
+def _rms_norm_matmul_backward(epsilon, precision, residuals, grad_y_BTK):
     del epsilon
-    x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
+    x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = residuals
     grad_y_BTK = grad_y_BTK.astype(jnp.float32)
     grad_product_BTK = (inverse_rms_BT1 * grad_y_BTK).astype(x_BTD.dtype)
     grad_kernel_DK = einsum_f32("btd,btk->dk", x_BTD, grad_product_BTK, precision)

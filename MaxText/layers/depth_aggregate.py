@@ -4,7 +4,7 @@ The cost is the memory traffic of the sources. Each aggregation passes its sourc
 gradients come back through the same chain: those of an aggregation are added to those of later
 ones, one read and one write for all streams.
 
-Legend: C streams (ways), S sources, N = B * T tokens, K = C * S weights, M streams with a norm.
+Legend: C streams, S sources, N = B * T tokens, K = C * S weights, M streams with a norm.
 """
 
 import functools
@@ -28,10 +28,10 @@ def chip_memory(device_kind: str) -> int:
     return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
-def vmem_bytes_per_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
+def vmem_bytes_per_token(num_sources: int, num_streams: int, bytes_of_state: int) -> int:
     """Returns the largest VMEM per token of a kernel's tile, in bytes."""
     # Sources and gradients in and out, double-buffered; as much per stream; and weights.
-    return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
+    return 6 * (num_sources + num_streams) * bytes_of_state + 1120 * num_sources
 
 
 def kernel_unsupported_reason(
@@ -43,16 +43,16 @@ def kernel_unsupported_reason(
     if emb_dim % KERNEL_WIDTH:
         return f"emb_dim {emb_dim} is not a multiple of {KERNEL_WIDTH}"
     # The rest is for buffers that do not grow with tokens, and for the compiler's own.
-    needed, most = KERNEL_TOKENS * bytes_per_token, chip_memory(device_kind) * 7 // 8
-    if needed > most:
-        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB of VMEM"
+    needed, limit = KERNEL_TOKENS * bytes_per_token, chip_memory(device_kind) * 7 // 8
+    if needed > limit:
+        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {limit >> 20} MiB of VMEM"
     return None
 
 
 class Norms(NamedTuple):
     """RMS norms to fuse: y / sqrt(mean(y^2) + eps) * factor."""
 
-    ways: tuple[int, ...] = ()  # indices of the normalized streams
+    streams: tuple[int, ...] = ()  # indices of the normalized streams
     epsilon: float = 0.0
 
 
@@ -107,8 +107,8 @@ def _scale_grad_only_forward(x_BTD, scale_D):
     return x_BTD, (x_BTD, scale_D)
 
 
-def _scale_grad_only_backward(kept, gradient_BTD):
-    x_BTD, scale_D = kept
+def _scale_grad_only_backward(residuals, gradient_BTD):
+    x_BTD, scale_D = residuals
     gradient_BTD = gradient_BTD.astype(jnp.float32)
     grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
     return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
@@ -121,7 +121,7 @@ scale_grad_only.defvjp(_scale_grad_only_forward, _scale_grad_only_backward)
 def _aggregate(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
     if form == "kernel":
         return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
-    assert not norms.ways
+    assert not norms.streams
     # Without a barrier XLA recomputes a sum inside each operation that reads it.
     return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources
 
@@ -131,21 +131,21 @@ def _aggregate_forward(form, norms, *arguments):
     return _aggregate(form, norms, *arguments), arguments
 
 
-def _aggregate_backward(form, norms, kept, gradients):
-    weights_BTCS, sources, scales_SD, factors_MD = kept
+def _aggregate_backward(form, norms, residuals, gradients):
+    weights_BTCS, sources, scales_SD, factors_MD = residuals
     grad_sums, accumulated = gradients
     grad_sums = [_array(g) for g in grad_sums]
     added = None if all(map(is_zero, accumulated)) else [*map(_array, accumulated)]
     if form != "kernel":
         differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
         grad_sums = jax.lax.optimization_barrier(grad_sums)
-        found = differentiate(weights_BTCS, sources, scales_SD, grad_sums, added)
-        return *found, None, None
-    given = _operands(weights_BTCS, sources, scales_SD, factors_MD) | {"grad_sums": grad_sums}
+        grads = differentiate(weights_BTCS, sources, scales_SD, grad_sums, added)
+        return *grads, None, None
+    operands = _operands(weights_BTCS, sources, scales_SD, factors_MD) | {"grad_sums": grad_sums}
     if added is not None:
-        given["accumulated"] = added
-    found = _kernel_gradients(norms, given)
-    return found["grad_weights"], found["grad_sources"], None, found.get("grad_factors")
+        operands["accumulated"] = added
+    grads = _kernel_gradients(norms, operands)
+    return grads["grad_weights"], grads["grad_sources"], None, grads.get("grad_factors")
 
 
 _aggregate.defvjp(_aggregate_forward, _aggregate_backward, symbolic_zeros=True)
@@ -167,10 +167,10 @@ def _to_f32(arrays, scales_SD=None):
 def _sum(weights_BTCS, sources, scales_SD):
     floats = _to_f32(sources, scales_SD)
     return [
-        _sum_terms(weights_BTCS[:, :, way, s, None] * x for s, x in enumerate(floats)).astype(
+        _sum_terms(weights_BTCS[:, :, c, s, None] * x for s, x in enumerate(floats)).astype(
             sources[0].dtype
         )
-        for way in range(weights_BTCS.shape[2])
+        for c in range(weights_BTCS.shape[2])
     ]
 
 
@@ -181,7 +181,7 @@ def _sum_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
     )
     new = []
     for s, source in enumerate(sources):
-        total = _sum_terms(weights_BTCS[:, :, way, s, None] * g for way, g in enumerate(grad_sums))
+        total = _sum_terms(weights_BTCS[:, :, c, s, None] * g for c, g in enumerate(grad_sums))
         if accumulated is not None:
             total = total + accumulated[s].astype(jnp.float32)
         new.append(total.astype(source.dtype))
@@ -209,59 +209,59 @@ def _sum_terms(terms) -> jax.Array:
 
 
 def _operands(weights, sources, scales, factors) -> dict[str, Any]:
-    given = {"weights": weights, "sources": sources, "scales": scales, "factors": factors}
-    return {name: x for name, x in given.items() if x is not None}
+    operands = {"weights": weights, "sources": sources, "scales": scales, "factors": factors}
+    return {name: x for name, x in operands.items() if x is not None}
 
 
 def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     from MaxText.layers import depth_aggregate_kernel  # here, as Pallas takes a second to import
 
-    def run(given, **axes):
+    def run(operands, **axes):
         del axes
-        sums = depth_aggregate_kernel.forward(_flat(given), _backend(), norms)
-        return [y_ND.reshape(given["sources"][0].shape) for y_ND in sums]
+        sums = depth_aggregate_kernel.forward(_flat(operands), _backend(), norms)
+        return [y_ND.reshape(operands["sources"][0].shape) for y_ND in sums]
 
-    given = _operands(weights_BTCS, sources, scales_SD, factors_MD)
-    return _shard_map(run, lambda state, _: state, given)
+    operands = _operands(weights_BTCS, sources, scales_SD, factors_MD)
+    return _shard_map(run, lambda state, _: state, operands)
 
 
-def _kernel_gradients(norms, given):
+def _kernel_gradients(norms, operands):
     from MaxText.layers import depth_aggregate_kernel
 
-    def run(given, token_axes=(), dim_axes=()):
-        found = depth_aggregate_kernel.backward(_flat(given), _backend(), norms)
+    def run(operands, token_axes=(), dim_axes=()):
+        grads = depth_aggregate_kernel.backward(_flat(operands), _backend(), norms)
         # Sums over sharded dimensions or tokens are partial on each device.
         if dim_axes:
-            found["grad_weights"] = jax.lax.psum(found["grad_weights"], dim_axes)
-        if norms.ways and token_axes:
-            found["grad_factors"] = jax.lax.psum(found["grad_factors"], token_axes)
-        found["grad_weights"] = found["grad_weights"].reshape(given["weights"].shape)
-        shape = given["sources"][0].shape
-        return found | {"grad_sources": [x.reshape(shape) for x in found["grad_sources"]]}
+            grads["grad_weights"] = jax.lax.psum(grads["grad_weights"], dim_axes)
+        if norms.streams and token_axes:
+            grads["grad_factors"] = jax.lax.psum(grads["grad_factors"], token_axes)
+        grads["grad_weights"] = grads["grad_weights"].reshape(operands["weights"].shape)
+        shape = operands["sources"][0].shape
+        return grads | {"grad_sources": [x.reshape(shape) for x in grads["grad_sources"]]}
 
     def specs(state, weights):
         specs = {"grad_weights": weights, "grad_sources": state}
-        return specs | ({"grad_factors": PartitionSpec()} if norms.ways else {})
+        return specs | ({"grad_factors": PartitionSpec()} if norms.streams else {})
 
-    return _shard_map(run, specs, given)
+    return _shard_map(run, specs, operands)
 
 
 def _backend() -> Literal["tpu", "interpret"]:
     return "tpu" if platform() == "tpu" else "interpret"
 
 
-def _flat(given: dict[str, Any]) -> dict[str, Any]:
+def _flat(operands: dict[str, Any]) -> dict[str, Any]:
     """Flattens [B, T, ...] to [N, ...], except scales and factors."""
     return jax.tree.map(
-        lambda x: x if x.ndim == 2 else x.reshape(x.shape[0] * x.shape[1], -1), given
+        lambda x: x if x.ndim == 2 else x.reshape(x.shape[0] * x.shape[1], -1), operands
     )
 
 
-def _shard_map(run, result_specs, given: dict[str, Any]) -> Any:
+def _shard_map(run, result_specs, operands: dict[str, Any]) -> Any:
     """Runs a kernel on each device's shards, since XLA cannot partition it."""
-    sharding = current_sharding(HIDDEN, given["sources"][0].shape)
+    sharding = current_sharding(HIDDEN, operands["sources"][0].shape)
     if sharding is None:
-        return run(given)
+        return run(operands)
     batch, length, dims = state = sharding.spec
     token_axes = (*split_axes(sharding, 0), *split_axes(sharding, 1))
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
@@ -269,7 +269,7 @@ def _shard_map(run, result_specs, given: dict[str, Any]) -> Any:
     return jax.shard_map(
         functools.partial(run, token_axes=token_axes, dim_axes=split_axes(sharding, 2)),
         mesh=sharding.mesh,
-        in_specs=({name: specs.get(name, state) for name in given},),
+        in_specs=({name: specs.get(name, state) for name in operands},),
         out_specs=result_specs(state, weights),
         check_vma=False,
-    )(given)
+    )(operands)

@@ -3,7 +3,7 @@
 Each source is an operand of its own, so nothing is stacked. A program owns a few tokens with all
 their dimensions, reads each source once for all streams, and may normalize sums before writing.
 
-Legend: N tokens of all sequences, D emb_dim, C streams (ways), S sources, M normalized streams;
+Legend: N tokens of all sequences, D emb_dim, C streams, S sources, M normalized streams;
 K = C * S weights of a token.
 """
 
@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from MaxText.layers.depth_aggregate import NO_NORMS, Norms, chip_memory
 from MaxText.parallelism.logical_sharding import device_kind
 
-Target = Literal["tpu", "interpret"]
+Backend = Literal["tpu", "interpret"]
 
 TPU_ROWS = 16  # tokens of a register tile in a 16-bit format
 MAX_ROWS = {"tpu": 128, "interpret": 16}
@@ -29,28 +29,28 @@ MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions in registers at once
 Operands = dict[str, Any]
 
 
-def forward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> list[jax.Array]:
+def forward(operands: Operands, backend: Backend, norms: Norms = NO_NORMS) -> list[jax.Array]:
     """Returns norm_c(sum_s w_cs * scale_s * x_s) of each stream c, [N, D].
 
     Args:
-      given: `weights` [N, K], w_cs at c * S + s; `sources`, [N, D] each; `scales` [S, D], optional;
-        `factors` [M, D] of norms. All but sources are float32.
+      operands: `weights` [N, K], w_cs at c * S + s; `sources`, [N, D] each; `scales` [S, D],
+        optional; `factors` [M, D] of norms. All but sources are float32.
       norms: Normalized streams; N must then be a multiple of 16.
     """
-    sources = given["sources"]
-    num_weights = given["weights"].shape[1]
+    sources = operands["sources"]
+    num_weights = operands["weights"].shape[1]
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     return _call(
         functools.partial(_forward_body, norms),
-        given,
+        operands,
         {"sums": [state] * (num_weights // len(sources))},
         norms=norms,
         flops_per_number=2 * num_weights,
-        target=target,
+        backend=backend,
     )["sums"]
 
 
-def backward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> dict[str, Any]:
+def backward(operands: Operands, backend: Backend, norms: Norms = NO_NORMS) -> dict[str, Any]:
     """Returns gradients of `forward`, accumulating those of sources.
 
         grad_weights_cs = sum_D g_c * scale_s * x_s      grad_sources_s += sum_c w_cs g_c
@@ -58,30 +58,31 @@ def backward(given: Operands, target: Target, norms: Norms = NO_NORMS) -> dict[s
     g_c is the gradient of a sum before its norm, for which the sum is recomputed on chip.
 
     Args:
-      given: Arguments of `forward`; `grad_sums`, gradients of its results; optionally
+      operands: Arguments of `forward`; `grad_sums`, gradients of its results; optionally
         `accumulated`, gradients of the sources so far, whose memory is reused.
 
     Returns:
       `grad_weights` [N, K] float32; `grad_sources`, [N, D] each, of scale * x for scaled sources
       (depth_aggregate.scale_grad_only); with norms `grad_factors` [M, D] float32.
     """
-    weights, sources, num_ways = given["weights"], given["sources"], len(given["grad_sums"])
+    weights, sources = operands["weights"], operands["sources"]
+    num_streams = len(operands["grad_sums"])
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     results: dict[str, Any] = {
         "grad_sources": [state] * len(sources),
         "grad_weights": jax.ShapeDtypeStruct(weights.shape, jnp.float32),
     }
-    found = _call(
+    grads = _call(
         functools.partial(_backward_body, norms),
-        given,
+        operands,
         results,
         norms=norms,
-        flops_per_number=2 * (2 * num_ways + len(norms.ways)) * len(sources),
-        target=target,
+        flops_per_number=2 * (2 * num_streams + len(norms.streams)) * len(sources),
+        backend=backend,
     )
-    if norms.ways:
-        found["grad_factors"] = jnp.sum(found.pop(_PARTIAL_GRAD_FACTORS), axis=0)
-    return found
+    if norms.streams:
+        grads["grad_factors"] = jnp.sum(grads.pop(_PARTIAL_GRAD_FACTORS), axis=0)
+    return grads
 
 
 _PARTIAL_GRAD_FACTORS = (
@@ -91,32 +92,32 @@ _PARTIAL_GRAD_FACTORS = (
 
 def _call(
     body: Callable,
-    given: Operands,
+    operands: Operands,
     results: dict[str, Any],
     *,
     norms: Norms,
     flops_per_number: int,
-    target: Target,
+    backend: Backend,
 ) -> dict[str, Any]:
     """Runs a kernel over tiles of tokens with shared scales and factors.
 
-    `body` takes (chunk, target, input refs, result refs, scratch). "accumulated" donates its memory
+    `body` takes (chunk, backend, input refs, result refs, scratch). "accumulated" donates its memory
     to "grad_sources", for which both must come first by name.
     """
-    num_tokens, emb_dim = given["sources"][0].shape
+    num_tokens, emb_dim = operands["sources"][0].shape
 
     def num_bytes(x) -> int:
         return x.size * x.dtype.itemsize
 
-    fixed = sum(num_bytes(given[name]) for name in ("scales", "factors") if name in given)
-    per_token = [x for x in jax.tree.leaves((given, results)) if x.shape[0] == num_tokens]
+    fixed = sum(num_bytes(operands[name]) for name in ("scales", "factors") if name in operands)
+    per_token = [x for x in jax.tree.leaves((operands, results)) if x.shape[0] == num_tokens]
     bytes_per_token = sum(map(num_bytes, per_token)) // num_tokens
-    in_scratch = 4 * emb_dim * len(norms.ways)
-    rows = _rows(num_tokens, 2 * bytes_per_token + in_scratch, target)
+    in_scratch = 4 * emb_dim * len(norms.streams)
+    rows = _rows(num_tokens, 2 * bytes_per_token + in_scratch, backend)
     tiles = pl.cdiv(num_tokens, rows)
 
-    if norms.ways and "grad_weights" in results:
-        shape = (tiles, len(norms.ways), emb_dim)
+    if norms.streams and "grad_weights" in results:
+        shape = (tiles, len(norms.streams), emb_dim)
         results = results | {_PARTIAL_GRAD_FACTORS: jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def spec(name: str, x) -> pl.BlockSpec:
@@ -133,35 +134,35 @@ def _call(
         }
 
     options: dict[str, Any] = {}
-    if norms.ways:
-        shape = (len(norms.ways), rows, emb_dim)
+    if norms.streams:
+        shape = (len(norms.streams), rows, emb_dim)
         options["scratch_shapes"] = [pltpu.VMEM(shape, jnp.float32)]
-    if target == "tpu":
+    if backend == "tpu":
         needed = (2 * bytes_per_token + in_scratch) * rows + 2 * fixed
         options["compiler_params"] = pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=min(chip_memory(device_kind()), max(16 * 2**20, needed + 8 * 2**20)),
         )
     return pl.pallas_call(
-        functools.partial(body, _chunk(emb_dim, MAX_CHUNK[target]), target),
+        functools.partial(body, _chunk(emb_dim, MAX_CHUNK[backend]), backend),
         grid=(tiles,),
-        in_specs=[specs(given)],
+        in_specs=[specs(operands)],
         out_specs=specs(results),
         out_shape=results,
-        input_output_aliases={i: i for i in range(len(given.get("accumulated", ())))},
+        input_output_aliases={i: i for i in range(len(operands.get("accumulated", ())))},
         cost_estimate=pl.CostEstimate(
             flops=flops_per_number * num_tokens * emb_dim,
-            bytes_accessed=sum(map(num_bytes, jax.tree.leaves((given, results)))),
+            bytes_accessed=sum(map(num_bytes, jax.tree.leaves((operands, results)))),
             transcendentals=0,
         ),
-        interpret=target == "interpret",
+        interpret=backend == "interpret",
         **options,
-    )(given)
+    )(operands)
 
 
-def _rows(num_tokens: int, bytes_per_token: int, target: Target) -> int:
-    rows = MAX_ROWS[target]
-    if target == "tpu":
+def _rows(num_tokens: int, bytes_per_token: int, backend: Backend) -> int:
+    rows = MAX_ROWS[backend]
+    if backend == "tpu":
         blocks = chip_memory(device_kind()) // 2  # `bytes_per_token` counts both buffers of each
         while rows > TPU_ROWS and rows * bytes_per_token > blocks:
             rows //= 2
@@ -188,11 +189,11 @@ class Tile(NamedTuple):
 
     shape: tuple[int, ...]
     chunk: int
-    target: Target
+    backend: Backend
 
     @property
     def step(self) -> int:
-        return min(self.shape[0], TPU_ROWS) if self.target == "tpu" else self.shape[0]
+        return min(self.shape[0], TPU_ROWS) if self.backend == "tpu" else self.shape[0]
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
         _fori_loop(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
@@ -202,7 +203,7 @@ class Tile(NamedTuple):
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""
-        width = min(self.chunk, 128) if self.target == "tpu" else self.chunk
+        width = min(self.chunk, 128) if self.backend == "tpu" else self.chunk
 
         def folded(x):
             # Down to the width of a register, so that few additions cross lanes.
@@ -222,45 +223,46 @@ class Tile(NamedTuple):
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
 
 
-def _source(given, s, token, columns):
-    x = given["sources"][s][token, columns].astype(jnp.float32)
-    return x * given["scales"][pl.ds(s, 1), columns] if "scales" in given else x
+def _source(operands, s, token, columns):
+    x = operands["sources"][s][token, columns].astype(jnp.float32)
+    return x * operands["scales"][pl.ds(s, 1), columns] if "scales" in operands else x
 
 
-def _sums(tile: Tile, given, ways: Sequence[int], token, columns) -> list[jax.Array]:
-    num_sources = len(given["sources"])
-    totals: list[Any] = [None] * len(ways)
+def _sums(tile: Tile, operands, streams: Sequence[int], token, columns) -> list[jax.Array]:
+    num_sources = len(operands["sources"])
+    totals: list[Any] = [None] * len(streams)
     for s in range(num_sources):
-        x = _source(given, s, token, columns)
-        for place, c in enumerate(ways):
-            product = given["weights"][token, pl.ds(c * num_sources + s, 1)] * x
-            totals[place] = product if totals[place] is None else totals[place] + product
+        x = _source(operands, s, token, columns)
+        for index, c in enumerate(streams):
+            product = operands["weights"][token, pl.ds(c * num_sources + s, 1)] * x
+            totals[index] = product if totals[index] is None else totals[index] + product
     return totals
 
 
-def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
-    tile, sums = Tile(given["sources"][0].shape, chunk, target), results["sums"]
-    ways = range(len(sums))
+def _forward_body(norms, chunk, backend, operands, results, scratch: Any = None):
+    tile, sums = Tile(operands["sources"][0].shape, chunk, backend), results["sums"]
+    streams = range(len(sums))
 
     def at_tokens(token):
         def make(columns):
             normed = []
-            for c, total in zip(ways, _sums(tile, given, ways, token, columns), strict=True):
-                if c in norms.ways:
-                    scratch[norms.ways.index(c), token, columns] = total
+            totals = _sums(tile, operands, streams, token, columns)
+            for c, total in zip(streams, totals, strict=True):
+                if c in norms.streams:
+                    scratch[norms.streams.index(c), token, columns] = total
                     normed.append(total * total)
                 else:
                     sums[c][token, columns] = total.astype(sums[c].dtype)
             return normed
 
-        if not norms.ways:
+        if not norms.streams:
             tile.for_columns(make)
             return
-        inverse_rms = tile.inverse_rms(tile.sums(make, len(norms.ways)), norms.epsilon)
+        inverse_rms = tile.inverse_rms(tile.sums(make, len(norms.streams)), norms.epsilon)
 
         def normalize(columns):
-            for m, c in enumerate(norms.ways):
-                factor = given["factors"][pl.ds(m, 1), columns]
+            for m, c in enumerate(norms.streams):
+                factor = operands["factors"][pl.ds(m, 1), columns]
                 y = scratch[m, token, columns] * inverse_rms[m] * factor
                 sums[c][token, columns] = y.astype(sums[c].dtype)
 
@@ -269,17 +271,17 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile.for_tokens(at_tokens)
 
 
-def _norm_vjp(tile: Tile, norms: Norms, given, results, normed, token) -> None:
+def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> None:
     """Writes gradients before norms to `normed`; adds those of factors.
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
     """
-    num_norms, grad_sums, factors = len(norms.ways), given["grad_sums"], given["factors"]
+    num_norms, grad_sums, factors = len(norms.streams), operands["grad_sums"], operands["factors"]
 
     def measure(columns):
         squares, inner = [], []
-        sums = _sums(tile, given, norms.ways, token, columns)
-        for m, (c, y) in enumerate(zip(norms.ways, sums, strict=True)):
+        sums = _sums(tile, operands, norms.streams, token, columns)
+        for m, (c, y) in enumerate(zip(norms.streams, sums, strict=True)):
             normed[m, token, columns] = y
             h = grad_sums[c][token, columns].astype(jnp.float32)
             h = h * factors[pl.ds(m, 1), columns]
@@ -295,7 +297,7 @@ def _norm_vjp(tile: Tile, norms: Norms, given, results, normed, token) -> None:
     ]
 
     def differentiate(columns):
-        for m, c in enumerate(norms.ways):
+        for m, c in enumerate(norms.streams):
             y, r = normed[m, token, columns], inverse_rms[m]
             g = grad_sums[c][token, columns].astype(jnp.float32) * r
             results[_PARTIAL_GRAD_FACTORS][0, pl.ds(m, 1), columns] += jnp.sum(
@@ -306,36 +308,36 @@ def _norm_vjp(tile: Tile, norms: Norms, given, results, normed, token) -> None:
     tile.for_columns(differentiate)
 
 
-def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
-    tile = Tile(given["sources"][0].shape, chunk, target)
-    num_sources, grad_sums = len(given["sources"]), given["grad_sums"]
-    if norms.ways:
+def _backward_body(norms, chunk, backend, operands, results, scratch: Any = None):
+    tile = Tile(operands["sources"][0].shape, chunk, backend)
+    num_sources, grad_sums = len(operands["sources"]), operands["grad_sums"]
+    if norms.streams:
         part = results[_PARTIAL_GRAD_FACTORS]
         part[...] = jnp.zeros(part.shape, jnp.float32)
 
     def at_tokens(token):
         def gradient(c, columns):
-            if c in norms.ways:
-                return scratch[norms.ways.index(c), token, columns]
+            if c in norms.streams:
+                return scratch[norms.streams.index(c), token, columns]
             return grad_sums[c][token, columns].astype(jnp.float32)
 
-        if norms.ways:
-            _norm_vjp(tile, norms, given, results, scratch, token)
+        if norms.streams:
+            _norm_vjp(tile, norms, operands, results, scratch, token)
         for s in range(num_sources):
-            places = [c * num_sources + s for c in range(len(grad_sums))]
-            weights = [given["weights"][token, pl.ds(k, 1)] for k in places]
+            indices = [c * num_sources + s for c in range(len(grad_sums))]
+            weights = [operands["weights"][token, pl.ds(k, 1)] for k in indices]
 
             def products(columns, s=s, weights=weights):
-                x = _source(given, s, token, columns)
-                ways = [gradient(c, columns) for c in range(len(grad_sums))]
-                terms = [weight * g for weight, g in zip(weights, ways, strict=True)]
-                if "accumulated" in given:
-                    terms.append(given["accumulated"][s][token, columns].astype(jnp.float32))
+                x = _source(operands, s, token, columns)
+                grads = [gradient(c, columns) for c in range(len(grad_sums))]
+                terms = [weight * g for weight, g in zip(weights, grads, strict=True)]
+                if "accumulated" in operands:
+                    terms.append(operands["accumulated"][s][token, columns].astype(jnp.float32))
                 new = results["grad_sources"][s]
                 new[token, columns] = functools.reduce(jnp.add, terms).astype(new.dtype)
-                return [g * x for g in ways]
+                return [g * x for g in grads]
 
-            for k, total in zip(places, tile.sums(products, len(places)), strict=True):
+            for k, total in zip(indices, tile.sums(products, len(indices)), strict=True):
                 results["grad_weights"][token, pl.ds(k, 1)] = total[:, None]
 
     tile.for_tokens(at_tokens)

@@ -39,8 +39,8 @@ def _loss_forward(logits_V, targets, alpha):
     return expected - target_logits + entropy, (logits_V, targets, shift_1)
 
 
-def _loss_backward(alpha, kept, gradient):
-    logits_V, targets, shift_1 = kept
+def _loss_backward(alpha, residuals, gradient):
+    logits_V, targets, shift_1 = residuals
     p_V = _probabilities(logits_V, shift_1, alpha)
     is_target_V = jnp.arange(logits_V.shape[-1]) == targets[..., None]
     return (p_V - is_target_V) * gradient[..., None], None

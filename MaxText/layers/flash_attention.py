@@ -27,25 +27,25 @@ TILE = 128
 LARGEST_BLOCK = 512
 _LARGEST_HEAD = 1024  # most bytes of one head of a token with which such blocks fit a v4
 _PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}  # matmuls; both backward kernels recompute scores
-_KEPT = "context"  # name of the kernel's residuals in remat policies
+_RESIDUALS = "context"  # name of the kernel's residuals in remat policies
 
 
 def kernel_unsupported_reason(
-    section: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
+    config: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
-    attention, d = section.attention, section.shape.dimensions
-    precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
-    windows, is_split = softmax_windows(section), num_length_parts > 1
+    attention, d = config.attention, config.shape.dimensions
+    precision, dtype = config.numerics.matmul_precision, np.dtype(config.numerics.dtype)
+    windows, is_split = softmax_windows(config), num_length_parts > 1
     is_ring = is_split and attention.context_parallel_strategy == "ring"
-    has_alibi = section.position.position_embedding == "alibi"
+    has_alibi = config.position.position_embedding == "alibi"
     each = f" on each of {num_length_parts} devices" if is_split else ""
     refused: list[tuple[Any, str]] = [
         (not windows, "no layer has softmax attention"),
         (has_alibi, "position_embedding=alibi adds to scores"),
         (attention.num_mem_kv, "num_mem_kv adds learned keys"),
         (
-            section.dropout.rate("attention"),
+            config.dropout.rate("attention"),
             "attention dropout, as probabilities are never written to memory",
         ),
         (precision != "default", f"matmul_precision={precision}: kernels only support default"),
@@ -73,21 +73,21 @@ def kernel_unsupported_reason(
     return next((reason for holds, reason in refused if holds), None)
 
 
-def cudnn_failure_reason(section: ModelConfig, devices: Iterable[Any]) -> str | None:
+def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | None:
     """Returns why cuDNN cannot compile the attention of a model, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
-    d, attention = section.shape.dimensions, section.attention
-    length, there = d.max_target_length, SingleDeviceSharding(device)
+    d, attention = config.shape.dimensions, config.attention
+    length, on_device = d.max_target_length, SingleDeviceSharding(device)
 
-    def of(heads: int) -> jax.ShapeDtypeStruct:
+    def heads_shape(heads: int) -> jax.ShapeDtypeStruct:
         shape = (1, length, heads, d.head_dim)
-        return jax.ShapeDtypeStruct(shape, section.numerics.dtype, sharding=there)
+        return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=on_device)
 
-    queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
-    segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
-    for window in dict.fromkeys(softmax_windows(section)):
+    queries, keys = heads_shape(d.num_query_heads), heads_shape(d.num_kv_heads)
+    segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_device)
+    for window in dict.fromkeys(softmax_windows(config)):
         spec = AttentionSpec(attention.causal, window, attention.attention_scale)
 
         def total(q, k, v, segments, spec=spec):
@@ -231,7 +231,7 @@ def _splash_kernel(
             head_shards=1,
             q_seq_shards=num_length_parts,
             attn_logits_soft_cap=soft_cap,
-            residual_checkpoint_name=_KEPT,
+            residual_checkpoint_name=_RESIDUALS,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
@@ -288,4 +288,4 @@ def _cudnn(
         mask=mask_B1TS, scale=spec.scale, is_causal=spec.causal, local_window_size=window,
         implementation="cudnn",
     )  # fmt: skip
-    return checkpoint_name(o_BTNH, _KEPT)
+    return checkpoint_name(o_BTNH, _RESIDUALS)

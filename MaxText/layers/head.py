@@ -14,16 +14,16 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Head, Init
 
 
-def head_and_layer(section: ModelConfig) -> tuple[type[Head], LayerConfig]:
-    return lookup("head", section.head.name), LayerConfig(section, section.shape.dimensions)
+def head_and_layer(config: ModelConfig) -> tuple[type[Head], LayerConfig]:
+    return lookup("head", config.head.name), LayerConfig(config, config.shape.dimensions)
 
 
 @register("head", "linear")
 class LinearHead(Head):
     """An output matrix or the tied token table, with scaling and soft cap."""
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
-        self.section = head = keys.head
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        self.config = head = config.head
         self.dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else init.dtype
         D, V = init.dimensions.emb_dim, init.dimensions.vocab_size
         if head.logits_via_embedding:
@@ -38,7 +38,7 @@ class LinearHead(Head):
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: Any, positions_BT: jax.Array
     ) -> jax.Array:
-        head = self.section
+        head = self.config
         if self.logits_dense is None:
             rounded = None if head.logits_embedding_dtype == "auto" else jnp.dtype(jnp.bfloat16)
             logits_BTV = table.attend(h_BTD, self.dtype, rounded)
@@ -53,5 +53,5 @@ class LinearHead(Head):
         return logits_BTV
 
     @classmethod
-    def reads_table(cls, keys: ModelConfig) -> bool:
-        return keys.head.logits_via_embedding
+    def reads_table(cls, config: ModelConfig) -> bool:
+        return config.head.logits_via_embedding

@@ -59,9 +59,9 @@ class HeadQK(LinearHead):
     rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
     not_recomputed = ("head_qk",)
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
-        super().__init__(keys, init, rngs)
-        self.head_qk = HeadQKScores(keys.head.head_qk_dim, init, rngs)
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        super().__init__(config, init, rngs)
+        self.head_qk = HeadQKScores(config.head.head_qk_dim, init, rngs)
 
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: HeadQKCache, positions_BT: jax.Array
@@ -83,16 +83,16 @@ class HeadQK(LinearHead):
         return new if context.capacity is None else new.with_capacity(context.capacity)
 
     @classmethod
-    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        width = 2 * keys.head.head_qk_dim
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        width = 2 * config.head.head_qk_dim
         by_rule = width * average_keys_visible(length, causal=True)
         return {"Head-QK scores": Flops(by_rule, float(width * length))}
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        return keys.head.head_qk_dim * itemsize + 4, 0  # a key and an id
+        return config.head.head_qk_dim * itemsize + 4, 0  # a key and an id
 
 
 class HeadQKScores(nnx.Module):

@@ -32,12 +32,12 @@ class KeyValueCache:
     ) -> "KeyValueCache":
         """Returns a cache of `capacity` slots with the first T in use."""
 
-        def slots(x_BTKH: jax.Array, kept_MKH: jax.Array | None) -> jax.Array:
+        def slots(x_BTKH: jax.Array, memory_MKH: jax.Array | None) -> jax.Array:
             x_BKTH = x_BTKH.transpose(0, 2, 1, 3)
             spare = capacity - x_BKTH.shape[2]
             x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
-            if kept_MKH is not None:
-                x_BKSH = prepend_memories(kept_MKH, x_BKSH)
+            if memory_MKH is not None:
+                x_BKSH = prepend_memories(memory_MKH, x_BKSH)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
         keys, values = memory or (None, None)

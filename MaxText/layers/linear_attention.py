@@ -70,8 +70,8 @@ def causal_linear_attention(
     phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     einsum = lambda spec, *x: jnp.einsum(spec, *x, precision=precision)  # noqa: E731
 
-    def one_chunk(state: LinearAttentionState, given):
-        phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = given
+    def one_chunk(state: LinearAttentionState, xs):
+        phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = xs
         # Padding keys do not count: exp(k - m) is 0.
         k_BCKH = jnp.where(real_BC[..., None, None], k_BCKH, _NOTHING)
         carries_BC1 = (segments_BC == state.segment_B[:, None])[..., None]
@@ -139,7 +139,7 @@ def causal_linear_attention(
             jnp.full(heads, _NOTHING, jnp.float32),
             segments_BT[:, 0],
         )
-    given = (
+    xs = (
         chunks(phi),
         chunks(k_BTKH.astype(jnp.float32)),
         chunks(v_BTKH.astype(jnp.float32)),
@@ -147,11 +147,11 @@ def causal_linear_attention(
         chunks(real_BT),
     )
     if num_chunks == 1:
-        state, o = one_chunk(state, jax.tree.map(lambda x: x[0], given))
+        state, o = one_chunk(state, jax.tree.map(lambda x: x[0], xs))
         o = o[None]
     else:
         # Scores [B, T, C] are recomputed in the backward pass instead of being saved.
-        state, o = jax.lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), state, given)
+        state, o = jax.lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), state, xs)
     o = jnp.moveaxis(o, 0, 1).reshape(batch, num_chunks * chunk, num_heads, head_dim)
     return o[:, :length].astype(q_BTNH.dtype), state
 
@@ -219,29 +219,29 @@ class LinearAttention(Attention):
     has_memories = False
 
     @classmethod
-    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
         adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
-        if not keys.attention.causal:
+        if not config.attention.causal:
             return {"attention scores": Flops(adds), "attention values": Flops(reads)}
-        chunk = min(keys.attention.linear_attention.chunk, length)
+        chunk = min(config.attention.linear_attention.chunk, length)
         filled = -(-length // chunk) * chunk / length
         square, counts = 2.0 * N * H * chunk, 2.0 * N * H
         scores, values = filled * (square + counts + adds), filled * (square + reads)
         # The scan saves the state after each chunk, so its update is not recomputed.
-        again = length > keys.attention.linear_attention.chunk
+        again = length > config.attention.linear_attention.chunk
         return {
             "attention scores": Flops(adds, scores, (scores - filled * adds) if again else 0.0),
             "attention values": Flops(reads, values, values if again else 0.0),
         }
 
     @classmethod
-    def notes(cls, keys: ModelConfig, length: int) -> tuple[str, str]:
+    def notes(cls, config: ModelConfig, length: int) -> tuple[str, str]:
         return "a linear layer has sums of fixed size in their place", ""
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         K, H = dimensions.num_kv_heads, dimensions.head_dim
         return 0, 4 * (K * (H * H + H + 1) + 1)
@@ -249,8 +249,8 @@ class LinearAttention(Attention):
     def _core(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: Context, state: Any
     ) -> tuple[jax.Array, LinearAttentionState | None]:
-        section = self.section
-        if not section.causal:
+        config = self.config
+        if not config.causal:
             o_BTNH = bidirectional_linear_attention(
                 q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
             )
@@ -260,8 +260,8 @@ class LinearAttention(Attention):
             q_BTNH,
             k_BTKH,
             v_BTKH,
-            chunk=section.linear_attention.chunk,
-            epsilon=section.linear_attention.epsilon,
+            chunk=config.linear_attention.chunk,
+            epsilon=config.linear_attention.epsilon,
             state=state,
             segments_BT=context.segments_BT,
             lengths_B=context.lengths_B,

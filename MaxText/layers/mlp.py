@@ -38,22 +38,22 @@ class MLP(FeedForward):
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
-        section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
+        config, experts = layer.config.feed_forward, layer.config.mixture_of_experts
         if experts.num_experts > 1:
-            return RoutedMoE(experts, section.mlp_activations, init, rngs)
-        return cls(section, init, rngs)
+            return RoutedMoE(experts, config.mlp_activations, init, rngs)
+        return cls(config, init, rngs)
 
     def __init__(
         self,
-        section: FeedForwardConfig,
+        config: FeedForwardConfig,
         init: Init,
         rngs: nnx.Rngs,
-        place: int = _RANDOM_SLOPES,  # RNG stream id within a layer
+        rng_stream: int = _RANDOM_SLOPES,  # RNG stream id within a layer
     ):
         D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
         draw = init.initializers
-        bias = section.ffn_bias
-        self.activations = section.mlp_activations
+        bias = config.ffn_bias
+        self.activations = config.mlp_activations
         many = len(self.activations) > 1
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(self.activations))]
         for name in self.input_names:
@@ -63,7 +63,7 @@ class MLP(FeedForward):
             if activation in LEARNED:
                 learned = LearnedActivation(activation, init, rngs)
                 setattr(self, name.replace("wi", "activation"), learned)
-        self.place = place
+        self.rng_stream = rng_stream
         self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
@@ -80,7 +80,7 @@ class MLP(FeedForward):
         if activation in LEARNED:
             return getattr(self, name.replace("wi", "activation"))(x)
         if activation == "rrelu":
-            key = context.key_for(self.place) if context.training else None
+            key = context.key_for(self.rng_stream) if context.training else None
             if key is not None:
                 key = jax.random.fold_in(key, self.input_names.index(name))
             return rrelu(x, key)

@@ -39,9 +39,9 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
     row, is_recomputed = "", False
     for step in path:
         rows = getattr(type(module), "rows", {})
-        kept = getattr(type(module), "not_recomputed", None)
+        own = getattr(type(module), "not_recomputed", None)
         row = row or (rows if isinstance(rows, str) else rows.get(step, ""))
-        is_recomputed = is_recomputed or (kept is not None and step not in kept)
+        is_recomputed = is_recomputed or (own is not None and step not in own)
         is_container = isinstance(module, nnx.Dict | nnx.List)
         module = module[step] if is_container else getattr(module, step)
     return {"owner": path[0], "row": row, "is_recomputed": is_recomputed}
@@ -51,15 +51,15 @@ class Model:
     """The decoder of a configuration, without values.
 
     Attributes:
-      section: The keys of the model, with `auto` values resolved.
+      config: The keys of the model, with `auto` values resolved.
       blueprint: Which layers are stacked, and under which names.
       abstract: The parameters as jax.ShapeDtypeStruct.
       parameters: Shape, logical axes, and more by name, such as "layers/mlp/wo/kernel".
     """
 
-    def __init__(self, section: ModelConfig):
-        self.section = section
-        module = Decoder(section, AbstractRngs())
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        module = Decoder(config, AbstractRngs())
         self.blueprint = module.blueprint
         self._graphdef, state = nnx.split(module)
         for path, parameter in nnx.to_flat_state(state):
@@ -97,15 +97,15 @@ class Model:
     def layer_of(self, name: str) -> LayerConfig | None:
         """Returns the first layer of a parameter, or None."""
         layers = self.placed(name)[1]
-        return None if layers is None else self.section.layers[layers[0]]
+        return None if layers is None else self.config.layers[layers[0]]
 
     @property
     def num_parameters(self) -> int:
-        return sum(info.size for info in self.parameters.values())
+        return sum(spec.size for spec in self.parameters.values())
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Returns fresh parameters. Pure: call it under jit with output shardings."""
-        state = nnx.state(Decoder(self.section, nnx.Rngs(params=key)))
+        state = nnx.state(Decoder(self.config, nnx.Rngs(params=key)))
         return _as_stored(nnx.to_pure_dict(state))
 
     def merge(self, parameters: Parameters) -> Decoder:

@@ -23,12 +23,12 @@ from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
 
 
-def expert_capacity(section: MoEConfig, length: int, factor: float) -> tuple[int, int]:
+def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int, int]:
     """Returns the tokens of a group and C; the factor counts tokens (GShard)."""
     group = length
-    if section.moe_group_size != -1 and length % section.moe_group_size == 0:
-        group = section.moe_group_size
-    return group, max(min(group, int(group * factor / section.num_experts)), 1)
+    if config.moe_group_size != -1 and length % config.moe_group_size == 0:
+        group = config.moe_group_size
+    return group, max(min(group, int(group * factor / config.num_experts)), 1)
 
 
 class Experts(nnx.Module):
@@ -90,49 +90,49 @@ class RoutedMoE(nnx.Module):
 
     def __init__(
         self,
-        section: MoEConfig,
+        config: MoEConfig,
         activations: tuple[str, ...],
         init: Init,
         rngs: nnx.Rngs,
     ):
         dimensions = init.dimensions
-        self.section = section
+        self.config = config
         self.gate = Dense(
             (dimensions.emb_dim,),
-            (section.num_experts,),
+            (config.num_experts,),
             ("embed", None),
             init.initializers.kernel,
             init,
             rngs,
             used_in=jnp.dtype(jnp.float32),  # rounding could send a token to another expert
         )
-        width = dimensions.mlp_dim if section.moe_mlp_dim == -1 else section.moe_mlp_dim
-        chosen = section.moe_activations or activations
-        self.experts = Experts(section.num_experts, width, chosen, init, rngs)
+        width = dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
+        chosen = config.moe_activations or activations
+        self.experts = Experts(config.num_experts, width, chosen, init, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
-        section = self.section
+        config = self.config
         batch, length, width = x_BTD.shape
-        factor = section.capacity_factor if context.training else section.eval_capacity_factor
-        group, capacity = expert_capacity(section, length, factor)
+        factor = config.capacity_factor if context.training else config.eval_capacity_factor
+        group, capacity = expert_capacity(config, length, factor)
         if context.is_decoding or not context.drops_tokens:
             factor, capacity = self._factor_without_drops(factor), group
         x = x_BTD.reshape(-1, group, width)
         logits = self.gate(x)
         p = jax.nn.softmax(logits, axis=-1)
-        real = jnp.ones(x.shape[:2], bool)
+        is_token = jnp.ones(x.shape[:2], bool)
         if context.segments_BT is not None:
-            real = (context.segments_BT > 0).reshape(x.shape[:2])
-        gates, choices = jax.lax.top_k(p, section.num_experts_per_tok)
-        if section.num_experts_per_tok > 1:
+            is_token = (context.segments_BT > 0).reshape(x.shape[:2])
+        gates, choices = jax.lax.top_k(p, config.num_experts_per_tok)
+        if config.num_experts_per_tok > 1:
             gates = gates / (gates.sum(-1, keepdims=True) + 1e-9)
-        kept = real[..., None] & self._policy(gates, context)
-        scalars = self._auxiliary_losses(logits, p, choices, real)
+        routed = is_token[..., None] & self._policy(gates, context)
+        scalars = self._auxiliary_losses(logits, p, choices, is_token)
         if factor < 0:
-            y = self._dropless(x, gates, choices, kept)
+            y = self._dropless(x, gates, choices, routed)
         else:
-            y = self._capacity_dispatch(x, gates, choices, kept, capacity)
+            y = self._capacity_dispatch(x, gates, choices, routed, capacity)
         return y.reshape(batch, length, width), scalars
 
     def _factor_without_drops(self, factor: float) -> float:
@@ -142,26 +142,26 @@ class RoutedMoE(nnx.Module):
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
         """Returns a mask of choices to follow, [G, S, k]."""
-        section = self.section
-        followed = jnp.ones(gates.shape, bool)
-        if section.num_experts_per_tok != 2:
-            return followed
-        second, threshold = gates[..., 1], section.moe_second.threshold
-        policy = section.moe_second.policy if context.training else section.moe_second.policy_eval
+        config = self.config
+        mask = jnp.ones(gates.shape, bool)
+        if config.num_experts_per_tok != 2:
+            return mask
+        second, threshold = gates[..., 1], config.moe_second.threshold
+        policy = config.moe_second.policy if context.training else config.moe_second.policy_eval
         if policy == "none":
-            wanted = jnp.zeros(second.shape, bool)
+            use_second = jnp.zeros(second.shape, bool)
         elif policy == "threshold":
-            wanted = second > threshold
+            use_second = second > threshold
         elif policy == "random":
             key = context.key_for(_ROUTING)
             assert key is not None, "training with a random policy has a key"
-            wanted = jax.random.uniform(key, second.shape) < second / max(threshold, 1e-9)
+            use_second = jax.random.uniform(key, second.shape) < second / max(threshold, 1e-9)
         else:
-            return followed
-        return followed.at[..., 1].set(wanted)
+            return mask
+        return mask.at[..., 1].set(use_second)
 
     def _auxiliary_losses(
-        self, logits: jax.Array, p: jax.Array, choices: jax.Array, real: jax.Array
+        self, logits: jax.Array, p: jax.Array, choices: jax.Array, is_token: jax.Array
     ) -> Scalars:
         """Returns weighted load balance and router z losses, summed over tokens.
 
@@ -169,34 +169,34 @@ class RoutedMoE(nnx.Module):
         P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: logsumexp(logits)^2
         (Zoph et al. 2022, equation 5).
         """
-        section, num_experts = self.section, p.shape[-1]
-        real = real[..., None].astype(jnp.float32)
-        count = jnp.maximum(real.sum(1), 1.0)
-        first = jax.nn.one_hot(choices[..., 0], num_experts) * real
-        balance = num_experts * ((first.sum(1) / count) * ((p * real).sum(1) / count)).sum(-1)
+        config, num_experts = self.config, p.shape[-1]
+        is_token = is_token[..., None].astype(jnp.float32)
+        count = jnp.maximum(is_token.sum(1), 1.0)
+        first = jax.nn.one_hot(choices[..., 0], num_experts) * is_token
+        balance = num_experts * ((first.sum(1) / count) * ((p * is_token).sum(1) / count)).sum(-1)
         scalars = {
-            "moe_lb_loss": section.load_balance_loss_weight * (balance * real.sum((1, 2))).sum()
+            "moe_lb_loss": config.load_balance_loss_weight * (balance * is_token.sum((1, 2))).sum()
         }
-        if section.router_z_loss_weight:
-            z = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real[..., 0]
-            scalars["moe_z_loss"] = section.router_z_loss_weight * z.sum()
+        if config.router_z_loss_weight:
+            z = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * is_token[..., 0]
+            scalars["moe_z_loss"] = config.router_z_loss_weight * z.sum()
         return scalars
 
     def _capacity_dispatch(
-        self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array, capacity: int
+        self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array, capacity: int
     ) -> jax.Array:
         num_groups, _, width = x.shape
-        num_experts, experts = self.section.num_experts, self.experts
-        taken = jnp.zeros((num_groups, num_experts), jnp.int32)
+        num_experts, experts = self.config.num_experts, self.experts
+        expert_load = jnp.zeros((num_groups, num_experts), jnp.int32)
         slots = []
         for choice in range(choices.shape[-1]):
-            wants = jax.nn.one_hot(choices[..., choice], num_experts, dtype=jnp.int32)
-            wants = wants * kept[..., choice, None]
-            queue = jnp.cumsum(wants, axis=1) - wants + taken[:, None]
-            place = (queue * wants).sum(-1)
-            fits = kept[..., choice] & (place < capacity)
-            taken = taken + (wants * fits[..., None]).sum(1)
-            slot = choices[..., choice] * capacity + place
+            expert_mask = jax.nn.one_hot(choices[..., choice], num_experts, dtype=jnp.int32)
+            expert_mask = expert_mask * routed[..., choice, None]
+            queue_positions = jnp.cumsum(expert_mask, axis=1) - expert_mask + expert_load[:, None]
+            position_in_expert = (queue_positions * expert_mask).sum(-1)
+            fits = routed[..., choice] & (position_in_expert < capacity)
+            expert_load = expert_load + (expert_mask * fits[..., None]).sum(1)
+            slot = choices[..., choice] * capacity + position_in_expert
             slots.append(jnp.where(fits, slot, num_experts * capacity))
 
         def fill(x_SD: jax.Array, slots_S: list[jax.Array]) -> jax.Array:
@@ -230,12 +230,12 @@ class RoutedMoE(nnx.Module):
         )  # type: ignore[return-value]
 
     def _dropless(
-        self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array
+        self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array
     ) -> jax.Array:
-        experts, num_experts = self.experts, self.section.num_experts
+        experts, num_experts = self.experts, self.config.num_experts
         per_token = choices.shape[-1]
 
-        def on_one_device(x, gates, choices, kept, wi, wo, tensor_axes=()):
+        def on_one_device(x, gates, choices, routed, wi, wo, tensor_axes=()):
             tokens = x.reshape(-1, x.shape[-1])
             choices = choices.reshape(-1)
             order = jnp.argsort(choices, stable=True)
@@ -248,15 +248,15 @@ class RoutedMoE(nnx.Module):
             out = tag(product(experts.gated(branches), wo), "mlpwo")
             if tensor_axes:
                 out = jax.lax.psum(out, tensor_axes)
-            weights = (gates * kept).reshape(-1)[order]
+            weights = (gates * routed).reshape(-1)[order]
             out = out * weights[:, None].astype(out.dtype)
             y = jnp.zeros_like(tokens).at[order // per_token].add(out)
             return y.reshape(x.shape)
 
-        given = (x, gates, choices, kept, experts.inputs(), experts.outputs())
+        operands = (x, gates, choices, routed, experts.inputs(), experts.outputs())
         found = current_batch_axes("activation_batch", "activation_length", "activation_mlp")
         if found is None:
-            return on_one_device(*given)
+            return on_one_device(*operands)
         mesh, (batch_axes, length_axes, tensor_axes) = found
         if x.shape[1] % math.prod(mesh.shape[axis] for axis in length_axes):
             length_axes = ()
@@ -265,12 +265,12 @@ class RoutedMoE(nnx.Module):
         rows = PartitionSpec(batch_axes, length_axes)
         columns = PartitionSpec(None, None, tensor_axes)
         return jax.shard_map(
-            lambda *given: on_one_device(*given, tensor_axes=tensor_axes),
+            lambda *operands: on_one_device(*operands, tensor_axes=tensor_axes),
             mesh=mesh,
             in_specs=(rows, rows, rows, rows, columns, PartitionSpec(None, tensor_axes)),
             out_specs=rows,
             check_vma=False,
-        )(*given)
+        )(*operands)
 
 
 _ROUTING = 9  # RNG stream id within a layer; block.py has the others

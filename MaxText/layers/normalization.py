@@ -87,7 +87,7 @@ def effective_scale(scale: nnx.Param, zero_centered: bool) -> jax.Array:
 
 
 def make_norm(
-    section: BlockConfig,
+    config: BlockConfig,
     init: Init,
     rngs: nnx.Rngs,
     *,
@@ -95,34 +95,34 @@ def make_norm(
     kind: str | None = None,
 ) -> nnx.Module:
     """Builds the residual stream's norm; `kind` overrides its type."""
-    make = lookup("norm", kind or section.normalization_type)
-    return make(section, init, rngs, parametric=parametric)
+    make = lookup("norm", kind or config.normalization_type)
+    return make(config, init, rngs, parametric=parametric)
 
 
 @register("norm", "rms_norm")
-def rms_norm(section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    epsilon = section.normalization_layer_epsilon
+def rms_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    epsilon = config.normalization_layer_epsilon
     return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
 
 
 @register("norm", "layer_norm")
-def layer_norm(section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
+def layer_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    size, epsilon = init.dimensions.emb_dim, config.normalization_layer_epsilon
     norm = LayerNorm(size, epsilon, init, rngs, parametric=parametric)
-    if section.normalization_bias and parametric:
+    if config.normalization_bias and parametric:
         norm.bias = param(rngs, (size,), ("norm",), zeros, dtype=init.weight_dtype)
     return norm
 
 
 @register("norm", "scale_norm")
-def scale_norm(section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    epsilon, initial = section.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
+def scale_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    epsilon, initial = config.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
     return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)
 
 
 @register("norm", "scale_norm_centered")
 def scale_norm_centered(
-    section: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool
+    config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool
 ) -> nnx.Module:
     """Builds GPT-Neo's scalenorm, a LayerNorm with one scale and no bias."""
-    return LayerNorm(1, section.normalization_layer_epsilon, init, rngs, parametric=parametric)
+    return LayerNorm(1, config.normalization_layer_epsilon, init, rngs, parametric=parametric)

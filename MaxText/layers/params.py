@@ -133,7 +133,7 @@ class Initializers(NamedTuple):
     memory: Initializer  # learned keys and values
 
 
-def initializers(section: InitConfig, dimensions: Dimensions) -> Initializers:
+def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     """Returns the initializers of a `weight_init` scheme.
 
     gpt2: Radford et al. 2019, section 2.3 (outputs scaled by 1/sqrt of the number of residual
@@ -142,8 +142,8 @@ def initializers(section: InitConfig, dimensions: Dimensions) -> Initializers:
     attention slots, and its PyTorch program; elsewhere key slots are drawn as kernels and value
     slots as outputs. gpt_neo: GPT-Neo's code, with the scale of attention in the queries.
     """
-    kind, depth, width = section.weight_init, dimensions.num_layers, dimensions.emb_dim
-    table = math.sqrt(2 / (5 * width)) if kind == "neox" else section.init_std
+    kind, depth, width = config.weight_init, dimensions.num_layers, dimensions.emb_dim
+    table = math.sqrt(2 / (5 * width)) if kind == "neox" else config.init_std
     kernel = output = _normal(table)
     if kind == "gpt2":
         output = _normal(table / math.sqrt(2 * depth))
@@ -154,11 +154,11 @@ def initializers(section: InitConfig, dimensions: Dimensions) -> Initializers:
     elif kind.startswith("xavier"):
         kernel = output = _xavier_uniform if kind == "xavier_uniform" else _xavier_normal
         table = 1.0
-    if section.embedding_init_std is not None:
-        table = section.embedding_init_std
-    if section.init_scale_by.fan_in:
+    if config.embedding_init_std is not None:
+        table = config.embedding_init_std
+    if config.init_scale_by.fan_in:
         kernel, output = (_times(lambda fan_in: fan_in**-0.5, x) for x in (kernel, output))
-    if section.init_scale_by.depth:
+    if config.init_scale_by.depth:
         output = _times(lambda _: depth**-0.5, output)
     query = key_value = kernel
     attention_output, position = output, _normal(table)

@@ -4,7 +4,7 @@ A part is a class registered under a kind and a name (config/registry.py)::
 
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
-        def __init__(self, keys, init, rngs): ...      # declares weights: layers/params.py, Dense
+        def __init__(self, config, init, rngs): ...    # declares weights: layers/params.py, Dense
         def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
 
 It declares here all that the rest of the program needs to know; nothing else is edited.
@@ -66,33 +66,33 @@ class Part(nnx.Module):
     rows: ClassVar[str | dict[str, str]] = {}
     not_recomputed: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, keys: Any, init: Init, rngs: nnx.Rngs):
-        """Declares weights; `keys` are those of `keys_of`."""
+    def __init__(self, config: Any, init: Init, rngs: nnx.Rngs):
+        """Declares weights; `config` comes from `config_of`."""
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:
         """Builds the part of a layer, or of the model from its keys and sizes."""
-        return cls(cls.keys_of(layer), init, rngs)
+        return cls(cls.config_of(layer), init, rngs)
 
     @classmethod
-    def keys_of(cls, layer: LayerConfig) -> Any:
+    def config_of(cls, layer: LayerConfig) -> Any:
         """Returns the part's own keys in a layer, or else the model's."""
-        keys = layer.section.parts.of(cls)
-        return layer.section if keys is None else keys
+        config = layer.config.parts.of(cls)
+        return layer.config if config is None else config
 
     @classmethod
-    def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
+    def problem(cls, config: Any, dimensions: Dimensions) -> str | None:
         """Returns why keys or sizes are invalid, and on line 2 a remedy."""
         return None
 
     @classmethod
-    def flops(cls, keys: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, config: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs table row -> FLOPs, for sequences of `length` tokens."""
         return {}
 
     @classmethod
     def state_bytes(
-        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         """Returns bytes of decode state per sequence: (per token, fixed)."""
         return 0, 0
@@ -124,7 +124,7 @@ class Mixer(Part):
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
-    def notes(cls, keys: Any, length: int) -> tuple[str, str]:
+    def notes(cls, config: Any, length: int) -> tuple[str, str]:
         """Returns FLOPs table footnotes about `by_rule` and `executed`, or ""."""
         return "", ""
 
@@ -200,7 +200,7 @@ class Connection(Part):
         return x_BTD
 
     def read(
-        self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]
+        self, index: Any, carry: Any, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, Any]:
         """Returns the inputs of a layer, and the state to carry on.
 
@@ -210,15 +210,15 @@ class Connection(Part):
         """
         raise NotImplementedError
 
-    def shared(self, carried: Any) -> dict[str, jax.Array]:
+    def shared(self, carry: Any) -> dict[str, jax.Array]:
         """Returns the replaceable input of mixers in `context.shared`."""
         return {}
 
-    def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+    def write(self, index: Any, carry: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
         """Returns the state for the next layer from a layer's output and `shared`."""
         raise NotImplementedError
 
-    def end(self, carried: Any) -> jax.Array:
+    def end(self, carry: Any) -> jax.Array:
         """Returns the hidden state for the final norm."""
         raise NotImplementedError
 
@@ -237,15 +237,15 @@ class ResidualStream(Connection):
     """Residual stream: a layer reads the previous output (He et al. 2016)."""
 
     def read(
-        self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]
+        self, index: Any, carry: Any, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, Any]:
-        return LayerInputs.all(carried), carried
+        return LayerInputs.all(carry), carry
 
-    def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+    def write(self, index: Any, carry: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
         return y_BTD
 
-    def end(self, carried: Any) -> jax.Array:
-        return carried
+    def end(self, carry: Any) -> jax.Array:
+        return carry
 
 
 class Head(Part):
@@ -285,23 +285,24 @@ class Head(Part):
         return None
 
     @classmethod
-    def reads_table(cls, keys: Any) -> bool:
+    def reads_table(cls, config: Any) -> bool:
         """Returns whether its product with the token table counts as its own."""
         return False
 
 
-def check_output(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
-    """Returns `found`; raises UserError unless it is (like x_BTD, anything)."""
-    if isinstance(found, tuple) and len(found) == 2 and _shape_text(found[0]) == _shape_text(x_BTD):
-        return found
-    given = (
-        f"({', '.join(map(_shape_text, found))})"
-        if isinstance(found, tuple)
-        else _shape_text(found)
+def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
+    """Returns `output`; raises UserError unless it is (like x_BTD, anything)."""
+    is_pair = isinstance(output, tuple) and len(output) == 2
+    if is_pair and _shape_text(output[0]) == _shape_text(x_BTD):
+        return output
+    returned = (
+        f"({', '.join(map(_shape_text, output))})"
+        if isinstance(output, tuple)
+        else _shape_text(output)
     )
     second = "scalars" if method == "__call__" else "state"
     raise UserError(
-        f"{describe(part)}: {method} returned {given}, and has to return "
+        f"{describe(part)}: {method} returned {returned}, and has to return "
         f"({_shape_text(x_BTD)}, {second})"
     )
 
@@ -316,5 +317,5 @@ def _shape_text(x: Any) -> str:
     return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
 
 
-def _shapes(carried: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carried))
+def _shapes(carry: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carry))

@@ -63,32 +63,32 @@ def _called(places: Sequence[SlotPlace | None]) -> str:
 class Theta:
     """The configured function from scores to slot weights."""
 
-    section: PattentionConfig
+    config: PattentionConfig
     place: SlotPlace
     emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
         """Returns slot weights from scores [..., n]; computes in float32."""
-        kind = self.section.normalize_type
+        kind = self.config.normalize_type
         y = scores.astype(jnp.float32)
         if kind in ("l2_norm_gelu", "l2_norm"):
             y = self._l2_normalize(y)
         if kind == "softmax":
             y = jax.nn.softmax(y, axis=-1) * y.shape[-1]
         elif kind != "l2_norm":
-            y = jax.nn.gelu(y, approximate=self.section.gelu_approximate)
+            y = jax.nn.gelu(y, approximate=self.config.gelu_approximate)
         if kind == "gelu_l2_norm":
             y = self._l2_normalize(y)
         elif kind == "gelu_layer_norm":
             y = rms_normalize(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
-        factor = getattr(self.section.scale_factors, self.place)
+        factor = getattr(self.config.scale_factors, self.place)
         return (y * factor).astype(scores.dtype)
 
     def _l2_normalize(self, a: jax.Array) -> jax.Array:
         """Returns sqrt(zoom) a / (|a| + epsilon), with a finite gradient at 0."""
-        epsilon = self.section.score_norm_epsilon
+        epsilon = self.config.score_norm_epsilon
         if epsilon is None:
-            epsilon = 1e-5 if self.section.normalize_type == "l2_norm_gelu" else 1e-8
+            epsilon = 1e-5 if self.config.normalize_type == "l2_norm_gelu" else 1e-8
         square = jnp.sum(jnp.square(a), axis=-1, keepdims=True)
         # sqrt has no gradient at 0, and 1 / |a|^2 overflows for subnormal |a|^2. Both branches of
         # `where` are differentiated, so sqrt must not see a zero at all.
@@ -96,7 +96,7 @@ class Theta:
         norm = jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))
         if epsilon == 0:
             norm = jnp.where(is_zero, 1.0, norm)
-        return a / (norm + epsilon) * math.sqrt(self.section.zoom(self.place, self.emb_dim))
+        return a / (norm + epsilon) * math.sqrt(self.config.zoom(self.place, self.emb_dim))
 
 
 class Pattention(nnx.Module):
@@ -109,7 +109,7 @@ class Pattention(nnx.Module):
 
     def __init__(
         self,
-        section: PattentionConfig,
+        config: PattentionConfig,
         init: Init,
         rngs: nnx.Rngs,
         place: SlotPlace,
@@ -118,8 +118,8 @@ class Pattention(nnx.Module):
         use_bias: bool,
     ):
         emb_dim, initial = init.dimensions.emb_dim, init.initializers
-        n = section.num_slots(place, emb_dim)
-        self.theta = Theta(section, place, emb_dim)
+        n = config.num_slots(place, emb_dim)
+        self.theta = Theta(config, place, emb_dim)
         self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"  # in remat policies
         slots = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
         # Inputs and outputs shard like the residual stream, even if they are heads.
@@ -167,9 +167,9 @@ class PattentionFeedForward(FeedForward, Pattention):
 
     not_recomputed = Pattention.not_recomputed
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
-        D, use_bias = init.dimensions.emb_dim, keys.feed_forward.ffn_bias
-        Pattention.__init__(self, keys.pattention, init, rngs, "ffn", D, D, use_bias)
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        D, use_bias = init.dimensions.emb_dim, config.feed_forward.ffn_bias
+        Pattention.__init__(self, config.pattention, init, rngs, "ffn", D, D, use_bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         return tag(self.attend(x_BTD), "mlpwo"), {}

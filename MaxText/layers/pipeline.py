@@ -30,7 +30,7 @@ from MaxText.parallelism.logical_sharding import HIDDEN, constrain, merge_batch,
 def pipeline_apply(
     layers: Any,  # from `stack`, all of them repeats of one cycle
     blueprint: Blueprint,
-    carried: Any,  # input of the first layer, a tree of arrays [B, T, ...]
+    inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]
     context: Context,
     apply: Callable[[Any, Any, Context, jax.Array], tuple[Any, dict[str, jax.Array]]],
     *,
@@ -80,24 +80,24 @@ def pipeline_apply(
     all_stages = jax.vmap(stage, in_axes=(0, 0, 0, None), spmd_axis_name="stage")
     numbers_S = jnp.arange(num_stages)
 
-    def entered(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+    def select_input(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
         next_SbT = _index(waiting_SMbT, turn % num_microbatches)
         return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
-    def kept(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+    def store(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         # Until the first microbatch arrives, the slot that was just read takes what no one reads.
-        place = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
-        return shard_over_stages(_set_at(waiting_SMbT, arrived_SbT, place), waits=True)
+        slot = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
+        return shard_over_stages(_set_at(waiting_SMbT, arrived_SbT, slot), waits=True)
 
     def one_step(carry: tuple[Any, Any], turn: jax.Array):
         arrived, waiting = carry
-        given = jax.tree.map(lambda w, a: entered(w, a, turn), waiting, arrived)
-        output, scalars = all_stages(numbers_S, given, weights_SK, turn)
+        stage_inputs = jax.tree.map(lambda w, a: select_input(w, a, turn), waiting, arrived)
+        output, scalars = all_stages(numbers_S, stage_inputs, weights_SK, turn)
         arrived = jax.tree.map(
             lambda y: shard_over_stages(jnp.roll(shard_over_stages(y), 1, axis=0)), output
         )
-        waiting = jax.tree.map(lambda w, a: kept(w, a, turn), waiting, arrived)
+        waiting = jax.tree.map(lambda w, a: store(w, a, turn), waiting, arrived)
         return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
 
     def begin(x: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def pipeline_apply(
         axes = _axes(waiting_SMbT.ndim - 2)
         return constrain(merge_batch(constrain(waiting_SMbT[0], None, *axes)), *axes)
 
-    waiting = jax.tree.map(begin, carried)
+    waiting = jax.tree.map(begin, inputs)
     carry = (jax.tree.map(lambda w: _index(w, 0), waiting), waiting)
     (_, waiting), scalars = jax.lax.scan(one_step, carry, jnp.arange(schedule.num_turns))
     return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
@@ -146,27 +146,27 @@ def _axes(num_dims: int) -> tuple[str | None, ...]:
     return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))
 
 
-def _index(waiting_SMbT: jax.Array, place: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(waiting_SMbT, place, 1, keepdims=False)
+def _index(waiting_SMbT: jax.Array, slot: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(waiting_SMbT, slot, 1, keepdims=False)
 
 
 @jax.custom_vjp
-def _set_at(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, place: jax.Array) -> jax.Array:
+def _set_at(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, slot: jax.Array) -> jax.Array:
     """Replaces a slot, in the backward pass without a copy of all slots."""
-    return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, place, 1)
+    return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, slot, 1)
 
 
-def _set_at_forward(waiting_SMbT, arrived_SbT, place):
-    return _set_at(waiting_SMbT, arrived_SbT, place), place
+def _set_at_forward(waiting_SMbT, arrived_SbT, slot):
+    return _set_at(waiting_SMbT, arrived_SbT, slot), slot
 
 
-def _set_at_backward(place, gradient_SMbT):
+def _set_at_backward(slot, gradient_SMbT):
     # XLA would otherwise read the slot after it is cleared, from a copy.
     arrived_SbT, rest_SMbT = jax.lax.optimization_barrier(
-        (_index(gradient_SMbT, place), gradient_SMbT)
+        (_index(gradient_SMbT, slot), gradient_SMbT)
     )
     cleared = jnp.zeros_like(arrived_SbT)
-    return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, place, 1), arrived_SbT, None
+    return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, slot, 1), arrived_SbT, None
 
 
 _set_at.defvjp(_set_at_forward, _set_at_backward)

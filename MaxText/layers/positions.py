@@ -17,8 +17,8 @@ from MaxText.layers.part import Init, Position
 class LearnedPositions(Embedding, Position):
     """A table with a row for each position (GPT-2)."""
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
-        num_rows = keys.position.trainable_position_size
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        num_rows = config.position.trainable_position_size
         if num_rows == -1:
             num_rows = init.dimensions.max_target_length
         super().__init__(num_rows, "position", init, rngs)
@@ -34,8 +34,8 @@ class AxialPositions(Position):
     Ho et al. 2019 with the mean of GPT-Neo; (a, b) is axial_pos_shape.
     """
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
-        first, second = keys.position.axial_pos_shape
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        first, second = config.position.axial_pos_shape
         self.first = Embedding(first, "position", init, rngs)
         self.second = Embedding(second, "position", init, rngs)
         self.period = second
@@ -50,9 +50,9 @@ class AxialPositions(Position):
 class ALiBi(Position):
     """ALiBi: attention scores fall with distance (Press et al. 2022)."""
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.num_heads = init.dimensions.num_query_heads
-        self.max_bias = keys.position.alibi_max_bias
+        self.max_bias = config.position.alibi_max_bias
 
     def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
         return {"slopes_N": jnp.asarray(alibi_slopes(self.num_heads, self.max_bias))}

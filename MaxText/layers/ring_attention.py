@@ -83,7 +83,7 @@ class _QueryBlock(NamedTuple):
     q_BRKGH: jax.Array
     positions_R: jax.Array
     segments_BR: jax.Array | None
-    kept: Any = ()  # other inputs of the backward pass
+    residuals: Any = ()  # other inputs of the backward pass
 
 
 class _KVBlock(NamedTuple):
@@ -151,16 +151,16 @@ class _Ring:
             tokens = jax.tree.map(self._zigzag, tokens)
 
         @jax.custom_vjp
-        def attend(*given):
-            return self._forward(*given)[0]
+        def attend(*operands):
+            return self._forward(*operands)[0]
 
-        def forward(*given):
-            o_BLNH, log_sums = self._forward(*given)
-            return o_BLNH, (given, o_BLNH, log_sums)
+        def forward(*operands):
+            o_BLNH, log_sums = self._forward(*operands)
+            return o_BLNH, (operands, o_BLNH, log_sums)
 
-        def backward(kept, do_BLNH):
-            given, o_BLNH, log_sums = kept
-            return self._backward(given, o_BLNH, log_sums, do_BLNH)
+        def backward(residuals, do_BLNH):
+            operands, o_BLNH, log_sums = residuals
+            return self._backward(operands, o_BLNH, log_sums, do_BLNH)
 
         attend.defvjp(forward, backward)
         o_BLNH = attend(*tokens, slopes_N, memory)
@@ -182,11 +182,11 @@ class _Ring:
             largest, sums, o_BKGRH = state
             scores, seen, _ = self._scores(rows, keys, slopes_KG)
             new_largest = jnp.maximum(largest, jnp.where(seen, scores, _LOWEST).max(-1))
-            kept = jnp.exp(largest - new_largest)
+            correction = jnp.exp(largest - new_largest)
             p = jnp.where(seen, jnp.exp(scores - new_largest[..., None]), 0.0)
             more = self._einsum_f32("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
-            o_BKGRH = o_BKGRH * kept[..., None] + more
-            return (new_largest, sums * kept + p.sum(-1), o_BKGRH), ()
+            o_BKGRH = o_BKGRH * correction[..., None] + more
+            return (new_largest, sums * correction + p.sum(-1), o_BKGRH), ()
 
         if memory is not None:
             state, _ = self._fold(block_fn, rows, _memory_block(memory, batch), state, ())
@@ -195,24 +195,24 @@ class _Ring:
         o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
         return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
 
-    def _backward(self, given, o_BLNH, log_sums, do_BLNH):
-        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory = given
+    def _backward(self, operands, o_BLNH, log_sums, do_BLNH):
+        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory = operands
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
         # sum_s p_s dp_s, which is subtracted from the gradient of each probability.
-        lowered = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
-        by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, lowered))
-        rows = rows._replace(kept=(*by_head, log_sums))
+        delta = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
+        by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, delta))
+        rows = rows._replace(residuals=(*by_head, log_sums))
 
         def block_fn(rows: _QueryBlock, keys: _KVBlock, dq, d_keys):
-            do_BKGRH, lowered, log_sums = rows.kept
+            do_BKGRH, delta, log_sums = rows.residuals
             dk, dv = d_keys
             k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
             scores, seen, slope = self._scores(rows, keys, slopes_KG)
             p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
             dp = self._einsum_f32("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
-            ds = (p * (dp - lowered[..., None]) * slope).astype(k_BSKH.dtype)
+            ds = (p * (dp - delta[..., None]) * slope).astype(k_BSKH.dtype)
             dv = dv + self._einsum_f32("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
             dk = dk + self._einsum_f32("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
             dq = dq + self._einsum_f32("bkgrs,bskh->brkgh", ds, k_BSKH)
@@ -220,14 +220,14 @@ class _Ring:
 
         dq, d_memory = _zeros_like(rows.q_BRKGH), None
         if memory is not None:
-            kept = _memory_block(memory, batch)
-            dq, d_keys = self._fold(block_fn, rows, kept, dq, _zeros_like(kept[:2]))
+            memory_block = _memory_block(memory, batch)
+            dq, d_keys = self._fold(block_fn, rows, memory_block, dq, _zeros_like(memory_block[:2]))
             d_memory = tuple(
                 x.sum((0, 1)).astype(own.dtype) for x, own in zip(d_keys, memory, strict=True)
             )
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
-        dq, d_keys, came = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
-        dk, dv = self._rotate(d_keys, -came)
+        dq, d_keys, shift = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
+        dk, dv = self._rotate(d_keys, -shift)
         d_tokens = (
             jnp.moveaxis(x, 0, 1).reshape(own.shape).astype(own.dtype)
             for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
@@ -246,19 +246,19 @@ class _Ring:
         steps = self.steps
         own = jax.lax.axis_index(self.axes)
 
-        def meet(keys: Any, states: Any, step: Any) -> Any:
+        def attend_block(keys: Any, states: Any, step: Any) -> Any:
             k_QBSKH, v_QBSKH, segments_QBS = keys
             positions_QS = self._positions((own - step) % self.num_parts)
             part = _KVBlock(k_QBSKH, v_QBSKH, positions_QS, segments_QBS)
             return self._fold(block_fn, rows, part, *states)
 
-        def body(carried, step):
-            keys, (query_state, key_state) = carried
+        def body(carry, step):
+            keys, (query_state, key_state) = carry
             keys, key_state = self._rotate((keys, key_state), 1)
-            return (keys, meet(keys, (query_state, key_state), step)), None
+            return (keys, attend_block(keys, (query_state, key_state), step)), None
 
         keys, key_state = self._rotate((keys, key_state), steps.start)
-        states = meet(keys, (query_state, key_state), steps.start)
+        states = attend_block(keys, (query_state, key_state), steps.start)
         if len(steps) > 1:
             rest = jnp.arange(steps.start + 1, steps.stop)
             (_, states), _ = jax.lax.scan(body, (keys, states), rest)
@@ -272,16 +272,18 @@ class _Ring:
         query_state: Any,
         key_state: Any,
     ) -> tuple[Any, Any]:
-        def one_piece(query_state: Any, given: Any) -> tuple[Any, Any]:
-            keys, key_state = given
+        def one_piece(query_state: Any, xs: Any) -> tuple[Any, Any]:
+            keys, key_state = xs
 
-            def one_block(key_state: Any, given: Any) -> tuple[Any, Any]:
-                states = given[1], key_state
-                meet = functools.partial(block_fn, given[0], keys)
-                if (sees := self._sees_any(given[0], keys)) is not True:
-                    query_state, key_state = jax.lax.cond(sees, meet, lambda *same: same, *states)
+            def one_block(key_state: Any, xs: Any) -> tuple[Any, Any]:
+                states = xs[1], key_state
+                attend_block = functools.partial(block_fn, xs[0], keys)
+                if (sees := self._sees_any(xs[0], keys)) is not True:
+                    query_state, key_state = jax.lax.cond(
+                        sees, attend_block, lambda *same: same, *states
+                    )
                 else:
-                    query_state, key_state = meet(*states)
+                    query_state, key_state = attend_block(*states)
                 return key_state, query_state
 
             key_state, query_state = jax.lax.scan(one_block, key_state, (rows, query_state))
@@ -306,14 +308,14 @@ class _Ring:
         scores = scale * self._einsum_f32("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
         if cap := spec.soft_cap:
-            bent = jnp.tanh(scores / cap)
-            scores, slope = cap * bent, scale * (1 - bent * bent)
+            tanh = jnp.tanh(scores / cap)
+            scores, slope = cap * tanh, scale * (1 - tanh * tanh)
         if keys.positions_S is None:
             return scores, jnp.ones((), bool), slope
         distance_RS = rows.positions_R[:, None] - keys.positions_S
         if slopes_KG is not None:
-            far_RS = jnp.abs(distance_RS).astype(jnp.float32)
-            scores = scores - slopes_KG[..., None, None] * far_RS
+            abs_distance_RS = jnp.abs(distance_RS).astype(jnp.float32)
+            scores = scores - slopes_KG[..., None, None] * abs_distance_RS
         seen = spec.visible(distance_RS)
         if rows.segments_BR is not None and keys.segments_BS is not None:
             same_BRS = rows.segments_BR[:, :, None] == keys.segments_BS[:, None]

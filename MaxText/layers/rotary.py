@@ -22,36 +22,36 @@ from MaxText.parallelism.logical_sharding import platform
 class Rotary(Position):
     """Rotates queries and keys by angles proportional to the position."""
 
-    def __init__(self, keys: ModelConfig, init: Init, rngs: nnx.Rngs):
-        self.section = keys.position
-        self.num_dims = int(init.dimensions.head_dim * keys.position.rotary_pct)
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        self.config = config.position
+        self.num_dims = int(init.dimensions.head_dim * config.position.rotary_pct)
 
     def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        return {"rotary": rotary_table(positions_BT, self.num_dims, self.section)}
+        return {"rotary": rotary_table(positions_BT, self.num_dims, self.config)}
 
 
 def rotary_table(
-    positions_BT: jax.Array, num_dims: int, section: PositionConfig
+    positions_BT: jax.Array, num_dims: int, config: PositionConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sin and cos of position * frequency, float32 [B, T, 1, R/2].
 
     rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
     """
-    angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, section)
+    angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, config)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
-    if section.rope_type == "yarn":
-        factor = 0.1 * math.log(section.rope_factor) + 1.0
+    if config.rope_type == "yarn":
+        factor = 0.1 * math.log(config.rope_factor) + 1.0
         sin, cos = factor * sin, factor * cos
-    if section.rope_table_dtype != "float32":
+    if config.rope_table_dtype != "float32":
         # Without the barrier XLA may drop the rounding, as the cast back undoes it at once.
         rounded = jax.lax.optimization_barrier(
-            (sin.astype(section.rope_table_dtype), cos.astype(section.rope_table_dtype))
+            (sin.astype(config.rope_table_dtype), cos.astype(config.rope_table_dtype))
         )
         sin, cos = (table.astype(jnp.float32) for table in rounded)
     return sin, cos
 
 
-def frequencies(num_dims: int, section: PositionConfig) -> jax.Array | np.ndarray:
+def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray:
     """Returns radians per token of each pair of dimensions, float32 [R/2].
 
     default   f_i = theta^(-2i/R)
@@ -61,26 +61,26 @@ def frequencies(num_dims: int, section: PositionConfig) -> jax.Array | np.ndarra
     yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
               (Peng et al. 2023, section 3.2)
     """
-    theta, factor = section.rope_max_timescale, section.rope_factor
-    if section.rope_type == "default":
+    theta, factor = config.rope_max_timescale, config.rope_factor
+    if config.rope_type == "default":
         # By XLA: NumPy's power differs in the last bit, which would change existing runs.
         exponents = jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims
         return 1.0 / (theta**exponents)
     plain = theta ** -(np.arange(0, num_dims, 2) / num_dims)
-    first_length = section.original_max_position_embeddings
-    if section.rope_type == "linear":
+    first_length = config.original_max_position_embeddings
+    if config.rope_type == "linear":
         kept = np.zeros_like(plain)
-    elif section.rope_type == "llama3.1":
+    elif config.rope_type == "llama3.1":
         turns = first_length * plain / (2 * math.pi)
-        low, high = section.low_freq_factor, section.high_freq_factor
+        low, high = config.low_freq_factor, config.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
     else:
 
         def pair_that_turns(times: float) -> float:
             return num_dims * math.log(first_length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(pair_that_turns(section.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(section.beta_slow)), num_dims - 1)
+        low = max(math.floor(pair_that_turns(config.beta_fast)), 0)
+        high = min(math.ceil(pair_that_turns(config.beta_slow)), num_dims - 1)
         # Both on one pair would divide by zero; 0.001 is the authors' choice.
         width = max(high - low, 0.001)
         kept = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)

@@ -195,15 +195,15 @@ def _shapes(layer: Any) -> list[Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sequential(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
-    """Returns a layer's weights, the remaining stack, and `carried`.
+def _sequential(index: int | None, weights: Any, carry: Any) -> tuple[Any, Any, Any]:
+    """Returns a layer's weights, the remaining stack, and `carry`.
 
     In the backward pass a layer's gradients are written into the stacked ones as soon as the layer
     is done, as in a scan, not once those of all layers exist. `index` is None if not stacked.
     """
     if index is None:
-        return weights, None, carried
-    return _take_layer(weights, index), weights, carried
+        return weights, None, carry
+    return _take_layer(weights, index), weights, carry
 
 
 def _sequential_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
@@ -212,21 +212,21 @@ def _sequential_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
 
 
 def _sequential_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
-    def put(own: Any, so_far: Any) -> Any:
+    def put(own: Any, accumulated: Any) -> Any:
         if is_zero(own):
-            return so_far
-        if is_zero(so_far):
-            num_layers, *_ = so_far.aval.shape
-            so_far = jnp.zeros((num_layers, *own.shape), own.dtype)
-        return jax.lax.dynamic_update_index_in_dim(so_far, own, index, 0)
+            return accumulated
+        if is_zero(accumulated):
+            num_layers, *_ = accumulated.aval.shape
+            accumulated = jnp.zeros((num_layers, *own.shape), own.dtype)
+        return jax.lax.dynamic_update_index_in_dim(accumulated, own, index, 0)
 
-    grad_weights, so_far, grad_carried = gradients
+    grad_weights, accumulated, grad_carry = gradients
     if index is not None:
-        grad_weights = jax.tree.map(put, grad_weights, so_far, is_leaf=is_zero)
-    leaves, structure = jax.tree.flatten((grad_weights, grad_carried), is_leaf=is_zero)
-    there = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
+        grad_weights = jax.tree.map(put, grad_weights, accumulated, is_leaf=is_zero)
+    leaves, structure = jax.tree.flatten((grad_weights, grad_carry), is_leaf=is_zero)
+    barriered = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
     # None for a symbolic zero, instead of an array of zeros.
-    return jax.tree.unflatten(structure, [None if is_zero(g) else next(there) for g in leaves])
+    return jax.tree.unflatten(structure, [None if is_zero(g) else next(barriered) for g in leaves])
 
 
 _sequential.defvjp(_sequential_forward, _sequential_backward, symbolic_zeros=True)
@@ -239,7 +239,7 @@ def is_zero(gradient: Any) -> bool:
 def apply_scanned(
     layers: Any,
     blueprint: Blueprint,
-    carried: Any,
+    carry: Any,
     apply: Callable[[Any, Any, jax.Array | int], tuple[Any, Scalars]],
     policy: RematPolicy,
 ) -> tuple[Any, Scalars]:
@@ -247,34 +247,34 @@ def apply_scanned(
     weights, plan = weights_dict(layers), blueprint.plan
     totals: Scalars = {}
 
-    def single(carried: Any, index: int) -> Any:
-        def one_layer(carried, weights):
+    def single(carry: Any, index: int) -> Any:
+        def one_layer(carry, weights):
             if blueprint.is_stacked:
                 weights = _take_layer(weights, 0 if blueprint.is_shared else index)
-            return apply(nnx.merge(blueprint.graphdefs[index], weights), carried, index)
+            return apply(nnx.merge(blueprint.graphdefs[index], weights), carry, index)
 
         own = weights if blueprint.is_stacked else weights[str(index)]
-        carried, scalars = apply_remat(one_layer, policy, in_scan=False)(carried, own)
+        carry, scalars = apply_remat(one_layer, policy, in_scan=False)(carry, own)
         _add(totals, scalars)
-        return with_token_major_layout(carried)
+        return with_token_major_layout(carry)
 
     for index in range(plan.prefix):
-        carried = single(carried, index)
+        carry = single(carry, index)
     if plan.repeats:
-        carried, scalars = scan_cycle(
-            blueprint, blueprint.cycle_weights(weights), carried, apply, policy,
+        carry, scalars = scan_cycle(
+            blueprint, blueprint.cycle_weights(weights), carry, apply, policy,
             num_repeats=plan.repeats, first=plan.prefix,
         )  # fmt: skip
         _add(totals, scalars)
     for index in range(plan.end, plan.num_layers):
-        carried = single(carried, index)
-    return carried, totals
+        carry = single(carry, index)
+    return carry, totals
 
 
 def scan_cycle(
     blueprint: Blueprint,
     weights: Any,  # of these layers (Blueprint.cycle_weights)
-    carried: Any,
+    carry: Any,
     apply: Callable[[Any, Any, Any], tuple[Any, Scalars]],
     policy: RematPolicy,
     *,
@@ -287,46 +287,44 @@ def scan_cycle(
     # Whether a layer slices its weights out of a whole cycle's, which an inner loop cannot do.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
 
-    def one_run(carried: Any, weights: Any, run: int, start: Any) -> tuple[Any, Scalars]:
+    def one_run(carry: Any, weights: Any, run: int, start: Any) -> tuple[Any, Scalars]:
         graphdef, length = blueprint.graphdefs[plan.first_of(run)], plan.runs[run]
         row = run if in_layer and not is_shared else 0
         weights = weights if in_layer else weights[run]
 
-        def one_layer(carried, weights, index):
+        def one_layer(carry, weights, index):
             # Sliced in here, or the slices would be saved for the backward pass.
             own = _take_layer(weights, row) if length == 1 or is_shared else weights
-            return apply(
-                nnx.merge(graphdef, own if select is None else select(own)), carried, index
-            )
+            return apply(nnx.merge(graphdef, own if select is None else select(own)), carry, index)
 
         in_scan = num_repeats > 1 or length > 1  # XLA removes a loop of one iteration
         one_layer = apply_remat(one_layer, policy, in_scan=in_scan)
         if length == 1:
-            carried, scalars = one_layer(carried, weights, start)
-            return with_token_major_layout(carried), scalars
+            carry, scalars = one_layer(carry, weights, start)
+            return with_token_major_layout(carry), scalars
 
-        def turn(carried: Any, given: Any) -> tuple[Any, Scalars]:
-            own, place = given
-            carried, scalars = one_layer(carried, weights if is_shared else own, start + place)
-            return with_token_major_layout(carried), scalars
+        def body(carry: Any, xs: Any) -> tuple[Any, Scalars]:
+            own, offset = xs
+            carry, scalars = one_layer(carry, weights if is_shared else own, start + offset)
+            return with_token_major_layout(carry), scalars
 
         own = None if is_shared else weights
-        carried, scalars = jax.lax.scan(turn, carried, (own, jnp.arange(length)))
-        return carried, jax.tree.map(jnp.sum, scalars)
+        carry, scalars = jax.lax.scan(body, carry, (own, jnp.arange(length)))
+        return carry, jax.tree.map(jnp.sum, scalars)
 
-    def one_cycle(carried: Any, given: Any) -> tuple[Any, list[Scalars]]:
-        weights, start = given
+    def one_cycle(carry: Any, xs: Any) -> tuple[Any, list[Scalars]]:
+        weights, start = xs
         scalars = []
         for run, length in enumerate(plan.runs):
-            carried, found = one_run(carried, weights, run, start)
+            carry, found = one_run(carry, weights, run, start)
             scalars.append(found)
             start = start + length
-        return carried, scalars
+        return carry, scalars
 
     starts = first + jnp.arange(0, num_repeats * plan.cycle, plan.cycle)
     if is_shared:
-        carried, scalars = jax.lax.scan(
-            lambda carried, start: one_cycle(carried, (weights, start)), carried, starts
+        carry, scalars = jax.lax.scan(
+            lambda carry, start: one_cycle(carry, (weights, start)), carry, starts
         )
     else:
         by_cycle = jax.tree.map(
@@ -335,11 +333,11 @@ def scan_cycle(
         )
         if not in_layer:
             by_cycle = _by_run(blueprint, by_cycle)
-        carried, scalars = jax.lax.scan(one_cycle, carried, (by_cycle, starts))
+        carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
     totals: Scalars = {}
     for found in scalars:
         _add(totals, {name: jnp.sum(value) for name, value in found.items()})
-    return carried, totals
+    return carry, totals
 
 
 def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
@@ -366,7 +364,7 @@ def _add(totals: Scalars, found: Scalars) -> None:
 class LayersOutput(NamedTuple):
     """Output of unrolled layers."""
 
-    carried: Any  # output of the last layer
+    carry: Any  # output of the last layer
     scalars: Scalars  # summed over layers
     states: tuple[Any, ...]  # decode states, one per layer
 
@@ -374,7 +372,7 @@ class LayersOutput(NamedTuple):
 def apply_unrolled(
     layers: Any,
     blueprint: Blueprint,
-    carried: Any,
+    carry: Any,
     apply: Callable[[Any, Any, int, Any], tuple[Any, Scalars, Any]],
     *,
     policy: RematPolicy = "none",
@@ -397,17 +395,17 @@ def apply_unrolled(
     if not sequential or blueprint.is_shared or not blueprint.is_stacked:
         weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]
     for index, graphdef in enumerate(blueprint.graphdefs):
-        own, weights, carried = _take(index, weights, carried, sequential)
+        own, weights, carry = _take(index, weights, carry, sequential)
 
-        def one_layer(weights, carried, state, graphdef=graphdef, index=index):
-            return apply(nnx.merge(graphdef, weights), carried, index, state)
+        def one_layer(weights, carry, state, graphdef=graphdef, index=index):
+            return apply(nnx.merge(graphdef, weights), carry, index, state)
 
-        carried, scalars, state = apply_remat(one_layer, policy, in_scan=False)(
-            own, carried, None if states is None else states[index]
+        carry, scalars, state = apply_remat(one_layer, policy, in_scan=False)(
+            own, carry, None if states is None else states[index]
         )
         _add(totals, scalars)
         new_states.append(state)
-    return LayersOutput(carried, totals, tuple(new_states))
+    return LayersOutput(carry, totals, tuple(new_states))
 
 
 def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
@@ -429,15 +427,15 @@ def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
     return tuple(blueprint.layer_weights(weights, unstack))
 
 
-def _take(index: int, held: Any, carried: Any, sequential: bool) -> tuple[dict, Any, Any]:
+def _take(index: int, remaining: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:
     """Takes a layer's weights from a stacked tree or list; returns the rest."""
     if not sequential:
-        return held[index % len(held)], held, carried
-    if not isinstance(held, list):
-        return _sequential(index, held, carried)  # pyright: ignore
-    held, place = list(held), index % len(held)
-    held[place], _, carried = _sequential(None, held[place], carried)  # pyright: ignore
-    return held[place], held, carried
+        return remaining[index % len(remaining)], remaining, carry
+    if not isinstance(remaining, list):
+        return _sequential(index, remaining, carry)  # pyright: ignore
+    remaining, place = list(remaining), index % len(remaining)
+    remaining[place], _, carry = _sequential(None, remaining[place], carry)  # pyright: ignore
+    return remaining[place], remaining, carry
 
 
 def weights_dict(layers: Any) -> dict:

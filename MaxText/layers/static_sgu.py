@@ -64,27 +64,27 @@ class BesideStaticSGU(Mixer):
         width = init.dimensions.emb_dim // 2
         half = init.dimensions._replace(emb_dim=width)
         made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
-        made.sgu_kernel = layer.section.attention.static_sgu_kernel
+        made.sgu_kernel = layer.config.attention.static_sgu_kernel
         made.sgu_precision = init.precision
         return made
 
     @classmethod
-    def flops(cls, keys: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        kernel, width = config.attention.static_sgu_kernel, dimensions.emb_dim
         rows, num_blocks = sgu_blocks(kernel, length)
         sums = Flops(
             width * average_keys_visible(length, causal=True, window=kernel + 1),
             width * num_blocks * rows * (kernel + rows) / length,
             backward=0,
         )
-        return {**super().flops(keys, dimensions, length), "static SGU": sums}
+        return {**super().flops(config, dimensions, length), "static SGU": sums}
 
     @classmethod
     def state_bytes(
-        cls, keys: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        bytes_per_token, fixed = super().state_bytes(keys, dimensions, length, itemsize)
-        kept = keys.attention.static_sgu_kernel * dimensions.emb_dim // 2
+        bytes_per_token, fixed = super().state_bytes(config, dimensions, length, itemsize)
+        kept = config.attention.static_sgu_kernel * dimensions.emb_dim // 2
         return bytes_per_token, fixed + kept * itemsize
 
     def _halves(self, x_BTD: Any) -> tuple[jax.Array, Any]:

@@ -54,16 +54,16 @@ class EventLog:
         step: int | None = None,
         seconds: float = 0.0,
         report: Any = None,
-        **facts: Any,
+        **fields: Any,
     ) -> None:
         """Records an event at its end; `report` is for the terminal only."""
-        event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
+        event = Event(kind, time.time(), self._attempt, step, seconds, fields, report)
         for sink in self._sinks:
             sink.write(event)
         for callback in self._callbacks:
             callback(event.row())
         if kind == "stop":
-            if facts.get("reason") == "preempted":
+            if fields.get("reason") == "preempted":
                 self._seconds_to_close = _SECONDS_WHEN_PREEMPTED
             self.flush()
         elif kind in _FLUSHED:
@@ -76,11 +76,11 @@ class EventLog:
                 self._flush_sinks()
 
     @contextlib.contextmanager
-    def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Emits an event with the seconds of the block; yields its facts."""
+    def timed(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Emits an event with the seconds of the block; yields its fields."""
         began = time.perf_counter()
-        yield facts
-        self.emit(kind, seconds=time.perf_counter() - began, **facts)
+        yield fields
+        self.emit(kind, seconds=time.perf_counter() - began, **fields)
 
     def _flush_sinks(self) -> None:
         for sink in self._sinks:

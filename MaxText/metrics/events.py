@@ -1,6 +1,6 @@
 """Events of a run, as rows of events.jsonl, the source of all records.
 
-A row is a JSON object with these fields and the facts of its kind
+A row is a JSON object with these fields and those of its kind
 (docs/reference/run_folder_and_events.md):
 
   time     Unix seconds at which it ended
@@ -47,7 +47,7 @@ class Event:
     attempt: int = 0
     step: int | None = None
     seconds: float = 0.0
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     report: Any = None
 
     def row(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Event:
             "attempt": self.attempt,
             "step": self.step,
             "seconds": round(self.seconds, 6),
-            **self.facts,
+            **self.fields,
         }
 
 

@@ -31,30 +31,30 @@ class MeshSizes(NamedTuple):
         return [inner * outer for inner, outer in zip(*self, strict=True)]
 
 
-def mesh_sizes(section: MeshConfig, devices: Sequence[Any]) -> MeshSizes:
+def mesh_sizes(config: MeshConfig, devices: Sequence[Any]) -> MeshSizes:
     """Returns the sizes with -1 resolved; raises UserError if they misfit."""
-    num_slices = len(_slices(section, devices))
-    across = _fill_sizes(section, "dcn", num_slices)
+    num_slices = len(_slices(config, devices))
+    across = _fill_sizes(config, "dcn", num_slices)
     if across is None:
-        raise _size_error(section, "dcn", num_slices, f"there are {num_slices}", "slices")
+        raise _size_error(config, "dcn", num_slices, f"there are {num_slices}", "slices")
     per_slice = len(devices) // num_slices
-    within = _fill_sizes(section, "ici", per_slice)
+    within = _fill_sizes(config, "ici", per_slice)
     if within is None:
         whose = "this machine has" if num_slices == 1 else f"each of {num_slices} slices has"
         kind = f"{whose} {per_slice} ({devices[0].device_kind})"
-        raise _size_error(section, "ici", per_slice, kind, "devices")
+        raise _size_error(config, "ici", per_slice, kind, "devices")
     return MeshSizes(within, across)
 
 
-def create_device_mesh(section: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
+def create_device_mesh(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
     """Returns the devices as a mesh, close ones adjacent.
 
     Along each axis slices are contiguous: of 2 slices of 4, the first has positions 0 to 3.
     """
-    sizes = mesh_sizes(section, devices)
+    sizes = mesh_sizes(config, devices)
     slices = [
-        _arrange_slice(sizes.ici, part, section.allow_split_physical_axes)
-        for part in _slices(section, devices)
+        _arrange_slice(sizes.ici, part, config.allow_split_physical_axes)
+        for part in _slices(config, devices)
     ]
     blocks = np.stack(slices).reshape(*sizes.dcn, *sizes.ici)
     rank = len(MESH_AXES)
@@ -85,17 +85,17 @@ def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool
     return np.array(devices).reshape(sizes)
 
 
-def _slices(section: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
+def _slices(config: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
     known: dict[int, list[Any]] = {}
     for device in devices:
         known.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
-    asked = math.prod(max(size, 1) for size in _sizes(section, "dcn"))
+    asked = math.prod(max(size, 1) for size in _sizes(config, "dcn"))
     if len(known) == 1 and asked > 1:
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         per_slice, rest = divmod(len(ordered), asked)
         if rest or not per_slice:
             raise _size_error(
-                section, "dcn", 1, f"{len(ordered)} devices make none such", "equal parts"
+                config, "dcn", 1, f"{len(ordered)} devices make none such", "equal parts"
             )
         return [ordered[i : i + per_slice] for i in range(0, len(ordered), per_slice)]
     numbers = sorted({len(part) for part in known.values()})
@@ -107,13 +107,13 @@ def _slices(section: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
     return [known[index] for index in sorted(known)]
 
 
-def _sizes(section: MeshConfig, network: str) -> list[int]:
-    return [getattr(section, size_key(axis, network)) for axis in MESH_AXES]
+def _sizes(config: MeshConfig, network: str) -> list[int]:
+    return [getattr(config, size_key(axis, network)) for axis in MESH_AXES]
 
 
-def _fill_sizes(section: MeshConfig, network: str, number: int) -> tuple[int, ...] | None:
+def _fill_sizes(config: MeshConfig, network: str, number: int) -> tuple[int, ...] | None:
     """Returns the sizes with -1 resolved; None if they do not multiply."""
-    sizes = _sizes(section, network)
+    sizes = _sizes(config, network)
     fixed = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and number % fixed == 0:
         sizes[sizes.index(-1)] = number // fixed
@@ -121,9 +121,9 @@ def _fill_sizes(section: MeshConfig, network: str, number: int) -> tuple[int, ..
 
 
 def _size_error(
-    section: MeshConfig, network: str, number: int, present: str, things: str
+    config: MeshConfig, network: str, number: int, present: str, things: str
 ) -> UserError:
-    sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
+    sizes = dict(zip(MESH_AXES, _sizes(config, network), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     several = "a multiple of " if -1 in sizes.values() else ""
     filled = "fsdp" if network == "ici" else "data"

@@ -21,9 +21,9 @@ HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
 
 
-def make_mesh(section: MeshConfig, devices: Sequence[Any]) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
-    return Mesh(create_device_mesh(section, devices), MESH_AXES)
+    return Mesh(create_device_mesh(config, devices), MESH_AXES)
 
 
 class ShardingPlan:
@@ -51,7 +51,7 @@ class ShardingPlan:
         return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
 
     @property
-    def words(self) -> str:
+    def mesh_sizes(self) -> str:
         """Axes with several devices, as in "data 2, fsdp 4"."""
         sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
         return ", ".join(sizes) or "one device"
@@ -75,12 +75,13 @@ class ShardingPlan:
         num_stages = self.mesh.shape["stage"]
         return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
-    def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    def named_sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         return NamedSharding(self.mesh, logical_to_mesh_axes(names, shape, self.rules, self.mesh))
 
     def parameter_shardings(self, parameters: Mapping[str, ParamSpec]) -> dict:
         return {
-            name: self.sharding(info.logical_axes, info.shape) for name, info in parameters.items()
+            name: self.named_sharding(spec.logical_axes, spec.shape)
+            for name, spec in parameters.items()
         }
 
     def describe(self, parameters: Mapping[str, ParamSpec]) -> Callable[[str], str] | None:
@@ -111,8 +112,8 @@ class ShardingPlan:
             names = [str(getattr(entry, "key", "")) for entry in path]
             found = self.replicated
             for start in range(len(names)):
-                info = parameters.get("/".join(names[start:]))
-                if info is not None and info.shape == leaf.shape:
+                spec = parameters.get("/".join(names[start:]))
+                if spec is not None and spec.shape == leaf.shape:
                     found = shardings["/".join(names[start:])]
                     break
             if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
@@ -139,10 +140,10 @@ class ShardingPlan:
         spec[chosen] = axes[chosen] if len(axes[chosen]) > 1 else axis
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
+    def batch_sharding(self, batch_size: int, num_dims: int = 2) -> NamedSharding:
         """Returns the sharding of a batch: sequences are split, tokens are not."""
         names = ("activation_batch", *[None] * (num_dims - 1))
-        return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
+        return self.named_sharding(names, (batch_size, *[1] * (num_dims - 1)))
 
     def batch_slice(self, process: int | None = None) -> tuple[int, int]:
         """Returns (part, parts): a process reads one part of each batch.
@@ -157,11 +158,13 @@ class ShardingPlan:
             held.setdefault(device.process_index, set()).add(part)
         return process_batch_slice(held, process)
 
-    def to_global_batch(self, batch: Any, num_rows: int) -> Any:
+    def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns this process's part of a batch, in NumPy, as global arrays."""
-        sharding = self.batch_sharding(num_rows)
+        sharding = self.batch_sharding(batch_size)
         return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])),
+            lambda x: jax.make_array_from_process_local_data(
+                sharding, x, (batch_size, *x.shape[1:])
+            ),
             batch,
         )
 
@@ -197,7 +200,7 @@ class ShardingPlan:
         return jax.jit(initialize, out_shardings=shardings, **options)(jax.random.key(seed))
 
     def jit(self, function: Callable, **options: Any) -> Any:
-        """Returns jax.jit of `function`, traced with this layout's rules."""
+        """Returns jax.jit of `function`, traced with the logical axis rules."""
 
         @functools.wraps(function)
         def traced(*arguments):
@@ -252,16 +255,16 @@ def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) 
 
 
 def make_sharding_plan(
-    section: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
+    config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
 ) -> ShardingPlan:
-    """Returns the layout; raises UserError if the devices do not support it."""
-    offloads = section.optimizer_memory_host_offload
+    """Returns the plan; raises UserError if the devices do not support it."""
+    offloads = config.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
-    axis = "data" if section.shard_optimizer_over_data else ""
+    axis = "data" if config.shard_optimizer_over_data else ""
     return ShardingPlan(
-        make_mesh(section, devices),
-        section.logical_axis_rules,
+        make_mesh(config, devices),
+        config.logical_axis_rules,
         axis,
         pipeline,
         offloads_optimizer=offloads,
@@ -281,75 +284,75 @@ def _check_host_memory(device: Any) -> None:
         )
 
 
-def global_batch_size(section: BatchConfig, layout: ShardingPlan, per_device: float) -> int:
+def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
     key = "per_device_batch_size"
-    rows = _rows(layout, per_device, key)
-    return rows * section.gradient_accumulation_steps
+    batch_size = _batch_size(sharding, per_device, key)
+    return batch_size * config.gradient_accumulation_steps
 
 
-def microbatch_size(section: BatchConfig, layout: ShardingPlan, per_device: float = 0.0) -> int:
+def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float = 0.0) -> int:
     """Returns sequences per microbatch; raises UserError if not divisible."""
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
-    return _rows(layout, per_device or section.per_device_batch_size, key)
+    return _batch_size(sharding, per_device or config.per_device_batch_size, key)
 
 
-def _rows(layout: ShardingPlan, per_device: float, key: str) -> int:
-    num_devices = layout.mesh.size
-    rows = per_device * num_devices
-    parts, multiple = layout.num_batch_parts, layout.batch_divisor
-    if rows != int(rows) or int(rows) % multiple:
-        better = max(multiple, round(rows / multiple) * multiple) / num_devices
-        stages, microbatches = layout.mesh.shape["stage"], multiple // parts
+def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
+    num_devices = sharding.mesh.size
+    batch_size = per_device * num_devices
+    parts, multiple = sharding.num_batch_parts, sharding.batch_divisor
+    if batch_size != int(batch_size) or int(batch_size) % multiple:
+        better = max(multiple, round(batch_size / multiple) * multiple) / num_devices
+        stages, microbatches = sharding.mesh.shape["stage"], multiple // parts
         cut = f", and {microbatches} ways more for {stages} stages" if stages > 1 else ""
         raise UserError(
-            f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = {rows:g} "
-            f"sequences, to be split over {parts} devices (mesh axes "
-            f"{', '.join(layout.batch_axes)}){cut}.\n"
+            f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = "
+            f"{batch_size:g} sequences, to be split over {parts} devices (mesh axes "
+            f"{', '.join(sharding.batch_axes)}){cut}.\n"
             f"  What to do: set {key}={better:g}."
         )
-    return int(rows)
+    return int(batch_size)
 
 
-def check_lengths(longest: int, section: BatchConfig, layout: ShardingPlan) -> None:
+def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> None:
     """Raises UserError if the mesh does not divide the sequence lengths."""
     lengths = {f"max_target_length={longest}": longest}
-    for _, length in section.sequence_length_stages:
+    for _, length in config.sequence_length_stages:
         lengths[f"a stage of {length} in sequence_length_stages"] = length
-    parts = layout.num_length_parts
+    parts = sharding.num_length_parts
     for name, length in lengths.items():
         if length % parts:
             fits = math.gcd(parts, *lengths.values())
             raise UserError(
                 f"{name} is not a multiple of {parts}, the devices over which sequences are split "
-                f"(mesh axes {', '.join(layout.length_axes)}).\n"
+                f"(mesh axes {', '.join(sharding.length_axes)}).\n"
                 f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
             )
 
 
 def check_sharding(
-    parameters: Mapping[str, ParamSpec], layout: ShardingPlan, tolerance: float
+    parameters: Mapping[str, ParamSpec], sharding: ShardingPlan, tolerance: float
 ) -> float:
     """Returns the replicated share; raises UserError above `tolerance`."""
-    if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
+    if math.prod(sharding.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
     whole = {
         name: parameters[name].size
-        for name, sharding in layout.parameter_shardings(parameters).items()
-        if not any(sharding.spec)
+        for name, named in sharding.parameter_shardings(parameters).items()
+        if not any(named.spec)
     }
-    share = sum(whole.values()) / sum(info.size for info in parameters.values())
+    share = sum(whole.values()) / sum(spec.size for spec in parameters.values())
     if share > tolerance:
         largest = sorted(whole, key=lambda name: -whole[name])[:5]
         lines = [
-            f"    {name} {parameters[name].shape}{_indivisible_dims(parameters[name], layout)}"
+            f"    {name} {parameters[name].shape}{_indivisible_dims(parameters[name], sharding)}"
             for name in largest
         ]
         axes_of_largest = [parameters[name].logical_axes for name in largest]
         differ = any("mlp" in axes and "layers" not in axes for axes in axes_of_largest)
         raise UserError(
             f"{share:.1%} of the parameters are replicated on every device, more than "
-            f"sharding_tolerance={tolerance:g}. The mesh is {layout.words}; the largest:\n"
+            f"sharding_tolerance={tolerance:g}. The mesh is {sharding.mesh_sizes}; the largest:\n"
             + "\n".join(lines)
             + "\n  What to do: choose sizes that the mesh divides"
             + (" (widths of dynamic_mlp_dim are multiples of mlp_dim_multiple)" if differ else "")
@@ -360,14 +363,14 @@ def check_sharding(
     return share
 
 
-def _indivisible_dims(info: ParamSpec, layout: ShardingPlan) -> str:
+def _indivisible_dims(spec: ParamSpec, sharding: ShardingPlan) -> str:
     first_rule: dict[str, Sequence[str]] = {}
-    for name, axes in layout.rules:
+    for name, axes in sharding.rules:
         first_rule.setdefault(name, axes)
     words = [
-        f"{name} {size} is not a multiple of {axis} {layout.mesh.shape[axis]}"
-        for name, size in zip(info.logical_axes, info.shape, strict=True)
+        f"{name} {size} is not a multiple of {axis} {sharding.mesh.shape[axis]}"
+        for name, size in zip(spec.logical_axes, spec.shape, strict=True)
         for axis in (first_rule[name] if name else ())
-        if size % layout.mesh.shape[axis]
+        if size % sharding.mesh.shape[axis]
     ]
     return f": {', '.join(words)}" if words else ""

@@ -23,11 +23,11 @@ from MaxText.training.objective import is_in_nats
 def write_final_artifacts(
     run_folder: epath.Path,
     config: Config,
-    records: RunLogger,
+    run_logger: RunLogger,
     batches: BatchIterator,
-    built: TrainSetup,
+    setup: TrainSetup,
     state: Any,
-    layout: ShardingPlan,
+    sharding: ShardingPlan,
     eval_loss: float | None,
 ) -> None:
     """Prints and writes the final outputs of a run.
@@ -35,8 +35,8 @@ def write_final_artifacts(
     `eval_loss` is that of the last evaluation in nats per token, None without one. Raises
     TrainingDivergedError if the training loss diverged.
     """
-    line, model = records.terminal.line, built.model
-    entropy = batches.unigram_entropy if is_in_nats(model.section.objective) else None
+    line, model = run_logger.terminal.line, setup.model
+    entropy = batches.unigram_entropy if is_in_nats(model.config.objective) else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
     tokenizer = batches.tokenizer_folder
@@ -44,24 +44,24 @@ def write_final_artifacts(
         with _optional("sample", line):
             from MaxText.inference.decoding import write_sample
 
-            text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
+            text = write_sample(model, state.params, sharding, config, tokenizer, run_folder)
             # Its time is part of the finish, which the stop row records.
-            records.events.emit("sample", step=records.stats.num_steps - 1, text=text)
+            run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
         with _optional("loss curve", line):
             from MaxText.reports.report_writer import write_loss_curve
 
-            records.events.flush()
+            run_logger.events.flush()
             line(f"Loss curve: {write_loss_curve(run_folder)}")
     can_generate = (
         tokenizer is not None
-        and model.section.attention.causal
-        and all(lookup("mixer", name).decodes() for name in set(model.section.mixers))
+        and model.config.attention.causal
+        and all(lookup("mixer", name).decodes() for name in set(model.config.mixers))
     )
     for text in _next_steps(run_folder, can_generate, config.run.import_modules):
         line(text)
-    if diverged := records.trend.diverged:
+    if diverged := run_logger.trend.diverged:
         raise TrainingDivergedError(
             f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
             "inspect the data."

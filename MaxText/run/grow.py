@@ -15,7 +15,7 @@ from MaxText.config import import_modules
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.conversion import imported_run, tokenizer_copy
-from MaxText.conversion.convert import show_memory
+from MaxText.conversion.convert import log_memory
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import model_keys
 from MaxText.conversion.request import ConvertArgs
@@ -27,7 +27,7 @@ from MaxText.growth.source import KEY, SourceCheckpoint, open_source
 from MaxText.inference import checkpoint_config
 from MaxText.run.lineage import ancestors_of
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class GrownModel(WeightSource):
@@ -56,7 +56,7 @@ class GrownModel(WeightSource):
         return sum(sizes[name] for name in self._fresh) + imported_run.peak_bytes(self)
 
 
-def grow(request: ConvertArgs, show: Show) -> None:
+def grow(request: ConvertArgs, log: Log) -> None:
     """Grows a model and writes a run with one checkpoint of parameters."""
     imported_run.require_absent(request.target)
     # Checked first, so that a wrong path is reported as typed.
@@ -74,7 +74,7 @@ def grow(request: ConvertArgs, show: Show) -> None:
     asked = checkpoint_config.load(arguments).config
     source = open_source(request.source, flatten(asked))
     for warning in import_modules.changes(source.metadata):
-        show(warning)
+        log(warning)
     resolved = resolve_growth_from(asked, source)
     if resolved.growth is None or resolved.record is None:
         raise UserError(
@@ -82,11 +82,11 @@ def grow(request: ConvertArgs, show: Show) -> None:
             "example slot_num=2140 or base_num_decoder_layers=24."
         )
     for line in resolved.lines:
-        show(line)
+        log(line)
     weights = GrownModel(resolved.growth, resolved.config)
     stored = sum(math.prod(leaf.shape) for leaf in source.parameters.values())
-    show(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
-    show_memory(weights.peak_bytes(), show)
+    log(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
+    log_memory(weights.peak_bytes(), log)
     comment = [f"Model grown by convert.py from {source.folder}."]
     lineage = ancestors_of(source.metadata, source.folder, source.step, "growth", resolved.record)
     # The new parameters themselves own cost.
@@ -97,7 +97,7 @@ def grow(request: ConvertArgs, show: Show) -> None:
             partial, weights, model_keys(flatten(resolved.config)), comment, metadata
         )
         copied = _copy_tokenizer(source, partial)
-    imported_run.log_next_command(request.target, copied, show)
+    imported_run.log_next_command(request.target, copied, log)
 
 
 def _copy_tokenizer(source: SourceCheckpoint, target: Path) -> list[str]:

@@ -51,17 +51,17 @@ class Lineage:
     spent: TrainingCost = _NOTHING
 
     @classmethod
-    def of(cls, start: RestoreResult, stats: TrainingStats) -> "Lineage":
-        if start.how == "scratch":
+    def of(cls, restored: RestoreResult, stats: TrainingStats) -> "Lineage":
+        if restored.how == "scratch":
             return cls(stats)
-        if start.how == "resume":
-            first, stored = start.first_step, start.metadata.get("spent")
+        if restored.how == "resume":
+            first, stored = restored.first_step, restored.metadata.get("spent")
             spent = TrainingCost(**stored) if stored else _by_plan(stats, 0, first)
-            return cls(stats, _ancestors(start.metadata), first, spent)
+            return cls(stats, _ancestors(restored.metadata), first, spent)
         ancestors = ancestors_of(
-            start.metadata, start.folder, start.stored_step, start.how, start.growth
+            restored.metadata, restored.folder, restored.stored_step, restored.how, restored.growth
         )
-        return cls(stats, ancestors, start.first_step)
+        return cls(stats, ancestors, restored.first_step)
 
     def spent_before(self, step: int) -> TrainingCost:
         """Returns this run's usage before a step, without its ancestors."""
@@ -73,11 +73,11 @@ class Lineage:
         spent = self.spent_before(step + 1)
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 
-    def facts(self) -> list[dict[str, Any]]:
+    def fields(self) -> list[dict[str, Any]]:
         return [ancestor._asdict() for ancestor in self.ancestors]
 
     def metadata(self, step: int) -> dict[str, Any]:
-        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
+        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.fields()}
 
 
 def _ancestors(metadata: Mapping[str, Any]) -> tuple[Ancestor, ...]:

@@ -56,8 +56,8 @@ class Loop:
     """
 
     config: Config
-    layout: ShardingPlan
-    plan: BatchSchedule
+    sharding: ShardingPlan
+    batch_schedule: BatchSchedule
     eval_batch_size: int
     batches: BatchIterator
     eval_batches: EvalBatches | None
@@ -65,11 +65,11 @@ class Loop:
     eval_step: Callable[..., Any]
     checkpoints: CheckpointManager
     metadata: Mapping[str, Any]
-    records: RunLogger
+    run_logger: RunLogger
     rollback: RollbackController
     watchdog: Watchdog
-    stop: PreemptionHandler
-    log: MetricLogger
+    preemption: PreemptionHandler
+    metric_logger: MetricLogger
     state: Any
     step: int
     last_step: int
@@ -82,12 +82,12 @@ class Loop:
         """
         if evaluation_due and self.eval_batches is not None and not self.evaluate(self.step - 1):
             return PREEMPTED
-        self.log.start(self.step)
+        self.metric_logger.start(self.step)
         while self.step <= self.last_step:
             step = self.step
             batch = self.next_batch()
             if batch is None:
-                if self.log.newest_step is not None:
+                if self.metric_logger.newest_step is not None:
                     self.save(step - 1)
                 return PREEMPTED
             self.update(batch)
@@ -96,10 +96,10 @@ class Loop:
                 self.last_step,
                 eval_interval=self.config.evaluation.eval_interval,
                 checkpoint_due=self.checkpoints.should_save(step, self.last_step),
-                stop_requested=self.stop.requested(step),
+                stop_requested=self.preemption.requested(step),
             )
             if actions.report:
-                self.log.complete()
+                self.metric_logger.complete()
             if self.rollback.trigger:
                 self.roll_back()
                 continue
@@ -112,7 +112,7 @@ class Loop:
                 self.save(step, evaluation_is_due=actions.evaluation_due and stopping)
             if stopping or reached:
                 reason = PREEMPTED if stopping else TARGET_REACHED
-                self.records.terminal.line(f"Stopping after step {step}: {reason}")
+                self.run_logger.terminal.line(f"Stopping after step {step}: {reason}")
                 return reason
             self.step += 1
         return COMPLETED
@@ -121,10 +121,10 @@ class Loop:
         """Returns the next step's batch on the devices; None on a stop request."""
         self.watchdog.enter("data", self.step)
         batch = None
-        with contextlib.suppress(WaitCancelledError), self.log.waiting_for_data():
-            rows = self.plan.rows(self.plan.at(self.step))
-            batch = self.layout.to_global_batch(next(self.batches), rows)
-        self.records.log_data_events(self.batches, self.step)
+        with contextlib.suppress(WaitCancelledError), self.metric_logger.waiting_for_data():
+            batch_size = self.batch_schedule.rows(self.batch_schedule.at(self.step))
+            batch = self.sharding.to_global_batch(next(self.batches), batch_size)
+        self.run_logger.log_data_events(self.batches, self.step)
         return batch
 
     def update(self, batch: Any) -> None:
@@ -132,47 +132,49 @@ class Loop:
         if not self.train_step.fits(batch):
             self.watchdog.enter("compile", self.step)
             with (
-                self.log.exclude_time(),
-                self.records.events.timed("compile", step=self.step) as facts,
+                self.metric_logger.exclude_time(),
+                self.run_logger.events.timed("compile", step=self.step) as fields,
             ):
-                facts |= dataclasses.asdict(self.train_step.prepare(batch))
+                fields |= dataclasses.asdict(self.train_step.prepare(batch))
         self.watchdog.enter("step", self.step)
-        with self.records.profiler.step(self.step):
+        with self.run_logger.profiler.step(self.step):
             self.state, metrics = self.train_step(self.state, batch)
-        self.log.add(self.step, metrics)
-        self.records.profiler.finished(self.step, metrics)
+        self.metric_logger.add(self.step, metrics)
+        self.run_logger.profiler.finished(self.step, metrics)
 
     def roll_back(self) -> None:
         self.state = None  # frees memory for the healthy state
         self.state = self.rollback.roll_back()
         self.step = int(self.state.step)
         self.last_step = final_step(self.batches, self.config.run.steps)
-        self.log.start(self.step)
+        self.metric_logger.start(self.step)
 
     def evaluate(self, step: int) -> bool:
         """Evaluates the state after a step; False on a stop request."""
         self.eval_loss = None
-        watched = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
+        batches = self.watchdog.watch_iterator(self.eval_batches or (), "evaluation", step)
         with (
             contextlib.suppress(WaitCancelledError),
-            self.log.exclude_time(),
-            self.records.events.timed("evaluation", step=step) as facts,
+            self.metric_logger.exclude_time(),
+            self.run_logger.events.timed("evaluation", step=step) as fields,
         ):
-            placed = (self.layout.to_global_batch(batch, self.eval_batch_size) for batch in watched)
-            report = evaluate(self.eval_step, self.state.params, placed, step=step)
-            progress = self.records.lineage.progress(step)
-            facts.update(report=report, **report.row(), **progress)
-            self.records.log_data_events(self.eval_batches, step)
+            global_batches = (
+                self.sharding.to_global_batch(batch, self.eval_batch_size) for batch in batches
+            )
+            report = evaluate(self.eval_step, self.state.params, global_batches, step=step)
+            progress = self.run_logger.lineage.progress(step)
+            fields.update(report=report, **report.row(), **progress)
+            self.run_logger.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
         return self.eval_loss is not None
 
-    def save(self, step: int, **facts: Any) -> None:
+    def save(self, step: int, **fields: Any) -> None:
         self.watchdog.enter("checkpoint", step)
-        records, events = self.records, self.records.events
-        with self.log.exclude_time(complete=True):
+        run_logger, events = self.run_logger, self.run_logger.events
+        with self.metric_logger.exclude_time(complete=True):
             events.flush()
-            kept = {**self.metadata, **records.lineage.metadata(step), **facts}
-            kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": records.trend.state}
+            kept = {**self.metadata, **run_logger.lineage.metadata(step), **fields}
+            kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": run_logger.trend.state}
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.position, kept)
 
@@ -187,7 +189,9 @@ class End:
 
 
 @contextlib.contextmanager
-def recorded_end(records: RunLogger, log: MetricLogger, watchdog: Watchdog) -> Iterator[End]:
+def recorded_end(
+    run_logger: RunLogger, metric_logger: MetricLogger, watchdog: Watchdog
+) -> Iterator[End]:
     """Records how the block ended the run.
 
     A diverged run ends normally, with its exit code. After any other failure, one process of
@@ -204,7 +208,8 @@ def recorded_end(records: RunLogger, log: MetricLogger, watchdog: Watchdog) -> I
         failure = error
         raise
     finally:
-        seconds = log.idle_seconds if end.reason == COMPLETED else 0.0
-        records.events.emit("stop", step=log.newest_step, seconds=seconds, reason=end.reason)
+        seconds = metric_logger.idle_seconds if end.reason == COMPLETED else 0.0
+        step = metric_logger.newest_step
+        run_logger.events.emit("stop", step=step, seconds=seconds, reason=end.reason)
         if failure is not None:
             processes.fail(failure, watchdog)

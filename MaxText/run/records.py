@@ -13,7 +13,7 @@ from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import ModelCost, model_cost
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.growth.record import event_facts, parent_folder, sizes
+from MaxText.growth.record import event_fields, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
@@ -59,41 +59,43 @@ class RunLogger:
             self.events.emit("skip", step=step, what="record", reason=reason, count=1)
 
 
-def open_records(
+def open_run_logger(
     config: Config,
     run_folder: epath.Path,
-    start: RestoreResult,
-    built: TrainSetup,
-    plan: BatchSchedule,
+    restored: RestoreResult,
+    setup: TrainSetup,
+    batch_schedule: BatchSchedule,
     batches: BatchIterator,
     devices: Sequence[Any],
     last_step: int,
     peak: PeakFlops,
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
     `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
     UserError if a package is missing.
     """
-    run, monitoring, model = config.run, config.monitoring, built.model
+    run, monitoring, model = config.run, config.monitoring, setup.model
     num_steps = last_step + 1
-    stats = TrainingStats(model, config.batch, plan, len(devices), num_steps, peak)
-    lineage = Lineage.of(start, stats)
-    length = model.section.shape.max_target_length
-    cost = model_cost(model, sequence_length=length, optimizer_state=built.state.opt_state)
+    stats = TrainingStats(model, config.batch, batch_schedule, len(devices), num_steps, peak)
+    lineage = Lineage.of(restored, stats)
+    length = model.config.shape.max_target_length
+    cost = model_cost(model, sequence_length=length, optimizer_state=setup.state.opt_state)
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    show(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    log(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
-        show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+        log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
-    first_step = start.first_step
-    is_due = bool(start.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
+    first_step = restored.first_step
+    is_due = (
+        bool(restored.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
+    )
     events = open_stream(
         run_folder,
         monitoring,
@@ -104,11 +106,11 @@ def open_records(
         terminal=terminal,
         callbacks=callbacks,
     )
-    baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
-    facts = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
-    emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
+    baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
+    fields = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
+    emit_start(events, restored, fields | {"changed_keys": changed_keys(config)})
     profiler = StepProfiler(monitoring, tensorboard, first_step)
-    trend = LossTrend(baseline, start.metadata.get("loss_trend"))
+    trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
 
 
@@ -120,7 +122,7 @@ def run_metadata(
     data: Mapping[str, Any],
     unigram_entropy: float | None,
 ) -> dict[str, Any]:
-    """Returns the facts of a start event as JSON values."""
+    """Returns the fields of a start event as JSON values."""
     return {
         "run_name": run_name,
         "num_steps": stats.num_steps,
@@ -134,44 +136,44 @@ def run_metadata(
         "flops_of_run": stats.flops_of_run,
         "peak_tflops": stats.peak.tflops,
         "peak_source": stats.peak.source,
-        "cost": cost.facts(),
-        "lineage": lineage.facts(),
-        "data": {**data, "vocab_size": stats.model.section.shape.vocab_size},
+        "cost": cost.fields(),
+        "lineage": lineage.fields(),
+        "data": {**data, "vocab_size": stats.model.config.shape.vocab_size},
         "unigram_entropy": unigram_entropy,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
     }
 
 
-def emit_start(events: EventLog, start: RestoreResult, facts: Mapping[str, Any]) -> None:
+def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:
     """Emits "resume" (from the run's own checkpoint) or "start".
 
     A changed configuration and a growth are events of their own.
     """
     events.emit(
-        "resume" if start.how == "resume" else "start",
-        step=start.first_step,
+        "resume" if restored.how == "resume" else "start",
+        step=restored.first_step,
         seconds=time.time() - process_start.launch_time(),
-        source=start.source,
+        source=restored.source,
         lost=events.lost,
-        **facts,
+        **fields,
     )
-    if start.changes:
-        changes = {name: list(values) for name, values in start.changes.items()}
-        events.emit("config_change", step=start.first_step, changes=changes)
-    if grown := _growth_facts(start):
-        events.emit("growth", step=start.first_step, **grown)
+    if restored.changes:
+        changes = {name: list(values) for name, values in restored.changes.items()}
+        events.emit("config_change", step=restored.first_step, changes=changes)
+    if grown := _growth_fields(restored):
+        events.emit("growth", step=restored.first_step, **grown)
 
 
-def _growth_facts(start: RestoreResult) -> dict[str, Any]:
-    """Returns the facts of a growth event; empty if none preceded this start."""
-    if start.how == "growth":
-        assert start.growth is not None
-        return event_facts(start.growth, start.folder)
+def _growth_fields(restored: RestoreResult) -> dict[str, Any]:
+    """Returns the fields of a growth event; empty if none preceded this start."""
+    if restored.how == "growth":
+        assert restored.growth is not None
+        return event_fields(restored.growth, restored.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
-    if start.how == "parameters" and start.growth and sizes(start.growth):
-        return event_facts(start.growth, parent_folder(start.metadata), start.folder)
+    if restored.how == "parameters" and restored.growth and sizes(restored.growth):
+        return event_fields(restored.growth, parent_folder(restored.metadata), restored.folder)
     return {}
 
 

@@ -19,7 +19,7 @@ from MaxText.growth.record import Record
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import BatchIterator
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class RestoreResult(NamedTuple):
@@ -30,7 +30,7 @@ class RestoreResult(NamedTuple):
       position: Data position, or None to start at the data of `first_step`.
       source: One line, such as "checkpoint of step 120".
       how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: See matching.checkpoint_metadata; empty if there is none.
+      metadata: Of compatibility.checkpoint_metadata; empty if there is none.
       folder: Of the checkpoint; empty for scratch.
       stored_step: The step after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)}.
@@ -53,11 +53,11 @@ class RestoreResult(NamedTuple):
 
 def restore_or_initialize(
     checkpoints: CheckpointManager,
-    section: CheckpointingConfig,
+    config: CheckpointingConfig,
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
-    show: Show = print,
+    log: Log = print,
     resolved: ResolvedGrowth | None = None,
 ) -> RestoreResult:
     """Restores the run's state from the first available source.
@@ -70,49 +70,49 @@ def restore_or_initialize(
     Raises:
       UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
     """
-    if section.load_full_state_path and section.load_parameters_path:
+    if config.load_full_state_path and config.load_parameters_path:
         raise UserError(
             "load_full_state_path and load_parameters_path are both set: set only one. The first "
             "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
-    _show_order(checkpoints, section, steps, show)
+    _log_order(checkpoints, config, steps, log)
     began = time.perf_counter()
     if steps:
         _check_has_train_state(checkpoints.stored(steps[0]))
-        start = _resume(checkpoints, steps, abstract_state, config_flat, show)
-    elif section.load_full_state_path:
-        start = _load_full_state(section, abstract_state, config_flat, show)
+        restored = _resume(checkpoints, steps, abstract_state, config_flat, log)
+    elif config.load_full_state_path:
+        restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
-        start = _grow(resolved.growth, abstract_state, initialize)
-    elif section.load_parameters_path:
-        start = _load_parameters(
-            section.load_parameters_path, abstract_state, initialize, config_flat, show
+        restored = _grow(resolved.growth, abstract_state, initialize)
+    elif config.load_parameters_path:
+        restored = _load_parameters(
+            config.load_parameters_path, abstract_state, initialize, config_flat, log
         )
     else:
-        start = RestoreResult(initialize(), 0, None, "scratch", "scratch")
-        return start._replace(rollbacks=checkpoints.rollbacks())
-    show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
-    for warning in import_modules.changes(start.metadata):
-        show(warning)
-    stored = start.metadata.get("config")
+        restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
+        return restored._replace(rollbacks=checkpoints.rollbacks())
+    log(f"Restored {restored.source} in {time.perf_counter() - began:.1f} s")
+    for warning in import_modules.changes(restored.metadata):
+        log(warning)
+    stored = restored.metadata.get("config")
     changes = diff_configs(stored, config_flat) if stored else {}
     if changes:
-        show("Keys that differ from the checkpoint (checkpoint -> now):")
+        log("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():
-            show(f"  {name}: {old} -> {new}")
-    return start._replace(
+            log(f"  {name}: {old} -> {new}")
+    return restored._replace(
         changes=changes,
         growth=resolved.record if resolved else None,
         rollbacks=checkpoints.rollbacks(),
     )
 
 
-def _show_order(
-    checkpoints: CheckpointManager, section: CheckpointingConfig, steps: list[int], show: Show
+def _log_order(
+    checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], log: Log
 ) -> None:
-    full, params = section.load_full_state_path, section.load_parameters_path
-    if not section.enable_checkpointing:
+    full, params = config.load_full_state_path, config.load_parameters_path
+    if not config.enable_checkpointing:
         own = "enable_checkpointing is false"
     elif steps:
         own = f"step {steps[0]} in {checkpoints.directory}"
@@ -125,12 +125,12 @@ def _show_order(
         ("scratch", "new parameters from init_weights_seed", True),
     ]
     taken = next(number for number, row in enumerate(rows) if row[2])
-    show("Starting from (first match):")
+    log("Starting from (first match):")
     for number, (name, what, available) in enumerate(rows):
         mark = "  <- taken" if number == taken else ""
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
-        show(f"  {number + 1}. {name:<31}{what}{mark}")
+        log(f"  {number + 1}. {name:<31}{what}{mark}")
 
 
 def _check_has_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
@@ -147,11 +147,11 @@ def _resume(
     steps: list[int],
     abstract_state: Any,
     config_flat: Mapping[str, Any],
-    show: Show,
+    log: Log,
 ) -> RestoreResult:
     failures = []
     for step in steps:
-        restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, show)
+        restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, log)
         if restored is not None:
             state, position, metadata = restored
             checkpoints.resume_from(step)
@@ -160,7 +160,7 @@ def _resume(
                 state, step + 1, position, source, "resume", metadata, folder, step
             )
         failures.append(f"step {step}: {reason}")
-        show(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
+        log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
         f"no checkpoint in {checkpoints.directory} can be read:\n"
         + "\n".join(f"  {failure}" for failure in failures)
@@ -169,18 +169,18 @@ def _resume(
 
 
 def _load_full_state(
-    section: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
+    config: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], log: Log
 ) -> RestoreResult:
-    path = section.load_full_state_path
+    path = config.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
     with corruption_as_user_error(stored, "load_full_state_path"):
         position, metadata = None, stored.metadata.values
         if (stored.folder / checkpoint_files.POSITION).exists():
             position = stored.position()
         else:
-            show(f"  {stored} has no data position: data begins at its step")
+            log(f"  {stored} has no data position: data begins at its step")
         state = checkpoint_reader.restore_state(
-            stored, abstract_state, config_flat, show, storage=section.checkpoint_storage
+            stored, abstract_state, config_flat, log, storage=config.checkpoint_storage
         )
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
@@ -193,9 +193,9 @@ def _load_parameters(
     abstract_state: Any,
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
-    show: Show,
+    log: Log,
 ) -> RestoreResult:
-    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, show)
+    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, log)
     # Drops the fresh parameters before reading the stored ones: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())
@@ -220,35 +220,35 @@ def _grow(
 
 
 def restore_data_position(
-    start: RestoreResult, batches: BatchIterator, steps: int, show: Callable[[str], None] = print
+    restored: RestoreResult, batches: BatchIterator, steps: int, log: Callable[[str], None] = print
 ) -> int:
     """Moves the data to a start, with exclusions; returns the last step.
 
     Raises UserError if the stored position counts in other data.
     """
-    if start.position is None:
-        batches.seek(start.first_step)
+    if restored.position is None:
+        batches.seek(restored.first_step)
     else:
         try:
-            batches.resume(start.position)
+            batches.resume(restored.position)
         except UserError as error:
-            if start.how != "growth":
+            if restored.how != "growth":
                 raise
             raise UserError(f"growth.data=continue: {error} Or set growth.data=restart.") from None
-    for rollback in active_rollbacks(start, batches):
+    for rollback in active_rollbacks(restored, batches):
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.
         if batches.exclude_if_new(first, end):
-            show(
+            log(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
                 f"{rollback.detected_step} (rollbacks.json): {rollback.reason}"
             )
     return final_step(batches, steps)
 
 
-def active_rollbacks(start: RestoreResult, batches: BatchIterator) -> list[Rollback]:
+def active_rollbacks(restored: RestoreResult, batches: BatchIterator) -> list[Rollback]:
     """Returns the recorded rollbacks of the run's current data."""
-    return [each for each in start.rollbacks if not batches.differences(each.data)]
+    return [each for each in restored.rollbacks if not batches.differences(each.data)]
 
 
 def final_step(batches: BatchIterator, steps: int) -> int:
@@ -257,10 +257,10 @@ def final_step(batches: BatchIterator, steps: int) -> int:
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 
 
-def complete_message(start: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
+def complete_message(restored: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
     """Returns the message for a run without a step left."""
     limit = "steps" if last_step + 1 == steps else "num_epoch"
     return (
-        f"The run is complete: {start.source}, steps={steps}, num_epoch={num_epoch}. "
+        f"The run is complete: {restored.source}, steps={steps}, num_epoch={num_epoch}. "
         f"Raise {limit} to continue."
     )

@@ -57,33 +57,33 @@ class RollbackController:
 
     def __init__(
         self,
-        section: GuardConfig,
+        config: GuardConfig,
         checkpoints: CheckpointManager,
         emit: Callable[..., None],
         batches: BatchIterator,
         abstract_state: Any,
-        start: RestoreResult,
+        restored: RestoreResult,
     ):
         """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
         self.trigger: RollbackTrigger | None = None
-        recorded = active_rollbacks(start, batches)
+        recorded = active_rollbacks(restored, batches)
         # Earlier versions saved it as "rewinds".
-        saved = start.metadata.get("rollbacks", start.metadata.get("rewinds", 0))
+        saved = restored.metadata.get("rollbacks", restored.metadata.get("rewinds", 0))
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._batches = batches
         self._abstract_state = abstract_state
-        self._section = section
+        self._config = config
         self._checkpoints = checkpoints
         self._emit = emit
         self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
         self._history: collections.deque[dict[str, float]] = collections.deque(
-            maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * section.skip_step_interval
+            maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * config.skip_step_interval
         )
-        self._begin(start.state)
+        self._begin(restored.state)
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
-            if rollback.restored_step >= start.first_step:
-                emit("rollback", step=rollback.restored_step, again=True, **rollback.facts())
+            if rollback.restored_step >= restored.first_step:
+                emit("rollback", step=rollback.restored_step, again=True, **rollback.fields())
 
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
@@ -96,7 +96,7 @@ class RollbackController:
         if self.trigger is not None:
             return False
         return self._last_skipped < 0 or (
-            self._seen - self._last_skipped >= self._section.healthy_after_steps
+            self._seen - self._last_skipped >= self._config.healthy_after_steps
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,15 +126,15 @@ class RollbackController:
         self.trigger = self._find_trigger(step, metrics)
 
     def _find_trigger(self, step: int, metrics: Mapping[str, float]) -> RollbackTrigger | None:
-        section = self._section
+        config = self._config
         if "recent_skips" not in metrics:
             return None
         recent, rise = int(metrics["recent_skips"]), metrics["loss_rise"]
-        window = section.skip_step_interval
-        if section.rollback.after_skips and recent >= section.rollback.after_skips:
+        window = config.skip_step_interval
+        if config.rollback.after_skips and recent >= config.rollback.after_skips:
             reason = f"{recent} of the last {window} steps were skipped"
             return RollbackTrigger(step, int(metrics["skips_began"]), reason)
-        if section.rollback.on_rise and rise > section.rollback.on_rise:
+        if config.rollback.on_rise and rise > config.rollback.on_rise:
             reason = f"the loss rose to {rise:.0%} above its lowest median"
             return RollbackTrigger(step, int(metrics["rise_began"]), reason)
         if recent == window:
@@ -149,7 +149,7 @@ class RollbackController:
 
         The host must have seen the metrics of `step`; `position` is that of the next step.
         """
-        period = self._section.rollback.snapshot_period
+        period = self._config.rollback.snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
             self._snapshots.append(_Snapshot(step, copy_to_host(state), position))
 
@@ -162,7 +162,7 @@ class RollbackController:
         trigger, batches = self.trigger, self._batches
         assert trigger is not None
         signs = self._warning_signs(trigger.onset_step)
-        if self.num_rollbacks >= self._section.rollback.maximum:
+        if self.num_rollbacks >= self._config.rollback.maximum:
             healthy = self._checkpoints.last_healthy(before=trigger.onset_step)
             if healthy is not None:
                 # A restart takes the newest checkpoint, which must predate the divergence.
@@ -175,7 +175,7 @@ class RollbackController:
             )
         target, source, state, position = self._last_healthy(trigger, signs)
         excluded = batches.position.get("excluded", ())
-        began = max(target + 1, trigger.onset_step - self._section.rollback.margin)
+        began = max(target + 1, trigger.onset_step - self._config.rollback.margin)
         first, end = batches.sample_range(began)[0], batches.sample_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
@@ -202,7 +202,7 @@ class RollbackController:
         self.num_rollbacks = rollback.number
         self.trigger = None
         self._begin(state)
-        self._emit("rollback", step=rollback.restored_step, **rollback.facts())
+        self._emit("rollback", step=rollback.restored_step, **rollback.fields())
         return state
 
     def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:
@@ -224,7 +224,7 @@ class RollbackController:
             restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
             if restored is not None:
                 return healthy, f"checkpoint of step {healthy}", restored[0], restored[1]
-            self._checkpoints.show(
+            self._checkpoints.log(
                 f"WARNING: cannot restore the checkpoint of step {healthy}: {reason}. Trying an "
                 "earlier one."
             )

@@ -29,7 +29,7 @@ class MetricLogger:
 
     def __init__(
         self,
-        records: RunLogger,
+        run_logger: RunLogger,
         config: Config,
         last_step: int,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
@@ -38,7 +38,7 @@ class MetricLogger:
 
         Each report calls `observe` with step and scalars.
         """
-        self._records = records
+        self._run_logger = run_logger
         self._guard = config.guard
         self._period = config.monitoring.step_log_period
         self._last_step = last_step
@@ -55,7 +55,7 @@ class MetricLogger:
     def start(self, first_step: int) -> None:
         """Starts the clock before the first step or after a rollback."""
         if self._has_reported:
-            self._records.trend.roll_back()
+            self._run_logger.trend.roll_back()
         self._losses = MeanLoss()
         self._newest, self._newest_step, self._waiting = None, -1, False
         self._reported_step = first_step - 1
@@ -92,7 +92,7 @@ class MetricLogger:
         elapsed, updates = now - self._since, step - self._reported_step
         seconds = elapsed / updates
         self._since, self._reported_step = now, step
-        stats = self._records.stats
+        stats = self._run_logger.stats
         report = StepMetrics(
             step=step,
             seconds=seconds,
@@ -103,11 +103,11 @@ class MetricLogger:
             peak_tflops=stats.peak.tflops,
         )
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
-        facts: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
-            facts["seconds_since_launch"] = round(time.time() - process_start.launch_time(), 3)
-        self._records.events.emit(
+            fields["seconds_since_launch"] = round(time.time() - process_start.launch_time(), 3)
+        self._run_logger.events.emit(
             "step",
             step=step,
             seconds=elapsed,
@@ -116,11 +116,11 @@ class MetricLogger:
             data_seconds=round(data_seconds, 6),
             **report.row(),
             **memory_row(),
-            **self._records.lineage.progress(step),
-            **facts,
+            **self._run_logger.lineage.progress(step),
+            **fields,
         )
         if not metrics.get("skipped"):
-            self._records.trend.add(report.lm_loss)
+            self._run_logger.trend.add(report.lm_loss)
             self._check(step, shown["loss"])
         self._observe(step, metrics)
 

@@ -65,7 +65,7 @@ class TrainingStats:
 
         `training_bytes` is the size of parameters, gradients and optimizer state.
         """
-        d, last = self.model.section.shape.dimensions, max(self.num_steps - 1, 0)
+        d, last = self.model.config.shape.dimensions, max(self.num_steps - 1, 0)
         flops, parameters = self.flops(last), self.model.num_parameters
         batches = ["Batch"]
         if self.plan.has_stages:
@@ -73,7 +73,7 @@ class TrainingStats:
         return "\n".join(
             [
                 f"number parameters: {parameters / 1e9:.3f} billion ({parameters:,})",
-                f"Model: {self.model.section.shape.decoder_block}, {d.num_layers} layers of width "
+                f"Model: {self.model.config.shape.decoder_block}, {d.num_layers} layers of width "
                 f"{d.emb_dim}; training state of {byte_count(training_bytes)}",
                 *(
                     f"{name}: {stage.samples:,} sequences x {stage.length:,} tokens = "
@@ -91,12 +91,12 @@ class TrainingStats:
 
     def describe(self) -> str:
         """Returns all sizes as lines "name = formula = numbers = value"."""
-        d = self.model.section.shape.dimensions
+        d = self.model.config.shape.dimensions
         batch, last = self.batch, max(self.num_steps - 1, 0)
         stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
         parameters = self.model.num_parameters
         # Two matmuls per layer, 2 FLOPs each, 3x for training; causal counts half.
-        attention = 6 if self.model.section.attention.causal else 12
+        attention = 6 if self.model.config.attention.causal else 12
         formula = f"6 x matmul parameters + {attention} x layers x heads x head_dim x length"
         numbers = (
             f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "

@@ -82,10 +82,10 @@ def _digest(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def lock(path: Path, show: Callable[[str], None]) -> Iterator[None]:
+def lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Holds the shared lock file `path`; deletes it afterwards.
 
-    Waits for another holder, and logs that with `show`. Raises OSError if it cannot be written.
+    Waits for another holder, and logs that with `log`. Raises OSError if it cannot be written.
     """
     lease = SoftFileLease(
         path, lease_duration=_LEASE_SECONDS, heartbeat_interval=_HEARTBEAT_SECONDS
@@ -95,7 +95,7 @@ def lock(path: Path, show: Callable[[str], None]) -> Iterator[None]:
     except Timeout:
         owner = lease.owner
         holder = f"process {owner.pid} on {owner.hostname}" if owner else "another process"
-        show(f"Waiting for {holder}, which prepares the same data set")
+        log(f"Waiting for {holder}, which prepares the same data set")
         lease.acquire(poll_interval=0.2)
     try:
         yield

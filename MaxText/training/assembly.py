@@ -16,11 +16,11 @@ from MaxText.layers.model import Model
 from MaxText.parallelism.compiler_options import compiler_options
 from MaxText.parallelism.mesh import ShardingPlan, check_lengths, check_sharding
 from MaxText.training import backend_defaults
-from MaxText.training import step as steps
 from MaxText.training.objective import per_token_losses
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
+from MaxText.training.step import make_initialize, make_train_step
 
 
 class TrainSetup(NamedTuple):
@@ -38,14 +38,14 @@ class TrainSetup(NamedTuple):
 
 def setup_train(
     config: Config,
-    layout: ShardingPlan,
+    sharding: ShardingPlan,
     existing_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
     old_slots_learning_rate: float = 1.0,  # factor of their updates
 ) -> TrainSetup:
     """Assembles a train step; raises UserError if the mesh does not fit."""
-    platform = layout.mesh.devices.flat[0].platform
-    section, choices = backend_defaults.resolve_auto(config.model, platform, layout)
-    model = Model(section)
+    platform = sharding.mesh.devices.flat[0].platform
+    model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
+    model = Model(model_config)
     if not all(part.is_built_in for part in registrations()):
         _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
@@ -53,40 +53,40 @@ def setup_train(
     optimizer = scale_existing_slot_updates(
         optimizer, model.parameters, existing_slots, old_slots_learning_rate
     )
-    initialize = steps.make_initialize(model, optimizer, config.guard)
-    check_lengths(section.shape.max_target_length, config.batch, layout)
-    replicated = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
-    state = layout.abstract_state(initialize, model.parameters)
-    step = steps.make_train_step(
+    initialize = make_initialize(model, optimizer, config.guard)
+    check_lengths(model_config.shape.max_target_length, config.batch, sharding)
+    replicated = check_sharding(model.parameters, sharding, config.mesh.sharding_tolerance)
+    state = sharding.abstract_state(initialize, model.parameters)
+    step = make_train_step(
         model,
         optimizer,
         schedule,
         num_microbatches=config.batch.gradient_accumulation_steps,
-        dropout_seed=section.initialization.init_weights_seed,
+        dropout_seed=model_config.initialization.init_weights_seed,
         guard=config.guard,
         repeat_update=config.optimizer.opt_type != "muon",
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )
-    options = compiler_options(platform, layout.mesh.size, section.numerics.quantization)
+    options = compiler_options(platform, sharding.mesh.size, model_config.numerics.quantization)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]
     return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
 
 
 def _trace(model: Model) -> None:
     """Checks the parts by tracing the model on one sequence."""
-    section, shape = model.section, (1, model.section.shape.max_target_length)
+    config, shape = model.config, (1, model.config.shape.max_target_length)
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
         batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
         return model.merge(params)(batch)
 
-    found = jax.eval_shape(logits, model.abstract, ids_BT)
-    wanted = jax.ShapeDtypeStruct((*shape, section.shape.vocab_size), jnp.float32)
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+    actual = jax.eval_shape(logits, model.abstract, ids_BT)
+    expected = jax.ShapeDtypeStruct((*shape, config.shape.vocab_size), jnp.float32)
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         raise UserError(
-            f"head_type={section.head.name} returned {found.dtype} {list(found.shape)}, and has to "
-            f"return float32 {list(wanted.shape)}"
+            f"head_type={config.head.name} returned {actual.dtype} {list(actual.shape)}, and "
+            f"has to return float32 {list(expected.shape)}"
         )
-    jax.eval_shape(functools.partial(per_token_losses, section=section.objective), wanted, ids_BT)
+    jax.eval_shape(functools.partial(per_token_losses, config=config.objective), expected, ids_BT)

@@ -19,9 +19,9 @@ _VOCABULARY = "a multiple of 128 is faster (GPT-2 small on an H100: 23 %)"
 
 
 def resolve_auto(
-    section: ModelConfig, backend: str, layout: ShardingPlan | None = None
+    config: ModelConfig, backend: str, sharding: ShardingPlan | None = None
 ) -> tuple[ModelConfig, list[str]]:
-    """Returns the section without `auto`, and a line per choice."""
+    """Returns the config without `auto`, and a line per choice."""
     on_cpu = backend == "cpu"
     lines = []
 
@@ -33,18 +33,18 @@ def resolve_auto(
 
     dtype = choose(
         "dtype",
-        section.numerics.dtype,
+        config.numerics.dtype,
         "float32" if on_cpu else "bfloat16",
         "bfloat16 takes twice the time on CPU" if on_cpu else f"fast on {backend}",
     )
-    dimensions = section.shape.dimensions
+    dimensions = config.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
-    on_one_gpu = backend == "gpu" and layout is not None and layout.mesh.size == 1
-    dense = section.dense_connections
-    mixing, why = _mixing(section, backend, dtype, layout)
-    if section.scan_unsupported_reason is not None:
-        scanned, reason = False, section.scan_unsupported_reason
-    elif not section.layer_plan.repeats:
+    on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
+    dense = config.dense_connections
+    aggregation, why = _aggregation_impl(config, backend, dtype, sharding)
+    if config.scan_unsupported_reason is not None:
+        scanned, reason = False, config.scan_unsupported_reason
+    elif not config.layer_plan.repeats:
         scanned, reason = False, "no layers repeat"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster unrolled on CPU"
@@ -52,82 +52,82 @@ def resolve_auto(
         scanned, reason = False, "few layers run faster unrolled on one GPU"
     else:
         scanned, reason = True, "compile time does not grow with depth"
-    scan = choose("scan_layers", section.memory.scan_layers, scanned, reason)
+    scan = choose("scan_layers", config.memory.scan_layers, scanned, reason)
     if backend == "gpu" and dimensions.vocab_size % 128:
         lines.append(f"vocab_size={dimensions.vocab_size}: {_VOCABULARY}")
     unrolled_cpu = on_cpu and not scan
     policy = choose(
         "remat_policy",
-        section.memory.remat_policy,
+        config.memory.remat_policy,
         "none" if unrolled_cpu else "full",
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
     if dense.dense_conn:
-        choose("dense_aggregation_impl", dense.dense_aggregation_impl, mixing, why)
-        if dense.dense_aggregation_impl not in ("auto", mixing):
+        choose("dense_aggregation_impl", dense.dense_aggregation_impl, aggregation, why)
+        if dense.dense_aggregation_impl not in ("auto", aggregation):
             lines.append(
-                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {mixing} ({why})"
+                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {aggregation} ({why})"
             )
-        if mixing == "kernel" and on_cpu:
+        if aggregation == "kernel" and on_cpu:
             lines.append(
                 "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
             )
-        dense = dense.model_copy(update={"dense_aggregation_impl": mixing})
-    resolved = section.model_copy(
+        dense = dense.model_copy(update={"dense_aggregation_impl": aggregation})
+    resolved = config.model_copy(
         update={
             "dense_connections": dense,
-            "numerics": section.numerics.model_copy(update={"dtype": dtype}),
-            "memory": section.memory.model_copy(
+            "numerics": config.numerics.model_copy(update={"dtype": dtype}),
+            "memory": config.memory.model_copy(
                 update={"scan_layers": scan, "remat_policy": policy}
             ),
         }
     )
-    asked = section.attention.attention
-    if asked not in ("autoselected", "flash"):
+    requested = config.attention.attention
+    if requested not in ("autoselected", "flash"):
         return resolved, lines
-    refused = _flash_refused(resolved, backend, layout)
-    chosen = "flash" if refused is None else "blocked"
-    if asked != chosen:
-        reason = refused or "scores stay on the chip"
-        lines.append(f"attention: {asked} -> {chosen} ({reason})")
-    attention = section.attention.model_copy(update={"attention": chosen})
+    problem = _flash_problem(resolved, backend, sharding)
+    chosen = "flash" if problem is None else "blocked"
+    if requested != chosen:
+        reason = problem or "scores stay on the chip"
+        lines.append(f"attention: {requested} -> {chosen} ({reason})")
+    attention = config.attention.model_copy(update={"attention": chosen})
     return resolved.model_copy(update={"attention": attention}), lines
 
 
-def _flash_refused(section: ModelConfig, backend: str, layout: ShardingPlan | None) -> str | None:
+def _flash_problem(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
-    if layout is not None:
-        parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
-    refused = flash_attention.kernel_unsupported_reason(section, backend, parts, stages)
-    if refused is not None or backend == "tpu":
-        return refused
-    if layout is None:
+    if sharding is not None:
+        parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
+    problem = flash_attention.kernel_unsupported_reason(config, backend, parts, stages)
+    if problem is not None or backend == "tpu":
+        return problem
+    if sharding is None:
         return "cuDNN's kernel was not tried"
-    return flash_attention.cudnn_failure_reason(section, layout.mesh.devices.flat)
+    return flash_attention.cudnn_failure_reason(config, sharding.mesh.devices.flat)
 
 
-def _mixing(
-    section: ModelConfig, backend: str, dtype: str, layout: ShardingPlan | None
+def _aggregation_impl(
+    config: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
-    dense = section.dense_connections
-    asked, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
-    if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):
-        return asked, "asked for"
+    dense = config.dense_connections
+    impl, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
+    if not dense.dense_conn or impl not in ("auto", "kernel") or (impl == "kernel" and on_cpu):
+        return impl, "asked for"
     if on_cpu:
         return "sum", "fastest on CPU"
-    dimensions = section.shape.dimensions
+    dimensions = config.shape.dimensions
     depths = range(1, dimensions.num_layers + 1)
     max_sources = max(
         (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0
     )
-    of_state = dimensions.emb_dim * jnp.dtype(dtype).itemsize
-    refused = kernel_unsupported_reason(
+    state_bytes = dimensions.emb_dim * jnp.dtype(dtype).itemsize
+    problem = kernel_unsupported_reason(
         dimensions.emb_dim,
         backend,
-        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), of_state),
-        device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
+        bytes_per_token=vmem_bytes_per_token(max_sources, len(dense.dense_streams), state_bytes),
+        device_kind="" if sharding is None else sharding.mesh.devices.flat[0].device_kind,
     )
-    return ("kernel", "least memory traffic") if refused is None else ("sum", refused)
+    return ("kernel", "least memory traffic") if problem is None else ("sum", problem)

@@ -39,8 +39,8 @@ def _cross_entropy_forward(logits_BTV, targets_BT):
     return outputs, (logits_BTV, targets_BT, log_normalizer_BT)
 
 
-def _cross_entropy_backward(kept, gradients):
-    logits_BTV, targets_BT, log_normalizer_BT = kept
+def _cross_entropy_backward(residuals, gradients):
+    logits_BTV, targets_BT, log_normalizer_BT = residuals
     grad_loss_BT, grad_log_normalizer_BT = gradients
     probabilities_BTV = jnp.exp(logits_BTV - log_normalizer_BT[..., None])
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
@@ -84,58 +84,58 @@ def num_tokens(batch: Batch) -> jax.Array:
 
 @register("objective", "cross_entropy")
 def cross_entropy_losses(
-    keys: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array
+    config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> Losses:
     """Returns cross entropy in nats, and z-loss (PaLM, section 5)."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
-    z_losses_BT = keys.z_loss_multiplier * jnp.square(log_z_BT)
+    z_losses_BT = config.z_loss_multiplier * jnp.square(log_z_BT)
     return {IN_NATS: losses_BT, "z_loss": z_losses_BT}, log_z_BT
 
 
 @register("objective", "entmax")
-def entmax_losses(keys: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
+def entmax_losses(config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
     """Returns the alpha-entmax loss; alpha = 1 is softmax."""
-    if keys.entmax_alpha > 1:
-        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, keys.entmax_alpha)}, None
+    if config.entmax_alpha > 1:
+        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, config.entmax_alpha)}, None
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     return {"entmax_loss": losses_BT}, log_z_BT
 
 
 def per_token_losses(
-    logits_BTV: jax.Array, targets_BT: jax.Array, section: ObjectiveConfig
+    logits_BTV: jax.Array, targets_BT: jax.Array, config: ObjectiveConfig
 ) -> Losses:
     """Returns the losses of the registered objective at each target.
 
-    An objective is a function of its keys (or the section, without keys of its own), float32 logits
+    An objective is a function of its own keys (else of `config`), float32 logits
     [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
     minimized, and log(Z) [B, T] or None. A loss named lm_loss is in nats, so it has a perplexity.
 
     Raises:
       UserError: The objective returned something else.
     """
-    objective = lookup("objective", section.loss_type)
-    found = objective(section.parts.of(objective) or section, logits_BTV, targets_BT)
+    objective = lookup("objective", config.loss_type)
+    found = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
     losses, log_z_BT = found if isinstance(found, tuple) and len(found) == 2 else ({}, None)
     arrays = [*losses.values(), *([] if log_z_BT is None else [log_z_BT])]
     if not losses or any(jnp.shape(x) != targets_BT.shape for x in arrays):
         raise UserError(
-            f"loss_type={section.loss_type}: {objective.__name__} has to return ({{name: losses}}, "
+            f"loss_type={config.loss_type}: {objective.__name__} has to return ({{name: losses}}, "
             f"log_z or None), each of them {list(targets_BT.shape)} as the targets"
         )
     return found
 
 
-def is_in_nats(section: ObjectiveConfig) -> bool:
+def is_in_nats(config: ObjectiveConfig) -> bool:
     """Returns whether a loss is in nats and has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    losses, _ = jax.eval_shape(functools.partial(per_token_losses, section=section), *shapes)
+    losses, _ = jax.eval_shape(functools.partial(per_token_losses, config=config), *shapes)
     return IN_NATS in losses
 
 
 def loss_sums(
     decoder: Decoder,
     batch: Batch,
-    section: ObjectiveConfig,
+    config: ObjectiveConfig,
     dropout_key: jax.Array | None = None,
     *,
     training: bool = False,
@@ -148,7 +148,7 @@ def loss_sums(
 
     def sums(h_BTD, targets_BT, loss_mask_BT, positions_BT):
         logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
-        losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, section)
+        losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, config)
         summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * loss_mask_BT)
         if not count_correct:
@@ -156,7 +156,7 @@ def loss_sums(
         correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
         return summed, jnp.sum(correct_BT * loss_mask_BT), log_z
 
-    num_chunks = section.num_vocab_tiling
+    num_chunks = config.num_vocab_tiling
     if num_chunks == 1:
         summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT)
     else:

@@ -17,19 +17,19 @@ from MaxText.parallelism.logical_sharding import ParamSpec
 
 ParamSpecs = Mapping[str, ParamSpec]
 
-BASE_TRANSFORM = 1  # index in the chain of the rule, whose state holds moments and their counts
+BASE_TRANSFORM = 1  # index in the chain of opt_type's transform, which holds moments and counts
 
 
 def make_optimizer(
-    section: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
+    config: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
 ) -> optax.GradientTransformation:
-    """Chains clipping, the rule's direction, decay, and learning rate.
+    """Chains clipping, the transform of opt_type, decay, and learning rate.
 
     Patterns match anywhere in a parameter's name. Raises UserError if nothing is trainable.
     """
-    patterns = section.trainable_parameters_mask
+    patterns = config.trainable_parameters_mask
     trained = {
-        name: info for name, info in parameters.items() if not patterns or _matches(patterns, name)
+        name: spec for name, spec in parameters.items() if not patterns or _matches(patterns, name)
     }
     if not trained:
         raise UserError(
@@ -38,20 +38,20 @@ def make_optimizer(
         )
 
     def decay(name: str) -> float:
-        default = 0.0 if _matches(section.adamw_mask, name) else section.adam_weight_decay
-        return _first_match(section.weight_decay_overrides, name, default)
+        default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
+        return _first_match(config.weight_decay_overrides, name, default)
 
-    decay_of = map_param_names(trained, decay)
-    multiplier_of = map_param_names(
-        trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
+    decays = map_param_names(trained, decay)
+    multipliers = map_param_names(
+        trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
     )
-    rule = lookup("optimizer", section.opt_type)
+    transform = lookup("optimizer", config.opt_type)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
-        _clipping(section),
-        rule(section.parts.of(rule) or section, trained),  # a custom rule gets its own keys
-        _add_decayed_weights(decay_of),
-        optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
+        _clipping(config),
+        transform(config.parts.of(transform) or config, trained),  # a custom one gets its own keys
+        _add_decayed_weights(decays),
+        optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
     )
     return optimizer if len(trained) == len(parameters) else _freeze_untrained(optimizer, trained)
@@ -66,10 +66,10 @@ def _freeze_untrained(
         return map_param_names(trained, traverse_util.flatten_dict(tree, sep="/").__getitem__)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moved, state = optimizer.update(pick(updates), state, pick(params))
+        new_updates, state = optimizer.update(pick(updates), state, pick(params))
         zeros = jax.tree.map(jnp.zeros_like, updates)
         flat = traverse_util.flatten_dict(zeros, sep="/")
-        flat |= traverse_util.flatten_dict(moved, sep="/")
+        flat |= traverse_util.flatten_dict(new_updates, sep="/")
         return traverse_util.unflatten_dict(flat, sep="/"), state
 
     return optax.GradientTransformation(lambda params: optimizer.init(pick(params)), update)
@@ -88,7 +88,7 @@ def scale_existing_slot_updates(
     if factor == 1 or not existing_slots:
         return optimizer
 
-    def slowed(path: Any, update: jax.Array) -> jax.Array:
+    def scale(path: Any, update: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name not in existing_slots:
             return update
@@ -99,7 +99,7 @@ def scale_existing_slot_updates(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = optimizer.update(updates, state, params)
-        return jax.tree_util.tree_map_with_path(slowed, updates), state
+        return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
@@ -129,55 +129,55 @@ def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
     )
 
 
-def _clipping(section: OptimizerConfig) -> optax.GradientTransformation:
+def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
-    bound = section.gradient_clipping_threshold
-    if bound == 0:
+    threshold = config.gradient_clipping_threshold
+    if threshold == 0:
         return optax.identity()
-    if section.gradient_clipping_type == "value":
-        return optax.clip(bound)
-    return optax.clip_by_global_norm(bound)
+    if config.gradient_clipping_type == "value":
+        return optax.clip(threshold)
+    return optax.clip_by_global_norm(threshold)
 
 
 @register("optimizer", "adamw")
-def adamw(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
-    if not section.adam_bias_correction:
-        return _adam_without_bias_correction(section)
+    if not config.adam_bias_correction:
+        return _adam_without_bias_correction(config)
     return optax.scale_by_adam(
-        b1=section.adam_b1,
-        b2=section.adam_b2,
-        eps=section.adam_eps,
-        eps_root=section.adam_eps_root,
-        mu_dtype=section.mu_dtype or None,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        eps_root=config.adam_eps_root,
+        mu_dtype=config.mu_dtype or None,
     )
 
 
 @register("optimizer", "lion")
-def lion(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def lion(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
-    mu_dtype = section.mu_dtype or None
-    return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
+    mu_dtype = config.mu_dtype or None
+    return optax.scale_by_lion(b1=config.adam_b1, b2=config.adam_b2, mu_dtype=mu_dtype)
 
 
 @register("optimizer", "sgd")
-def sgd(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    return optax.trace(decay=section.momentum, nesterov=section.nesterov)
+def sgd(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+    return optax.trace(decay=config.momentum, nesterov=config.nesterov)
 
 
 @register("optimizer", "muon")
-def muon(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
-    # A learning rate of -1 makes optax's complete rule return its direction unchanged.
+    # A learning rate of -1 makes optax's complete optimizer return its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
-        beta=section.muon_beta,
-        eps=section.adam_eps,
-        mu_dtype=section.mu_dtype or None,
-        nesterov=section.nesterov,
-        adam_b1=section.adam_b1,
-        adam_b2=section.adam_b2,
-        adam_eps_root=section.adam_eps_root,
+        beta=config.muon_beta,
+        eps=config.adam_eps,
+        mu_dtype=config.mu_dtype or None,
+        nesterov=config.nesterov,
+        adam_b1=config.adam_b1,
+        adam_b2=config.adam_b2,
+        adam_eps_root=config.adam_eps_root,
         muon_weight_dimension_numbers=map_param_names(
             parameters, lambda name: _muon_dimensions(parameters[name])
         ),
@@ -186,55 +186,55 @@ def muon(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
     )
 
 
-def _adam_without_bias_correction(section: OptimizerConfig) -> optax.GradientTransformation:
+def _adam_without_bias_correction(config: OptimizerConfig) -> optax.GradientTransformation:
     """Adam as in BERT and GPT-Neo, with the state of scale_by_adam."""
-    adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
+    adam = optax.scale_by_adam(b1=config.adam_b1, mu_dtype=config.mu_dtype or None)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        mu = optax.tree.update_moment(updates, state.mu, section.adam_b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, section.adam_b2, 2)
-        moved = jax.tree.map(
-            lambda m, v: m / (jnp.sqrt(v + section.adam_eps_root) + section.adam_eps), mu, nu
+        mu = optax.tree.update_moment(updates, state.mu, config.adam_b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, config.adam_b2, 2)
+        new_updates = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v + config.adam_eps_root) + config.adam_eps), mu, nu
         )
         count = optax.safe_increment(state.count)
         mu, nu = optax.tree.cast_like(mu, state.mu), optax.tree.cast_like(nu, state.nu)
-        return moved, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        return new_updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformation(adam.init, update)
 
 
 @register("optimizer", "adafactor")
-def adafactor(section: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
 
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
     second moment). Momentum precedes the learning rate. Stacked layers count as one parameter.
     """
-    rule = (
+    transforms = (
         optax.scale_by_factored_rms(
-            decay_rate=section.adafactor.decay_exponent,
-            min_dim_size_to_factor=section.adafactor.min_dim_size_to_factor,
-            epsilon=section.adafactor.epsilon_gradient,
+            decay_rate=config.adafactor.decay_exponent,
+            min_dim_size_to_factor=config.adafactor.min_dim_size_to_factor,
+            epsilon=config.adafactor.epsilon_gradient,
         ),
-        optax.clip_by_block_rms(section.adafactor.clipping_threshold),
-        optax.scale_by_param_block_rms(section.adafactor.epsilon_parameter),
+        optax.clip_by_block_rms(config.adafactor.clipping_threshold),
+        optax.scale_by_param_block_rms(config.adafactor.epsilon_parameter),
     )
-    if section.adafactor.momentum:
-        return optax.chain(*rule, optax.ema(section.adafactor.momentum, debias=False))
-    return optax.chain(*rule)
+    if config.adafactor.momentum:
+        return optax.chain(*transforms, optax.ema(config.adafactor.momentum, debias=False))
+    return optax.chain(*transforms)
 
 
-def _muon_dimensions(info: ParamSpec) -> Any:
+def _muon_dimensions(spec: ParamSpec) -> Any:
     """Returns the matrix dimensions; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
     dense connections: in a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
     """
-    of_coefficients = not any(info.logical_axes)
-    if not info.num_in_dims or "vocab" in info.logical_axes or of_coefficients:
+    is_unsharded = not any(spec.logical_axes)
+    if not spec.num_in_dims or "vocab" in spec.logical_axes or is_unsharded:
         return None
     # Stacked layers and experts are separate matrices.
-    first = sum(name in ("layers", "exp") for name in info.logical_axes)
-    inputs = tuple(range(first, first + info.num_in_dims))
-    outputs = tuple(range(first + info.num_in_dims, len(info.shape)))
+    first = sum(name in ("layers", "exp") for name in spec.logical_axes)
+    inputs = tuple(range(first, first + spec.num_in_dims))
+    outputs = tuple(range(first + spec.num_in_dims, len(spec.shape)))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)

@@ -8,48 +8,48 @@ import optax
 from MaxText.config.training_sections import ScheduleConfig
 
 
-def learning_rate_schedule(section: ScheduleConfig) -> optax.Schedule:
+def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
     """Returns warm-up from 0, the body, then 0 or the last value.
 
     With a warm-up the first update has learning rate 0, as in MaxText. The body follows it, or with
     `learning_rate_decay.multiplies_warmup` starts at step 0 and is multiplied by it, as in GPT-Neo.
     """
-    peak = section.learning_rate
-    total, warmup = section.learning_rate_schedule_steps, section.num_warmup_steps
+    peak = config.learning_rate
+    total, warmup = config.learning_rate_schedule_steps, config.num_warmup_steps
     warm_up = optax.linear_schedule(0.0, peak, max(warmup, 1))
-    if section.lr_schedule_type == "constant":
+    if config.lr_schedule_type == "constant":
         return optax.join_schedules([warm_up, optax.constant_schedule(peak)], [warmup])
-    if section.learning_rate_decay.multiplies_warmup:
-        body = _ending(section, _body(section, total), total)
+    if config.learning_rate_decay.multiplies_warmup:
+        body = _join(config, _body_segments(config, total), total)
         if warmup == 0:
             return body
         return lambda step: body(step) * jnp.minimum(step / warmup, 1.0)
-    pieces = [(warm_up, warmup), *_body(section, total - warmup)]
-    return _ending(section, pieces, total)
+    segments = [(warm_up, warmup), *_body_segments(config, total - warmup)]
+    return _join(config, segments, total)
 
 
-def _body(section: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
-    peak, fraction = section.learning_rate, section.learning_rate_final_fraction
+def _body_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
+    peak, fraction = config.learning_rate, config.learning_rate_final_fraction
     final = peak * fraction
-    if section.lr_schedule_type == "wsd":
-        total = section.learning_rate_schedule_steps
-        decay = min(int(total * section.wsd_decay_steps_fraction), length)
+    if config.lr_schedule_type == "wsd":
+        total = config.learning_rate_schedule_steps
+        decay_steps = min(int(total * config.wsd_decay_steps_fraction), length)
         return [
-            (optax.constant_schedule(peak), length - decay),
-            (optax.linear_schedule(peak, final, max(decay, 1)), decay),
+            (optax.constant_schedule(peak), length - decay_steps),
+            (optax.linear_schedule(peak, final, max(decay_steps, 1)), decay_steps),
         ]
-    if section.lr_schedule_type == "cosine":
+    if config.lr_schedule_type == "cosine":
         return [(optax.cosine_decay_schedule(peak, max(length, 1), alpha=fraction), length)]
-    power = section.learning_rate_decay.power if section.lr_schedule_type == "polynomial" else 1.0
+    power = config.learning_rate_decay.power if config.lr_schedule_type == "polynomial" else 1.0
     return [(optax.polynomial_schedule(peak, final, power, max(length, 1)), length)]
 
 
-def _ending(
-    section: ScheduleConfig, pieces: list[tuple[optax.Schedule, int]], total: int
+def _join(
+    config: ScheduleConfig, segments: list[tuple[optax.Schedule, int]], total: int
 ) -> optax.Schedule:
-    schedules, lengths = zip(*pieces, strict=True)
+    schedules, lengths = zip(*segments, strict=True)
     boundaries = list(itertools.accumulate(lengths))
-    if section.learning_rate_decay.after == "final":
+    if config.learning_rate_decay.after == "final":
         return optax.join_schedules(schedules, boundaries[:-1])  # bodies stay at their last value
     boundaries[-1] = total + 1  # step `total` still has the body's last value
     return optax.join_schedules([*schedules, optax.constant_schedule(0.0)], boundaries)

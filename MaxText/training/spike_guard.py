@@ -58,10 +58,10 @@ class SkipDecision(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-def initial_state(section: GuardConfig) -> GuardState | None:
-    if not section.skip_step_on_spikes:
+def initial_state(config: GuardConfig) -> GuardState | None:
+    if not config.skip_step_on_spikes:
         return None
-    return _empty_state(section.skip_step_interval)
+    return _empty_state(config.skip_step_interval)
 
 
 def _empty_state(window: int) -> GuardState:
@@ -77,7 +77,7 @@ def _empty_state(window: int) -> GuardState:
 
 
 def decide(
-    section: GuardConfig,
+    config: GuardConfig,
     state: GuardState,
     step: jax.Array,
     *,
@@ -87,24 +87,24 @@ def decide(
     learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
 ) -> SkipDecision:
     """Decides whether to accept update `step`, before it is applied."""
-    window = section.skip_step_interval
+    window = config.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
     values_Q = jnp.stack([loss, grad_norm, update_norm / rate]).astype(jnp.float32)
-    finite = jnp.all(jnp.isfinite(values_Q))
+    is_finite = jnp.all(jnp.isfinite(values_Q))
 
     count = jnp.minimum(state.num_sound, window)
     median_Q = _median(state.values_QW, count)
     distance_QW = jnp.abs(state.values_QW - median_Q[:, None])
     min_Q = jnp.array(_LEAST_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
     deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), min_Q)
-    is_outlier = jnp.any(values_Q > median_Q + section.skip_step_scaling_factor * deviation_Q)
+    is_outlier = jnp.any(values_Q > median_Q + config.skip_step_scaling_factor * deviation_Q)
     # Until a quarter of the window is filled, only an exploding loss is caught.
     early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
     explodes = (count > 0) & (values_Q[0] > early_bound)
-    accepted = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
+    accepted = is_finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
-    place = state.num_sound % window
-    values_QW = jnp.where(accepted, state.values_QW.at[:, place].set(values_Q), state.values_QW)
+    slot = state.num_sound % window
+    values_QW = jnp.where(accepted, state.values_QW.at[:, slot].set(values_Q), state.values_QW)
     num_sound = state.num_sound + accepted
     skipped_W = state.skipped_W.at[step % window].set(~accepted)
 
@@ -113,7 +113,7 @@ def decide(
     lowest_loss = jnp.where(is_lowest, loss_median, state.lowest_loss)
     above = (loss_median - lowest_loss) / jnp.maximum(jnp.abs(lowest_loss), _SMALL_LOSS)
     rise = jnp.where(jnp.isfinite(lowest_loss), above, 0.0)
-    calm_step = jnp.where(rise <= section.rollback.on_rise / 4, step, state.calm_step)
+    calm_step = jnp.where(rise <= config.rollback.on_rise / 4, step, state.calm_step)
 
     new = GuardState(
         values_QW=values_QW,
@@ -129,7 +129,7 @@ def decide(
         "num_skipped": new.num_skipped,
         "last_skipped": new.last_skipped,
         "recent_skips": jnp.sum(skipped_W),
-        "skips_began": _skip_streak_start(skipped_W, step, section.rollback.after_skips),
+        "skips_began": _skip_streak_start(skipped_W, step, config.rollback.after_skips),
         "loss_rise": rise,
         # The first step of the window at the last calm step.
         "rise_began": jnp.maximum(calm_step - window, 0),

@@ -55,23 +55,23 @@ def make_train_step(
     rounding and dropout.
 
     With a guard, `repeat_update` makes TPUs compute updates again once they are accepted. That
-    spares the memory and traffic of new values next to the old ones, for the FLOPs of the rule, few
+    spares the memory and traffic of new values next to the old ones, for FLOPs of the update, few
     except for muon. CPUs copy what passes a barrier, so nothing is spared there.
     """
-    objective = model.section.objective
+    objective = model.config.objective
 
     def loss_and_gradients(params, batch: Batch, totals, dropout_key):
         def loss_function(params):
             module = model.merge(params)
             sums = loss_sums(module, batch, objective, dropout_key, training=True)
-            means = sums.means(*totals)
-            watched = {} if sums.log_z is None else {"log_z": sums.log_z / totals[0]}
-            return sum(means.values()), (means, watched)
+            losses = sums.means(*totals)
+            aux = {} if sums.log_z is None else {"log_z": sums.log_z / totals[0]}
+            return sum(losses.values()), (losses, aux)
 
-        (_, (means, watched)), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
-        return means, watched, gradients
+        (_, (losses, aux)), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
+        return losses, aux, gradients
 
-    def accumulated(params, batch: Batch, totals, dropout_key):
+    def accumulate_gradients(params, batch: Batch, totals, dropout_key):
         def add_microbatch(sums, microbatch_and_index):
             microbatch, index = microbatch_and_index
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
@@ -87,23 +87,23 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         dropout_key = None
-        if model.section.is_random:
+        if model.config.is_random:
             dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         total_weight = jnp.sum(batch.loss_mask_BT)
         # A batch of only padding has loss 0 and no gradient.
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
-        compute = loss_and_gradients if num_microbatches == 1 else accumulated
-        means, watched, gradients = compute(state.params, batch, totals, dropout_key)
+        grad_fn = loss_and_gradients if num_microbatches == 1 else accumulate_gradients
+        losses, aux, gradients = grad_fn(state.params, batch, totals, dropout_key)
         params, opt_state = state.params, state.opt_state
         if offloads_opt_state:
             # Fetched once gradients exist and activations have left the device.
             gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
             opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
-        loss = jnp.asarray(sum(means.values()))
+        loss = jnp.asarray(sum(losses.values()))
         learning_rate = jnp.asarray(schedule(state.step))
         updates, new_opt_state = optimizer.update(gradients, opt_state, params)
         norms = {"grad_norm": optax.tree.norm(gradients), "update_norm": optax.tree.norm(updates)}
-        metrics = means | watched | norms
+        metrics = losses | aux | norms
         guard_state = None
         if state.guard is None:
             params, opt_state = optax.apply_updates(params, updates), new_opt_state
@@ -144,13 +144,13 @@ def _layer_norms(model: Model, **trees: Any) -> Metrics:
     }
 
 
-def _select(take_new: jax.Array, new: Any, old: Any) -> Any:
+def _select(accept: jax.Array, new: Any, old: Any) -> Any:
     """Selects a tree; schedules always advance, as they count steps."""
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
     def choose(new: Any, old: Any) -> Any:
-        return new if is_schedule(new) else jnp.where(take_new, new, old)
+        return new if is_schedule(new) else jnp.where(accept, new, old)
 
     return jax.tree.map(choose, new, old, is_leaf=is_schedule)

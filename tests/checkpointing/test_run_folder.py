@@ -92,7 +92,7 @@ FULL = """
 
     section = CheckpointingConfig(async_checkpointing=sys.argv[2] == "async", max_to_keep=1)
     warn = lambda x: tell("warning", x)
-    checkpoints = CheckpointManager(folder / "checkpoints", section, show=warn)
+    checkpoints = CheckpointManager(folder / "checkpoints", section, log=warn)
     state, kept = fresh_state(rows=1000), {}
     for step in range(6):
         state = update(state)

@@ -107,7 +107,7 @@ def test_a_built_in_part_with_keys_of_its_own(tmp_path, monkeypatch):
         model = configure(mixer="mine", my_width=7).model
         part = registry.lookup("mixer", "mine")
         assert part.__module__ == "own_part"
-        assert part.keys_of(model.layers[0]).my_width == 7
+        assert part.config_of(model.layers[0]).my_width == 7
         with pytest.raises(ConfigurationError, match="mixer=mine has no decode state"):
             load(["mixer=mine"], "decode.py")
     finally:

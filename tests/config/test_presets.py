@@ -186,7 +186,7 @@ def test_what_gpt_neos_layers_are():
     assert mixers("gpt3_small_local_256") == "la" * 6
     assert mixers("GPT3_2-7B_pretrained") == "al" * 16
     layers = configure(GPT_NEO / "gpt3_small_moe_8.yml").model.layers
-    experts = [layer.section.mixture_of_experts.num_experts for layer in layers]
+    experts = [layer.config.mixture_of_experts.num_experts for layer in layers]
     assert [layer for layer in range(12) if experts[layer] > 1] == [2, 4, 6, 8, 10]
 
 

@@ -255,7 +255,7 @@ def bytes_of(tree):
 def test_bytes_are_those_of_the_arrays():
     model, state, _ = trainer(tiny_config(weight_dtype="bfloat16", opt_type="lion"))
     cost = model_cost(model, sequence_length=16, optimizer_state=state.opt_state)
-    assert cost.facts()["bytes"] == {
+    assert cost.fields()["bytes"] == {
         "parameters": bytes_of(state.params),
         "optimizer": bytes_of(state.opt_state),
         "gradients": bytes_of(state.params),
@@ -299,7 +299,7 @@ def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):
 @pytest.mark.parametrize("keys", [{"decoder_block": "gpt2"}, {"remat_policy": "minimal"}, MANY])
 def test_facts_are_json_and_add_up(keys):
     cost = cost_of(**keys)
-    facts = json.loads(json.dumps(cost.facts(), allow_nan=False))
+    facts = json.loads(json.dumps(cost.fields(), allow_nan=False))
     for total in ("parameters", "forward_flops_per_token", "flops_per_token"):
         assert facts[total] == sum(part[total] for part in facts["parts"])
     assert facts["parameters"] == cost.model.num_parameters

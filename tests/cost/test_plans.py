@@ -105,9 +105,9 @@ def test_tensor_parallelism_cuts_activations_and_exchanges_them():
     keys = {"base_num_kv_heads": 4, "per_device_batch_size": 1, "dtype": "bfloat16"}
     plan = plan_of("4xH100", ici_tensor_parallelism=2, **keys)
     assert [one.axis for one in plan.communication] == ["fsdp", "tensor"]
-    assert plan.program.local_model.section.shape.dimensions.num_query_heads == 2
-    assert plan.program.local_rows == 2
-    state = plan.program.local_rows * plan.program.length * 32 * 2
+    assert plan.program.local_model.config.shape.dimensions.num_query_heads == 2
+    assert plan.program.local_batch_size == 2
+    state = plan.program.local_batch_size * plan.program.length * 32 * 2
     # 2 parts of 3 layers, forward and backward, the product of attention again, embedding and head.
     assert plan.communication[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
 
@@ -275,7 +275,7 @@ def test_stages_of_a_pipeline():
 
     program = made()
     assert program.bubble == 1 / 9
-    assert program.local_model.section.shape.dimensions.num_layers == 4
+    assert program.local_model.config.shape.dimensions.num_layers == 4
     memory = estimate_memory(program)
     offloaded = estimate_memory(made(optimizer_memory_host_offload=True))
     assert memory.fetched == 0

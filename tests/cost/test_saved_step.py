@@ -38,7 +38,7 @@ def saved(planned, compiled, tmp_path_factory):
 
 def open_with(planned, **keys):
     config = unflatten(flatten(planned.config) | keys)
-    return saved_step.load_compiled(config, planned.model.section, planned.layout, planned.state)
+    return saved_step.load_compiled(config, planned.model.config, planned.sharding, planned.state)
 
 
 def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):
@@ -46,12 +46,12 @@ def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved
     loaded = step_for(planned.batch)
     section = planned.config
     *_, initialize = made_for_training(section, planned.model, section.guard)
-    batch = planned.layout.to_global_batch(
+    batch = planned.sharding.to_global_batch(
         jax.tree.map(np.asarray, random_batch(section, ROWS)), ROWS
     )
     results = []
     for step in (compiled, loaded):
-        state = planned.layout.init_state(initialize, planned.state, 0)
+        state = planned.sharding.init_state(initialize, planned.state, 0)
         for _ in range(2):
             state, metrics = step(state, batch)
         results.append((state.params, metrics))
@@ -63,8 +63,8 @@ def test_another_batch_is_left_to_the_compiler(planned, saved):
     assert open_with(planned) is None
     step_for = open_with(planned, compiled_trainstep_file=saved)
     length = planned.length
-    assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
-    assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS, length, True))) is None
+    assert step_for(planned.sharding.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
+    assert step_for(planned.sharding.abstract_batch(batch_shapes(ROWS, length, True))) is None
 
 
 @pytest.mark.parametrize(

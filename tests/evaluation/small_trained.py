@@ -19,18 +19,18 @@ def tiny_trained(
 ) -> TrainedModel:
     """Random weights, large enough that the distributions are far from even."""
     config = tiny_config(decoder_block, **({"per_device_batch_size": 4} | keys))
-    layout = make_sharding_plan(config.mesh, devices or jax.devices()[:1])
+    sharding = make_sharding_plan(config.mesh, devices or jax.devices()[:1])
     model = Model(config.model)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    params = layout.init_state(model.initialize, abstract, seed=0)
+    abstract = sharding.abstract_state(model.initialize, model.parameters)
+    params = sharding.init_state(model.initialize, abstract, seed=0)
     params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, params)
-    return TrainedModel(config, model, layout, params, "random", "random", {})
+    return TrainedModel(config, model, sharding, params, "random", "random", {})
 
 
 def full_log_probabilities(trained: TrainedModel, ids: Any) -> np.ndarray:
     """log p [T, V] of the next id after each of `ids`, one sequence at a time, in float64."""
-    window = trained.model.section.shape.max_target_length
-    tokens = np.full((1, window), trained.model.section.shape.vocab_size - 1, np.int32)
+    window = trained.model.config.shape.max_target_length
+    tokens = np.full((1, window), trained.model.config.shape.vocab_size - 1, np.int32)
     tokens[0, : len(ids)] = ids
     logits = np.asarray(forward(trained.model)(trained.params, tokens)[0, : len(ids)], np.float64)
     return scipy.special.log_softmax(logits, axis=-1)

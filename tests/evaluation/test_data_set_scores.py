@@ -115,7 +115,7 @@ def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
 
 def test_the_same_as_the_evaluation_of_training(trained, folder):
     (found,) = score(trained, folder)
-    step = trained.layout.jit(make_eval_step(trained.model))
+    step = trained.sharding.jit(make_eval_step(trained.model))
     report = evaluate(step, trained.params, batches_of(folder), step=0)
     assert (found.total_nll, found.num_targets) == (report.total_loss, report.total_weights)
     assert found.num_batches == report.num_batches
@@ -190,7 +190,7 @@ def test_a_part_of_the_split(trained, folder):
 
 
 def test_the_z_loss_is_no_part_of_it(trained, folder):
-    section = trained.model.section
+    section = trained.model.config
     objective = section.objective.model_copy(update={"z_loss_multiplier": 0.5})
     model = Model(section.model_copy(update={"objective": objective}))
     other = dataclasses.replace(trained, model=model)

@@ -103,7 +103,7 @@ def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request)
 
 def test_only_masked_models_are_asked_for_hidden_tokens():
     section = configure(dataset_type="synthetic").model
-    causal: Any = SimpleNamespace(model=SimpleNamespace(section=section))
+    causal: Any = SimpleNamespace(model=SimpleNamespace(config=section))
     refused("this model is causal", MaskedScorer, causal, MaskIds(MASK, None))
 
 

@@ -33,12 +33,12 @@ class RunningMean(Mixer):
 
     logical_axes: ClassVar = {"mean": ("tensor",)}
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         D = init.dimensions.emb_dim
         axes = ("embed", "no_such_axis" if FAULT == "unknown axis" else "mean")
         draw = init.initializers
         self.into = Dense((D,), (D,), axes, draw.kernel, init, rngs)
-        slots = (keys.mean_slots,)
+        slots = (config.mean_slots,)
         self.keys = Dense((D,), slots, ("mean", "slots"), draw.kernel, init, rngs)
         self.values = Dense(slots, (D,), ("slots", "embed"), draw.output, init, rngs)
         start = 1.0

@@ -95,7 +95,7 @@ def progress(monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     config = tiny_config(steps=10)
     runs = [Trial(f"r{i}", 0, config, Path(f"r{i}"), weight) for i, weight in enumerate((1.0, 3.0))]
-    start = functools.partial(RunsProgress, runs, show=lines.append, now=lambda: clock.now)
+    start = functools.partial(RunsProgress, runs, log=lines.append, now=lambda: clock.now)
     return clock, runs, lines, start
 
 

@@ -41,7 +41,7 @@ class Program:
     def __init__(self, model, schedule, optimizer):
         self.model = model
         self._initialize = make_initialize(model, optimizer)
-        self._key = jax.random.key(model.section.initialization.init_weights_seed)
+        self._key = jax.random.key(model.config.initialization.init_weights_seed)
         step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
         self.step = jax.jit(step)
 

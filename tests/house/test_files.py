@@ -47,7 +47,7 @@ def test_every_file_says_what_it_is_for():
 
 
 def test_only_programs_print():
-    # Everything else reports through what it is given: a logger, an event stream, `show=print`.
+    # Everything else reports through what it is given: a logger, an event stream, `log=print`.
     def is_print(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
 

@@ -33,8 +33,8 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
     config = tiny_config("llama2", max_target_length=64, **keys)
     model = Model(config.model)
     params = noisy_params(model, 0.05)
-    layout = make_sharding_plan(config.mesh, jax.devices()[:1])
-    engine = Engine(model, params, layout, SamplingParams(temperature=0))
+    sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
+    engine = Engine(model, params, sharding, SamplingParams(temperature=0))
 
     def capacities_of(sequences):
         capacities = {getattr(state, "capacity", None) for state in sequences.cache}

@@ -26,9 +26,9 @@ def small():
     config = tiny_config("llama2", max_target_length=WINDOW, weight_init="normal", init_std=0.5)
     model = Model(config.model)
     params = jax.jit(model.initialize)(jax.random.key(0))
-    layout = make_sharding_plan(config.mesh, jax.devices()[:1])
-    engine = functools.cache(lambda choice: Engine(model, params, layout, choice))
-    return model, params, layout, engine
+    sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
+    engine = functools.cache(lambda choice: Engine(model, params, sharding, choice))
+    return model, params, sharding, engine
 
 
 GREEDY = SamplingParams(temperature=0)
@@ -63,11 +63,11 @@ def test_a_completion_does_not_depend_on_its_batch(small, choice, new_tokens):
 
 
 def test_numbers_that_are_not_finite_end_in_a_message(small):
-    model, params, layout, _ = small
+    model, params, sharding, _ = small
     damaged = jax.tree.map(lambda x: x * jnp.nan, params)
     for choice in (GREEDY, DRAWN):
         with pytest.raises(UserError, match="not finite"):
-            completions(Engine(model, damaged, layout, choice), StoppingCriteria(3))
+            completions(Engine(model, damaged, sharding, choice), StoppingCriteria(3))
 
 
 def test_the_seed_and_the_number_of_a_prompt_decide_the_draws(small):
@@ -136,8 +136,8 @@ def test_a_prompt_that_fits_is_read_whole_and_of_a_longer_one_the_end(small, len
 
 
 def test_ids_without_a_token_are_never_chosen(small):
-    model, params, layout, _ = small
-    engine = Engine(model, params, layout, SamplingParams(temperature=5.0), num_ids=7)
+    model, params, sharding, _ = small
+    engine = Engine(model, params, sharding, SamplingParams(temperature=5.0), num_ids=7)
     found = completions(engine, StoppingCriteria(20))
     assert max(max(c.tokens) for c in found) < 7
     assert jnp.isfinite(jnp.array([c.log_probabilities for c in found])).all()

@@ -67,7 +67,7 @@ def built(block, keys):
 
 def without_connections(dense, plain):
     """The parameters of a plain model, from those of one with dense connections."""
-    num_layers = plain.section.shape.dimensions.num_layers
+    num_layers = plain.config.shape.dimensions.num_layers
 
     def taken(name):
         norms = [name] if NORM not in name else [name, name.replace(NORM, f"{NORM}_q")]

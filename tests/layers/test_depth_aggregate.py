@@ -102,14 +102,14 @@ def test_values_and_gradients(form, dtype, has_scales):
 def test_gradients_of_other_backends():
     """CPU has another form of the gradients of sums one by one, so theirs is tried alone."""
     weights, _, sources, scales = given(jnp.float32)
-    ways = [sources[c % S] * (c + 1) for c in range(C)]
+    streams = [sources[c % S] * (c + 1) for c in range(C)]
 
     @jax.jit
     def both(*arguments):
         forms = (depth_aggregate._sum_gradients, depth_aggregate._product_gradients)
         return [gradients(*arguments) for gradients in forms]
 
-    near(*both(weights, sources, scales, ways, sources[::-1]))
+    near(*both(weights, sources, scales, streams, sources[::-1]))
 
 
 def test_sums_are_float32():
@@ -144,15 +144,15 @@ def test_kernels_lower():
     shape = jax.ShapeDtypeStruct
     weights = shape((num_tokens, C * S), jnp.float32)
     states = [shape((num_tokens, width), jnp.bfloat16)] * S
-    ways = [shape((num_tokens, width), jnp.bfloat16)] * C
+    streams = [shape((num_tokens, width), jnp.bfloat16)] * C
     scales = shape((S, width), jnp.float32)
 
-    def both(weights, states, scales, ways, old):
+    def both(weights, states, scales, streams, old):
         given: dict = {"weights": weights, "sources": states, "scales": scales}
-        of = given | {"grad_sums": ways}
+        of = given | {"grad_sums": streams}
         full: dict = {"weights": weights[:32], "sources": [x[:32] for x in states]}
         full |= {"factors": FACTORS}
-        of_full = full | {"grad_sums": [x[:32] for x in ways]}
+        of_full = full | {"grad_sums": [x[:32] for x in streams]}
         before = [x[:32] for x in old]
         return (
             depth_aggregate_kernel.forward(given, "tpu"),
@@ -163,7 +163,7 @@ def test_kernels_lower():
             depth_aggregate_kernel.backward(of_full | {"accumulated": before}, "tpu", NORMS),
         )
 
-    traced = jax.jit(both).trace(weights, states, scales, ways, states)
+    traced = jax.jit(both).trace(weights, states, scales, streams, states)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("custom_call") >= 6
 
@@ -177,7 +177,7 @@ def naive_norms(weights, factors, sources, scales):
     sums = [
         sum(weights[:, :, c, s, None] * scales[s] * sources[s] for s in range(S)) for c in range(C)
     ]
-    for place, c in enumerate(NORMS.ways):
+    for place, c in enumerate(NORMS.streams):
         mean_square = jnp.mean(sums[c] ** 2, axis=-1, keepdims=True)
         sums[c] = sums[c] / jnp.sqrt(mean_square + NORMS.epsilon) * factors[place]
     return grad_sums(sums, 0)
@@ -226,11 +226,11 @@ def test_form_on_each_generation(kind, form):
     """As tests on several devices, without one: what is chosen reads a device's name alone."""
     device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
     mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
-    layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
+    sharding: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
     keys = {"dense_conn": True, "dense_aggregation_impl": "auto"}
     keys |= {"scan_layers": "auto", "dtype": "bfloat16"}
     section = tiny_config("llama2", base_emb_dim=4096, base_num_decoder_layers=32, **keys).model
-    resolved, lines = backend_defaults.resolve_auto(section, "tpu", layout)
+    resolved, lines = backend_defaults.resolve_auto(section, "tpu", sharding)
     assert resolved.dense_connections.dense_aggregation_impl == form
     assert resolved.memory.scan_layers is False
     assert any(f"dense_aggregation_impl: auto -> {form}" in line for line in lines)

@@ -117,7 +117,7 @@ def test_numbers_of_the_reference(name, tmp_path):
     @jax.jit
     def numbers(params, batch):
         def loss(params):
-            total = loss_sums(trained.merge(params), batch, trained.section.objective).total
+            total = loss_sums(trained.merge(params), batch, trained.config.objective).total
             return total / batch.loss_mask_BT.sum()
 
         return model.merge(params)(batch), *jax.value_and_grad(loss)(params)

@@ -110,7 +110,7 @@ def test_mesh_tensorflow(case):
     @jax.jit
     def run(params):
         module = model.merge(params)
-        total = loss_sums(module, batch, model.section.objective).total
+        total = loss_sums(module, batch, model.config.objective).total
         return module(batch), total / tokens.size
 
     logits, loss = run(unflatten(params))

@@ -43,7 +43,7 @@ def test_norms(kind, zero_centered):
     scale = weights["decoder_norm/scale"]
     assert scale.shape == ((1,) if "scale" in kind else (32,))
     x = hidden_states(2, 5, 32)
-    epsilon = decoder.section.block.normalization_layer_epsilon
+    epsilon = decoder.config.block.normalization_layer_epsilon
     expected = by_definition(kind, x, epsilon) * (scale + zero_centered)
     expected = expected + weights.get("decoder_norm/bias", 0.0)
     np.testing.assert_allclose(decoder.decoder_norm(x), expected, rtol=2e-5, atol=1e-5)
@@ -210,7 +210,7 @@ def test_a_layer_without_positions():
     attention = [layer.self_attention for layer in map(
         nnx.merge, model.blueprint.graphdefs, model.blueprint.layer_weights(
             jax.tree.map(lambda x: jnp.ones(x.shape), model.abstract["layers"])))]  # fmt: skip
-    rotary = rotary_table(jnp.arange(8)[None], 8, model.section.position)
+    rotary = rotary_table(jnp.arange(8)[None], 8, model.config.position)
     x, context = jnp.asarray(hidden_states(1, 8, 32)), Context(rotary=rotary)
     turned, plain = (one((x, x, x), context)[0] for one in attention)
     np.testing.assert_array_equal(plain, attention[0]((x, x, x), Context())[0])

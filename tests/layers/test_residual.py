@@ -21,7 +21,7 @@ from MaxText.layers.part import Connection, LayerInputs, Position, register
 class Sinusoidal(Position):
     '''Vaswani et al. 2017, section 3.5.'''
 
-    def __init__(self, keys, init, rngs):
+    def __init__(self, config, init, rngs):
         self.width = init.dimensions.emb_dim
 
     def embed(self, positions_BT):
@@ -37,14 +37,14 @@ class TwoStreams(Connection):
     def begin(self, x_BTD):
         return jnp.stack([x_BTD, x_BTD], axis=2)
 
-    def read(self, index, carried, norms):
-        return LayerInputs.all(carried[:, :, 0]), carried
+    def read(self, index, carry, norms):
+        return LayerInputs.all(carry[:, :, 0]), carry
 
-    def write(self, index, carried, y_BTD, shared):
-        return jnp.stack([carried[:, :, 1], y_BTD], axis=2)
+    def write(self, index, carry, y_BTD, shared):
+        return jnp.stack([carry[:, :, 1], y_BTD], axis=2)
 
-    def end(self, carried):
-        return carried.sum(axis=2)
+    def end(self, carry):
+        return carry.sum(axis=2)
 
 
 @register("connection", "grows")
@@ -56,14 +56,14 @@ class Grows(TwoStreams):
     def begin(self, x_BTD):
         return (x_BTD,)
 
-    def read(self, index, carried, norms):
-        return LayerInputs.all(sum(carried[-2:])), carried
+    def read(self, index, carry, norms):
+        return LayerInputs.all(sum(carry[-2:])), carry
 
-    def write(self, index, carried, y_BTD, shared):
-        return (*carried, y_BTD)
+    def write(self, index, carry, y_BTD, shared):
+        return (*carry, y_BTD)
 
-    def end(self, carried):
-        return sum(carried)
+    def end(self, carry):
+        return sum(carry)
 
 
 @register("connection", "forgets")

@@ -74,8 +74,8 @@ def test_each_event_reaches_every_place(tmp_path):
     stream.emit("start", step=0, num_parameters=1234)
     assert not (tmp_path / "tensorboard").exists()  # nothing before the first step
     emit_step(stream, 0, loss=1.25)
-    with stream.timed("checkpoint", step=0) as facts:
-        facts["bytes"] = np.int64(7)
+    with stream.timed("checkpoint", step=0) as fields:
+        fields["bytes"] = np.int64(7)
     with pytest.raises(ValueError), stream.timed("checkpoint", step=0):  # noqa: PT011
         raise ValueError
     shown = EvaluationReport(0, 200.0, 100.0, 2, 0.1)

@@ -78,7 +78,7 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
     lines = []
     terminal = terminal_of(10, lines)
     terminal.write(Event("step", 0.0, step=0, report=report(0, 2.0)))
-    terminal.write(Event("compile", 0.0, facts={"rows": 4, "length": 16, "compile_seconds": 1.26}))
+    terminal.write(Event("compile", 0.0, fields={"rows": 4, "length": 16, "compile_seconds": 1.26}))
     terminal.close()
     step, compiled = lines
     assert step == report(0, 2.0).line()

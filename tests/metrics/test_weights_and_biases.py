@@ -46,9 +46,9 @@ def attempt(folder, first, end, blocks):
     wandb = WandbSink(monitoring, folder, "tiny", config, first)
     sinks = [BackgroundSink(wandb, "Weights & Biases"), EventFile(folder, first)]
 
-    def emit(kind, step, **facts):
+    def emit(kind, step, **fields):
         for sink in sinks:
-            sink.write(Event(kind, 1.8e9 + step, step=step, seconds=0.5, facts=facts))
+            sink.write(Event(kind, 1.8e9 + step, step=step, seconds=0.5, fields=fields))
 
     emit("resume" if first else "start", first, num_parameters=1234, lineage=[])
     padding = {f"perf/number_{i}": i / 7 for i in range(60)}
@@ -187,7 +187,7 @@ def record(folder, first_step, *events):
 
 
 def step(number, loss=9.0):
-    return Event("step", 1.8e9, step=number, facts={"learning/loss": loss})
+    return Event("step", 1.8e9, step=number, fields={"learning/loss": loss})
 
 
 def after(number):
@@ -195,8 +195,8 @@ def after(number):
     return dataclasses.replace(step(number, loss=1.0), time=1.8e9 + 9)
 
 
-def rolled_back(to, number, **facts):
-    return Event("rollback", 1.8e9, step=to, facts={"restored_step": to, "number": number, **facts})
+def rolled_back(to, number, **more):
+    return Event("rollback", 1.8e9, step=to, fields={"restored_step": to, "number": number, **more})
 
 
 def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
@@ -210,7 +210,7 @@ def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
     assert server.exit_code == 1  # nobody said that the run was completed
     # What the server has is not sent again.
     server.numbers.clear()
-    send(tmp_path, 6, *map(step, range(6, 10)), Event("stop", 1.8e9, facts={"reason": "completed"}))
+    send(tmp_path, 6, *map(step, range(6, 10)), Event("stop", 2e9, fields={"reason": "completed"}))
     assert [numbers["step"] for numbers in server.numbers] == [9]
     assert server.exit_code == 0
 
@@ -254,7 +254,7 @@ def test_a_rollback_of_which_wandb_never_heard(tmp_path, server, first_step):
 
 def test_another_configuration_is_charted_where_it_began(tmp_path, server):
     recorded(tmp_path, server, 0, *map(step, range(8)))
-    change = Event("config_change", 1.8e9, step=6, facts={"changes": {}})
+    change = Event("config_change", 1.8e9, step=6, fields={"changes": {}})
     found = recorded(tmp_path, server, 6, change, *[step(n, loss=1.0) for n in range(6, 9)])
     assert found == charted(6, 9)
 

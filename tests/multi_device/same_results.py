@@ -25,14 +25,14 @@ def built(devices, family="llama2", **keys):
     """(configuration, model, layout) of two layers."""
     given = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2} | keys
     config = tiny_config(family, **given)
-    layout = make_sharding_plan(config.mesh, devices, config.model.pipeline)
-    return config, Model(config.model), layout
+    sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    return config, Model(config.model), sharding
 
 
-def fresh_parameters(model, layout, noise=0.0):
+def fresh_parameters(model, sharding, noise=0.0):
     """Values that do not depend on the mesh: drawn on one device, then laid out."""
     params = jax.tree.map(np.asarray, noisy_params(model, noise))
-    abstract = layout.abstract_state(model.initialize, model.parameters)
+    abstract = sharding.abstract_state(model.initialize, model.parameters)
     return jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract))
 
 
@@ -41,11 +41,11 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
 
     `noise` is the standard deviation of what is added to parameters, so that all have an effect.
     """
-    config, model, layout = built(devices, family, **keys)
-    params = fresh_parameters(model, layout, noise)
+    config, model, sharding = built(devices, family, **keys)
+    params = fresh_parameters(model, sharding, noise)
     shardings = jax.tree.map(lambda x: x.sharding, params)
     batch = random_batch(config, rows, documents=True)
-    batch = layout.to_global_batch(jax.tree.map(np.asarray, batch), rows)
+    batch = sharding.to_global_batch(jax.tree.map(np.asarray, batch), rows)
 
     def run(params, batch):
         def loss(params):
@@ -55,21 +55,21 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
 
         return jax.grad(loss, has_aux=True)(params)
 
-    compiled = layout.jit(run, out_shardings=(shardings, None)).lower(params, batch).compile()
+    compiled = sharding.jit(run, out_shardings=(shardings, None)).lower(params, batch).compile()
     gradients, losses = jax.block_until_ready(compiled(params, batch))
     return jax.tree.map(np.asarray, (losses, gradients)), gradients, compiled.as_text()
 
 
 class Planned(NamedTuple):
     config: Any
-    layout: ShardingPlan
+    sharding: ShardingPlan
     step: Any
     initialize: Any
     state: Any  # abstract
 
 
 def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
-    config, model, layout = built(
+    config, model, sharding = built(
         devices, family, gradient_accumulation_steps=num_microbatches, **keys
     )
     schedule, optimizer, initialize = made_for_training(config, model)
@@ -77,22 +77,24 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
         model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )  # fmt: skip
-    state = layout.abstract_state(initialize, model.parameters)
-    return Planned(config, layout, step, initialize, state)
+    state = sharding.abstract_state(initialize, model.parameters)
+    return Planned(config, sharding, step, initialize, state)
 
 
 def train(devices, family="llama2", num_microbatches=1, **keys):
     """Losses and norms of gradients and parameters of three steps, and the state after them."""
-    config, layout, step, initialize, abstract = planned(devices, family, num_microbatches, **keys)
-    state = layout.init_state(initialize, abstract, seed=0)
+    config, sharding, step, initialize, abstract = planned(
+        devices, family, num_microbatches, **keys
+    )
+    state = sharding.init_state(initialize, abstract, seed=0)
     batches = [
-        layout.to_global_batch(
+        sharding.to_global_batch(
             jax.tree.map(np.asarray, random_batch(config, 16, seed, documents=True)), 16
         )
         for seed in range(3)
     ]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches[0])
-    compiled, _ = layout.compile_step(step, abstract, layout.abstract_batch(shapes))
+    compiled, _ = sharding.compile_step(step, abstract, sharding.abstract_batch(shapes))
     numbers = []
     for batch in batches:
         # With many steps in flight the simulated devices may deadlock in a collective.

@@ -176,31 +176,31 @@ def test_no_expert_is_full_while_text_is_generated():
     lengths = np.full((ROWS,), 16, np.int32)
     found = []
     for devices, mesh in ((jax.devices()[:1], {}), (jax.devices(), EXPERT)):
-        _, model, layout = built(devices, **keys, **{"ici_fsdp_parallelism": 1}, **mesh)
+        _, model, sharding = built(devices, **keys, **{"ici_fsdp_parallelism": 1}, **mesh)
 
         def run(params, tokens, lengths, model=model):
             decoder = model.merge(params)
             return decoder.logits(decoder.prefill(tokens, lengths, 16)[0])
 
-        params = fresh_parameters(model, layout)
-        found.append(np.asarray(layout.jit(run)(params, tokens, lengths)))
+        params = fresh_parameters(model, sharding)
+        found.append(np.asarray(sharding.jit(run)(params, tokens, lengths)))
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 
 
 def test_lengths_that_the_mesh_does_not_divide():
-    _, _, layout = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
+    _, _, sharding = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
     stages = BatchConfig(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
-    check_lengths(16, BatchConfig(), layout)
-    refused(r"(?s)a stage of 4 .*ici_context_parallelism=4", check_lengths, 16, stages, layout)
-    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, BatchConfig(), layout)
+    check_lengths(16, BatchConfig(), sharding)
+    refused(r"(?s)a stage of 4 .*ici_context_parallelism=4", check_lengths, 16, stages, sharding)
+    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, BatchConfig(), sharding)
 
 
 def test_the_expert_axis_shards_all_weights():
     # Experts by number, the others by their width; norms are replicated.
     sizes = {"base_mlp_dim": 4096, "vocab_size": 8, "base_num_decoder_layers": 4}
-    _, model, layout = built(
+    _, model, sharding = built(
         jax.devices(), **PLACES, **EXPERT, **sizes, **{"ici_fsdp_parallelism": 1}
     )
-    share = check_sharding(model.parameters, layout, 0.02)
+    share = check_sharding(model.parameters, sharding, 0.02)
     assert 0 < share < 1e-4
-    refused(r"(?s)expert 4.*layers/", check_sharding, model.parameters, layout, share / 2)
+    refused(r"(?s)expert 4.*layers/", check_sharding, model.parameters, sharding, share / 2)

@@ -123,11 +123,11 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
             "growth.moments": "warmed"}  # fmt: skip
     resolved = resolve_growth(config_of(**keys, **MIXED), [])
     config = resolved.config
-    layout = make_sharding_plan(config.mesh, jax.devices())
+    sharding = make_sharding_plan(config.mesh, jax.devices())
     model = Model(config.model)
     *_, initialize = made_for_training(config, model)
-    abstract = layout.abstract_state(initialize, model.parameters)
-    drawn = layout.init_state(initialize, abstract, 0)
+    abstract = sharding.abstract_state(initialize, model.parameters)
+    drawn = sharding.init_state(initialize, abstract, 0)
     # Drawn on another mesh they would differ in the last bit, which is not about growth.
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
     folder, section = tmp_path / "sharded", config.checkpoint

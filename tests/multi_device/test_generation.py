@@ -45,10 +45,10 @@ EXPERTS_AND_KINDS = {
 def texts(devices, **keys):
     config = configure(**KEYS, **keys)
     model = Model(config.model)
-    layout = make_sharding_plan(config.mesh, devices)
+    sharding = make_sharding_plan(config.mesh, devices)
     choice = SamplingParams(temperature=0.7, top_k=10, repetition_penalty=1.1)
-    params = model.unstack_params(fresh_parameters(model, layout))
-    engine = Engine(model, params, layout, choice)
+    params = model.unstack_params(fresh_parameters(model, sharding))
+    engine = Engine(model, params, sharding, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
     found = dict(generate(engine, PROMPTS, StoppingCriteria(50), batch_size=4, seed=1))
     return [found[number].tokens for number in range(len(PROMPTS))]

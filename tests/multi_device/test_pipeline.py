@@ -99,10 +99,10 @@ def test_accumulation_and_dropout():
 def test_rows_that_cannot_be_cut():
     config = tiny_config(base_num_decoder_layers=4, ici_data_parallelism=2, ici_fsdp_parallelism=1,
                          **FOUR, num_pipeline_microbatches=6)  # fmt: skip
-    layout = make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
-    assert layout.batch_divisor == 2 * 12
+    sharding = make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
+    assert sharding.batch_divisor == 2 * 12
     with pytest.raises(UserError, match=r"(?s)2 devices.*12 .*4 stages.*size=3\."):
-        microbatch_size(config.batch.model_copy(update={"per_device_batch_size": 2}), layout)
+        microbatch_size(config.batch.model_copy(update={"per_device_batch_size": 2}), sharding)
 
 
 def test_a_run_goes_on_with_other_stages(users_environment, tmp_path):

@@ -69,8 +69,8 @@ def test_a_step_runs_as_proposed(name, monkeypatch):
         assert getattr(config.mesh, size) == number
     planned = lower_train_step(config, jax.devices()[:8])
     *_, initialize = made_for_training(config, planned.model, config.guard)
-    state = planned.layout.init_state(initialize, planned.state, seed=0)
+    state = planned.sharding.init_state(initialize, planned.state, seed=0)
     rows = round(8 * keys.get("per_device_batch_size", 2))
     batch = jax.tree.map(np.asarray, random_batch(config, rows))
-    _, metrics = planned.lowered.compile()(state, planned.layout.to_global_batch(batch, rows))
+    _, metrics = planned.lowered.compile()(state, planned.sharding.to_global_batch(batch, rows))
     assert 3 < float(metrics["loss"]) < 6

@@ -117,7 +117,7 @@ def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, saved, 
 
 def test_where_moments_are_split():
     keys = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4, "shard_optimizer_over_data": True}
-    layout = make_sharding_plan(MeshConfig(**keys), jax.devices())
+    sharding = make_sharding_plan(MeshConfig(**keys), jax.devices())
     parameters = {
         name: ParamSpec(shape, jnp.dtype("float32"), axes, len(shape) - 1)
         for name, shape, axes in [
@@ -128,14 +128,14 @@ def test_where_moments_are_split():
         ]
     }
     arrays = {name: jax.ShapeDtypeStruct(of.shape, of.dtype) for name, of in parameters.items()}
-    found = layout.state_shardings(TrainState(arrays["small"], arrays, arrays), parameters)
+    found = sharding.state_shardings(TrainState(arrays["small"], arrays, arrays), parameters)
     assert {name: tuple(of.spec) for name, of in found.opt_state.items()} == {
         "kernel": ("data", "fsdp"),  # along what was whole, not along the longest
         "odd": (None, ("fsdp", "data")),  # 5 has no halves, and 8 has eighths
         "bias": (("fsdp", "data"),),
         "small": (None,),
     }
-    assert found.params == layout.parameter_shardings(parameters)
+    assert found.params == sharding.parameter_shardings(parameters)
 
 
 def test_devices_without_memory_of_the_host():
@@ -151,8 +151,8 @@ def test_devices_without_memory_of_the_host():
 
 def share_of_whole(tolerance, **keys):
     config = tiny_config(**keys)
-    layout = make_sharding_plan(config.mesh, jax.devices())
-    return check_sharding(Model(config.model).parameters, layout, tolerance)
+    sharding = make_sharding_plan(config.mesh, jax.devices())
+    return check_sharding(Model(config.model).parameters, sharding, tolerance)
 
 
 def test_a_mesh_that_leaves_much_whole_is_refused():

@@ -147,12 +147,12 @@ def test_layouts_are_constrained_where_xla_gathers_nothing_for_it(sizes, is_cons
 
 
 def test_a_batch_that_does_not_divide():
-    layout = ShardingPlan(make_mesh(MeshConfig(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
-    assert layout.batch_slice() == (0, 1)
-    assert microbatch_size(BatchConfig(per_device_batch_size=4), layout) == 4
-    assert microbatch_size(BatchConfig(per_device_batch_size=4), layout, per_device=2) == 2
+    sharding = ShardingPlan(make_mesh(MeshConfig(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
+    assert sharding.batch_slice() == (0, 1)
+    assert microbatch_size(BatchConfig(per_device_batch_size=4), sharding) == 4
+    assert microbatch_size(BatchConfig(per_device_batch_size=4), sharding, per_device=2) == 2
     uneven = BatchConfig(per_device_batch_size=2.5)
-    refused(r"per_device_batch_size=2\.5", microbatch_size, uneven, layout)
+    refused(r"per_device_batch_size=2\.5", microbatch_size, uneven, sharding)
 
 
 @pytest.mark.parametrize(

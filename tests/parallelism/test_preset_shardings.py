@@ -33,10 +33,10 @@ OF_EXPERTS = {"fsdp": 4, "expert": 4, "tensor": 4}
 
 def shardings(config, meshes) -> tuple[str, Model]:
     model = Model(backend_defaults.resolve_auto(config.model, "tpu")[0])
-    layouts = [
+    plans = [
         ShardingPlan(abstract_mesh(**sizes), config.mesh.logical_axis_rules) for sizes in meshes
     ]
-    described = [layout.describe(model.parameters) for layout in layouts]
+    described = [sharding.describe(model.parameters) for sharding in plans]
     rows: dict[str, list[str]] = {}
     for name, info in model.parameters.items():
         axes = ",".join(axis or "-" for axis in info.logical_axes)
@@ -44,7 +44,7 @@ def shardings(config, meshes) -> tuple[str, Model]:
         found = rows.setdefault(re.sub(r"\b\d+\b", "*", name), [])
         if row not in found:
             found.append(row)
-    title = " | ".join(layout.words.replace(", ", " x ") for layout in layouts)
+    title = " | ".join(sharding.mesh_sizes.replace(", ", " x ") for sharding in plans)
     lines = [f"{name}: {row}" for name, found in rows.items() for row in found]
     return "\n".join([f"meshes: {title}", *lines, ""]), model
 

@@ -30,10 +30,10 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         run=space(import_modules=["my parts.py"]),
     )  # fmt: skip
     batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
-    section = space(
+    model_config = space(
         objective=ObjectiveConfig(), attention=space(causal=True), mixers=("attention",)
     )
-    built, state = space(model=space(section=section)), space(params={})
+    built, state = space(model=space(config=model_config)), space(params={})
     run = epath.Path(tmp_path / "a run")
     (run / "checkpoints/12/items").mkdir(parents=True)
     write_final_artifacts(run, config, records, batches, built, state, None, 2.5)

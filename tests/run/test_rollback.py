@@ -33,7 +33,7 @@ class CheckpointManager:
     def __init__(self, good=(), damaged=()):
         self.good, self.damaged = set(good), set(damaged)
         self.observed, self.given_up, self.lines, self.recorded = [], [], [], []
-        self.show = self.lines.append
+        self.log = self.lines.append
 
     def update_health(self, step, healthy):
         self.observed.append((step, healthy))
@@ -114,7 +114,7 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     rollback.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
     assert checkpoints.observed == [(step, step not in (5, 6, 7)) for step in range(10)]
     (skip,) = rows
-    assert (skip.kind, skip.step, skip.facts["count"]) == ("skip", 7, 2)
+    assert (skip.kind, skip.step, skip.fields["count"]) == ("skip", 7, 2)
     assert rollback.trigger is None
     assert not rollback.is_healthy
     rollback.observe(11, metrics(num_skipped=2, last=7, first=6, recent=2))
@@ -134,7 +134,7 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     assert batches.calls == [("resume", 51), ("exclude", 4, 8), ("exclude", 4 * 55, 4 * 61)]
     row = rows[-1]
     assert (row.kind, row.step) == ("rollback", 51)
-    assert "log_z by 50%" in row.facts["reason"]
+    assert "log_z by 50%" in row.fields["reason"]
     assert rollback.num_rollbacks == 1
     assert rollback.trigger is None
 
@@ -143,7 +143,7 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     other = dataclasses.replace(record, number=2, data={"seed": 8})
     # A restart from a checkpoint before it, whose metadata know of no rollback, tells of it again.
     restarted, _, _, again = made(first_step=41, recorded=(record, other))
-    assert [(each.step, each.facts) for each in again] == [(51, row.facts | {"again": True})]
+    assert [(each.step, each.fields) for each in again] == [(51, row.fields | {"again": True})]
     assert restarted.num_rollbacks == 1
     # From one after it, where its row still stands.
     restarted, _, _, again = made(first_step=60, recorded=(record,), rollbacks=1)

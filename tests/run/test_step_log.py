@@ -110,8 +110,8 @@ def test_a_step_is_reported_when_the_next_is_handed_over(start, metrics):
     log.flush()
     assert [event.report.metrics["loss"] for event in events] == [3.0, 2.0]
     # Tokens and operations count from the first step of the run.
-    assert [event.facts["progress/tokens"] for event in events] == [64, 128]
-    flops = [event.facts["progress/flops"] for event in events]
+    assert [event.fields["progress/tokens"] for event in events] == [64, 128]
+    flops = [event.fields["progress/flops"] for event in events]
     assert flops[1] == 2 * flops[0] > 0
 
 
@@ -124,7 +124,7 @@ def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics,
     log.add(2, metrics(1.0))
     log.flush()
     # The 0.4 seconds of step 1 are counted, though they passed when the pause began.
-    assert (events[-1].facts["updates"], events[-1].seconds) == (2, pytest.approx(0.4))
+    assert (events[-1].fields["updates"], events[-1].seconds) == (2, pytest.approx(0.4))
     assert events[-1].report.seconds == pytest.approx(0.2)
 
 
@@ -138,7 +138,7 @@ def test_waiting_counts_where_the_devices_have_nothing_to_do(start, metrics, clo
         clock.pass_(0.05)  # hidden behind the step that is still running
     log.add(2, metrics(1.0))
     log.flush()
-    assert [event.facts["data_seconds"] for event in events] == pytest.approx([0.2, 0, 0], abs=1e-6)
+    assert [e.fields["data_seconds"] for e in events] == pytest.approx([0.2, 0, 0], abs=1e-6)
     assert [event.seconds for event in events] == pytest.approx([0.2, 0.3, 0], abs=1e-6)
 
 
@@ -165,7 +165,7 @@ def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(st
             log.complete()
     log.complete()
     log.complete()
-    updates = [(event.step, event.facts["updates"]) for event in events]
+    updates = [(event.step, event.fields["updates"]) for event in events]
     assert updates == [(0, 1), (4, 4), (6, 2), (8, 2), (10, 2)]
 
 

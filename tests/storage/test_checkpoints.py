@@ -32,8 +32,8 @@ def opened(folder):
     """Makes the manager of a start of the run; all are closed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def open_it(show=print, **keys):
-            checkpoints = CheckpointManager(folder, CheckpointingConfig(**keys), 0, show=show)
+        def open_it(log=print, **keys):
+            checkpoints = CheckpointManager(folder, CheckpointingConfig(**keys), 0, log=log)
             stack.callback(checkpoints.close)
             return checkpoints
 

@@ -15,8 +15,8 @@ def test_few_layers_are_unrolled_on_one_gpu(beyond):
         base_num_decoder_layers=GPU_UNROLLED_LAYERS + beyond, scan_layers="auto",
         attention="blocked", vocab_size=128 + beyond,
     )  # fmt: skip
-    layout = make_sharding_plan(config.mesh, jax.devices()[:1])
-    section, lines = resolve_auto(config.model, "gpu", layout)
+    sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
+    section, lines = resolve_auto(config.model, "gpu", sharding)
     assert section.memory.scan_layers is bool(beyond)
     assert any(line.startswith("vocab_size") for line in lines) is bool(beyond)
 

@@ -35,8 +35,8 @@ class HeadKeys(Section):
 class LowRank(Head):
     "Two matrices."
 
-    def __init__(self, keys, init, rngs):
-        D, V, R = init.dimensions.emb_dim, init.dimensions.vocab_size, keys.head_rank
+    def __init__(self, config, init, rngs):
+        D, V, R = init.dimensions.emb_dim, init.dimensions.vocab_size, config.head_rank
         kernel = init.initializers.kernel
         self.down = Dense((D,), (R,), ("embed", None), kernel, init, rngs)
         self.up = Dense((R,), (V,), (None, "vocab"), kernel, init, rngs)
@@ -45,9 +45,9 @@ class LowRank(Head):
         return self.up(self.down(h_BTD)).astype(jnp.float32)
 
     @classmethod
-    def problem(cls, keys, dimensions):
-        if keys.head_rank > dimensions.emb_dim:
-            return f"head_rank={keys.head_rank} is no low rank"
+    def problem(cls, config, dimensions):
+        if config.head_rank > dimensions.emb_dim:
+            return f"head_rank={config.head_rank} is no low rank"
 
 
 class ObjectiveKeys(Section):
@@ -56,10 +56,10 @@ class ObjectiveKeys(Section):
 
 
 @register("objective", "focal", keys=ObjectiveKeys)
-def focal(keys, logits_BTV, targets_BT):
+def focal(config, logits_BTV, targets_BT):
     "Lin et al. 2017."
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
-    return {"focal_loss": (1 - jnp.exp(-losses_BT)) ** keys.focal_gamma * losses_BT}, log_z_BT
+    return {"focal_loss": (1 - jnp.exp(-losses_BT)) ** config.focal_gamma * losses_BT}, log_z_BT
 """
 KEYS = {
     "import_modules": ["mine.py"], "head_type": "low_rank", "loss_type": "focal", "head_rank": 3,
@@ -90,8 +90,8 @@ def test_they_conform_and_decode():
     rows = {part.name: part for part in count_flops(model, LENGTH).parts}
     assert (rows["head"].parameters, rows["head"].flops) == (16 * 3 + 3 * 32, 2 * (16 * 3 + 3 * 32))
 
-    layout = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
-    engine = Engine(model, subject.params, layout, SamplingParams(temperature=0))
+    sharding = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
+    engine = Engine(model, subject.params, sharding, SamplingParams(temperature=0))
     sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
     _, second = engine.step(sequences)
     ids = [1, 2, 3, int(first.tokens_B[0])]
@@ -132,13 +132,13 @@ def test_what_is_refused(module):
     for old, new, words in (
         (".astype(jnp.float32)", "[..., 1:]", r"head_type=low_rank returned float32 \[1, 16, 63\]"),
         (", log_z_BT\n", "\n", "loss_type=focal: focal has to return"),
-        ("keys.focal_gamma * losses_BT}", "2}, 0 * losses_BT.sum(), #", "loss_type=focal: focal"),
+        ("config.focal_gamma * losses_BT}", "2}, 0 * losses_BT.sum(), #", "loss_type=focal: focal"),
     ):
         module.write_text(MINE.replace(old, new))
         config = tiny_config(**KEYS)
-        layout = make_sharding_plan(config.mesh, jax.devices()[:1])
+        sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
         with pytest.raises(UserError, match=words):
-            setup_train(config, layout)
+            setup_train(config, sharding)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))
     with pytest.raises(ConfigurationError, match=r"LowRank \(.*mine.py:\d+\) is not derived"):
         tiny_config(**KEYS)

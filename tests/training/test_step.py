@@ -228,8 +228,8 @@ def test_dropout_at_each_place(place):
 def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
     assert (device_memory.device_memory_bytes(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
     config = tiny_config()
-    layout = mesh.make_sharding_plan(config.mesh, jax.devices()[:1], config.model.pipeline)
-    built = setup_train(config, layout)
+    sharding = mesh.make_sharding_plan(config.mesh, jax.devices()[:1], config.model.pipeline)
+    built = setup_train(config, sharding)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
 
     def check(memory, microbatches=1):
@@ -240,7 +240,7 @@ def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
 
     parameters = 4 * built.model.num_parameters
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built.state))
-    width = built.model.section.shape.dimensions.emb_dim * 4
+    width = built.model.config.shape.dimensions.emb_dim * 4
     needed = state + parameters + 8 * 16 * width
     check(needed)
     with pytest.raises(UserError, match="GiB"):

@@ -64,12 +64,12 @@ class MetricsFile(JsonlFile):
     def write(self, event: Event) -> None:
         if event.kind == "rollback":
             if not self._is_shared:
-                self.truncate(self._before(event.facts["restored_step"]))
+                self.truncate(self._before(event.fields["restored_step"]))
         elif event.kind == "step":
-            tags = {name: value for name, value in event.facts.items() if "/" in name}
+            tags = {name: value for name, value in event.fields.items() if "/" in name}
             self._append(event, tags)
         elif event.kind == "evaluation":
-            tags = {name: v for name, v in event.facts.items() if name.startswith("eval/")}
+            tags = {name: v for name, v in event.fields.items() if name.startswith("eval/")}
             if self.newest.get("step") == event.step and not self._is_shared:
                 self.amend(tags)
             else:

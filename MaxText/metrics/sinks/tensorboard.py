@@ -51,18 +51,18 @@ class TensorBoardSink(Sink):
 
     def write(self, event: Event) -> None:
         if event.kind in ("start", "resume"):
-            self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
+            self._texts["num_model_parameters"] = f"{event.fields.get('num_parameters', 0):,}"
         elif event.kind == "rollback" and self._writer is not None:
             # A new file, which hides the points to be repeated.
             self._close_writer()
-            self._first_step = event.facts["restored_step"]
+            self._first_step = event.fields["restored_step"]
         elif event.kind in ("step", "evaluation"):
             writer = self._opened()
-            for name, value in event.facts.items():
+            for name, value in event.fields.items():
                 if "/" in name:
                     writer.add_scalar(name, value, event.step, walltime=event.time)
         elif event.kind == "sample":
-            text = _preformatted(event.facts["text"])
+            text = _preformatted(event.fields["text"])
             self._opened().add_text("sample", text, event.step, walltime=event.time)
 
     def flush(self) -> None:

@@ -34,26 +34,26 @@ def start_bar(*columns: Any) -> Any:
     return bar
 
 
-def print_above(bar: Any, text: str, show: Callable[[str], None]) -> None:
+def print_above(bar: Any, text: str, log: Callable[[str], None]) -> None:
     """Prints a line, above the bar if there is one."""
     if bar is not None and sys.stdout.isatty():
         # Both streams are the terminal: printed past the bar, the line would tear it.
         bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
-        show(text)
+        log(text)
 
 
 class Terminal(Sink):
     """Prints steps, evaluations and compilations."""
 
     def __init__(
-        self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
+        self, num_steps: int, log: Callable[[str], None] = print, *, step_line: str = "auto"
     ):
         """Prints nothing yet; "auto" is "compact" on a terminal, else "full"."""
         on_terminal = step_line == "auto" and sys.stdout.isatty()
         self._compact = step_line == "compact" or on_terminal
         self._num_steps = num_steps
-        self._show = show
+        self._log = log
         self._bar: Any = None
         self._task: Any = None
 
@@ -61,23 +61,23 @@ class Terminal(Sink):
         if event.kind in ("start", "resume"):
             self._start_bar(event.step or 0)
         if event.kind == "compile":
-            shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
-            seconds = event.facts["compile_seconds"]
-            source = _SOURCES[event.facts.get("source", "")]
+            shape = f"{event.fields['rows']} x {event.fields['length']} tokens"
+            seconds = event.fields["compile_seconds"]
+            source = _SOURCES[event.fields.get("source", "")]
             self.line(f"Train step ({shape}) {source} in {seconds:.1f} s")
-        if event.kind == "skip" and event.facts["what"] == "update":
-            facts = event.facts
-            count = facts["count"]
+        if event.kind == "skip" and event.fields["what"] == "update":
+            fields = event.fields
+            count = fields["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
-            self.line(f"{steps} skipped: {facts['reason']}")
+            self.line(f"{steps} skipped: {fields['reason']}")
         # A repeated event was printed before, and its exclusions when the data were opened.
-        if event.kind == "rollback" and not event.facts.get("again"):
-            facts = event.facts
-            first, end = facts["samples"]
+        if event.kind == "rollback" and not event.fields.get("again"):
+            fields = event.fields
+            first, end = fields["samples"]
             self.line(
-                f"Rolling back to step {facts['restored_step']} ({facts['source']}), skipping "
-                f"samples {first} to {end - 1}. Reason (step {facts['detected_step']}): "
-                f"{facts['reason']}"
+                f"Rolling back to step {fields['restored_step']} ({fields['source']}), skipping "
+                f"samples {first} to {end - 1}. Reason (step {fields['detected_step']}): "
+                f"{fields['reason']}"
             )
         if event.report is not None:
             is_step = isinstance(event.report, StepMetrics)
@@ -86,12 +86,12 @@ class Terminal(Sink):
             self.line(report.compact_line(self._num_steps) if compact else report.line())
             if is_step:
                 self._move(report)
-        if since := event.facts.get("seconds_since_launch"):
+        if since := event.fields.get("seconds_since_launch"):
             self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        print_above(self._bar, text, self._show)
+        print_above(self._bar, text, self._log)
 
     def close(self, until: float | None = None) -> None:
         if self._bar is not None:

@@ -77,22 +77,22 @@ class WandbSink(Sink):
     def write(self, event: Event) -> None:
         run, state = self._run, self._stored_state
         if event.kind in ("start", "resume"):
-            run.summary.update(_scalars(event.facts))
+            run.summary.update(_scalars(event.fields))
         elif event.kind in _ROWS and event.step is not None:
             if event.step >= self._counter.first_missing:
-                self._log(event.step, event.facts, event.time)
+                self._log(event.step, event.fields, event.time)
                 is_first, state["last_step"] = state["last_step"] is None, event.step
                 if is_first:
                     self._save(state)
         elif event.kind == "sample" and event.step is not None:
-            self._log_sample(event.step, event.facts["text"])
+            self._log_sample(event.step, event.fields["text"])
         elif event.kind == "rollback":
-            self._roll_back(event.facts)
+            self._roll_back(event.fields)
         elif event.kind == "config_change":
             self._counter.repeat_from(self._first_step)
             self._save(state)
         elif event.kind == "stop":
-            reason = event.facts.get("reason")
+            reason = event.fields.get("reason")
             run.summary["stop"] = reason
             self._exit_code = 0 if reason == "completed" else 1
 
@@ -171,8 +171,8 @@ class WandbSink(Sink):
                         self._log(row["step"], row, row["time"])
         return run
 
-    def _log(self, step: int, facts: Mapping[str, Any], time: float) -> None:
-        tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
+    def _log(self, step: int, fields: Mapping[str, Any], time: float) -> None:
+        tags = {name: value for name, value in _scalars(fields).items() if "/" in name}
         row = {**tags, _AXIS: step, "_timestamp": time}
         self._connection.log(row, step=self._counter.row(step))
 
@@ -210,8 +210,8 @@ class WandbSink(Sink):
         atomic_write_text(self._folder / STATE_FILE, json.dumps(state) + "\n")
 
 
-def _scalars(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _scalars(fields: Mapping[str, Any]) -> dict[str, Any]:
     plain = {
-        name: value.item() if hasattr(value, "item") else value for name, value in facts.items()
+        name: value.item() if hasattr(value, "item") else value for name, value in fields.items()
     }
     return {name: value for name, value in plain.items() if isinstance(value, str | int | float)}
