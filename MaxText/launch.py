@@ -84,9 +84,8 @@ class GcloudOptions(LaunchOptions):
     accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
     version: str = key("", "Runtime version.")
     spot: bool = key(False, "Preemptible, cheaper.")
-    gcloud: Repeated = key(
-        (), "Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."
-    )
+    gcloud: Repeated = key(())
+    """Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."""
     max_attempts: Count = key(100, "Attempts while no capacity is available.")
     retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
     tail: Count = key(50, "Number of log lines.")

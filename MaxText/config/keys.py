@@ -5,6 +5,11 @@ conditions are in the field's `json_schema_extra`, so that help, `configs/base.y
 documentation and the checks derive from one declaration.
 """
 
+import ast
+import functools
+import inspect
+import itertools
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -95,7 +100,7 @@ class Options(BaseModel):
 
 def key(
     default: Any,
-    help: str,
+    help: str = "",
     *,
     unit: str = "",
     only_if: Conditions | None = None,
@@ -105,7 +110,8 @@ def key(
     """Declares one key.
 
     Args:
-      help: One line, shown by --help and in docs/reference/configuration.md.
+      help: A line for --help and docs/reference/configuration.md; empty takes the string literal
+        below the field.
       unit: For example "steps", "tokens", "seconds".
       only_if: Conditions that must all hold for the key to have an effect.
       only_if_any: Conditions of which one is enough.
@@ -119,6 +125,22 @@ def key(
         validate_default=True,
         **bounds,  # type: ignore[arg-type]
     )
+
+
+@functools.cache
+def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """Returns the string literals below the fields of a section.
+
+    pydantic's use_attribute_docstrings does so at import, which takes a third of its time.
+    """
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, below in itertools.pairwise(tree.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = " ".join(text.split())
+    return found
 
 
 def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
