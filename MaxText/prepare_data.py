@@ -43,8 +43,8 @@ The text itself as records:
       prepare_output_format=text_array_record dataset_path=data/openwebtext_text
 
 With Apache Beam:
-  python MaxText/prepare_data.py prepare_source=corpus/ tokenizer_path=gpt2 prepare_runner=beam \\
-      beam_options='--direct_running_mode=multi_processing --direct_num_workers=4' \\
+  python MaxText/prepare_data.py prepare_source=corpus/ tokenizer_path=gpt2 prepare.runner=beam \\
+      prepare.beam_options='--direct_running_mode=multi_processing --direct_num_workers=4' \\
       dataset_path=data/corpus
 """
 

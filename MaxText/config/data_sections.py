@@ -15,6 +15,11 @@ from MaxText.config.keys import (
     options,
 )
 
+FileType = Literal[
+    "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
+    "text",
+]  # fmt: skip
+PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
 _STORED = {"dataset_type": "grain"}
 # How a mixture takes windows from a source; the first is the default.
 SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
@@ -79,17 +84,7 @@ class DataConfig(Section):
     records are tokenized with tokenizer_path."""
     grain_eval_files: str = key("")
     """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
-    grain_file_type: Literal[
-        "auto",
-        "prepared",
-        "arrayrecord",
-        "tfrecord",
-        "parquet",
-        "arrow",
-        "webdataset",
-        "megatron",
-        "text",
-    ] = key("auto", only_if=_STORED)
+    grain_file_type: FileType = key("auto", only_if=_STORED)
     """Format of the files; auto detects it by name and content."""
     data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
     """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
@@ -115,9 +110,7 @@ class DataConfig(Section):
     packing: bool = key(True)
     """Pack several documents into a sequence; false starts each document in a new padded
     sequence."""
-    grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"] = key(
-        "concat_then_split", only_if="packing"
-    )
+    grain_packing_type: PackingType = key("concat_then_split", only_if="packing")
     """concat_then_split: concatenate documents and split every max_target_length tokens. first_fit,
     best_fit: keep documents whole if they fit."""
     use_truncation: bool = key(False, only_if={"packing": False})
@@ -160,7 +153,13 @@ class MaskingConfig(Section):
     mlm: MaskedTokens = options(MaskedTokens)
 
 
+TokenizerType = Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"]
+_TRAINED = {"tokenizer_path": ""}
+OutputFormat = Literal[
+    "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
+]
 _OF_TOKENS = {"prepare_output_format": ["tfrecord", "parquet"]}
+_RECORDS = {"prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]}
 
 
 class ExportedRecords(Options):
@@ -182,6 +181,13 @@ class ExportedRecords(Options):
     ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
 
 
+class RunnerOptions(Options):
+    """Processes that prepare."""
+
+    runner: Literal["local", "beam"] = key("local", "Runner: local processes, or Apache Beam.")
+    beam_options: str = key("", "Options of the Beam runner, as on its command line.")
+
+
 class PreparationConfig(Section):
     """Tokenization of text: prepare_data.py, or train.py with prepare_source."""
 
@@ -192,14 +198,11 @@ class PreparationConfig(Section):
     tokenizer_path: str = key("")
     """Tokenizer: folder, tokenizer.json, SentencePiece .model, tiktoken file, hub id, or bytes for
     one id per byte. Empty: train a BPE."""
-    tokenizer_type: Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"] = key(
-        "auto", "Type of tokenizer_path; auto detects it by the file."
-    )
-    tokenizer_vocab_size: int = key(4096, only_if={"tokenizer_path": ""}, ge=257)
+    tokenizer_type: TokenizerType = key("auto")
+    """Type of tokenizer_path; auto detects it by the file."""
+    tokenizer_vocab_size: int = key(4096, only_if=_TRAINED, ge=257)
     """Vocabulary size of the byte-level BPE trained on the text."""
-    tokenizer_special_tokens: tuple[str, ...] = key(
-        ("<|endoftext|>",), only_if={"tokenizer_path": ""}
-    )
+    tokenizer_special_tokens: tuple[str, ...] = key(("<|endoftext|>",), only_if=_TRAINED)
     """Special tokens of the trained BPE, with ids from 0; the first ends documents."""
     add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
     add_eos: bool = key(True, "End each document with the end-of-text id.")
@@ -210,23 +213,13 @@ class PreparationConfig(Section):
     prepare_minimum_tokens: Natural = key(0, unit="tokens")
     """Skip documents with fewer tokens (they are counted)."""
     prepare_num_workers: Natural = key(0, "Tokenizer processes; 0 is one per core.")
-    prepare_output_format: Literal[
-        "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
-    ] = key("bin")
+    prepare_output_format: OutputFormat = key("bin")
     """bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token
     records in the format of other programs. text_tfrecord, text_array_record: text records."""
-    records: ExportedRecords = options(
-        ExportedRecords,
-        only_if={
-            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
-        },
-    )
+    records: ExportedRecords = options(ExportedRecords, only_if=_RECORDS)
     prepare_separator_id: int = key(-1, ge=-1)
     """Id between documents instead of the tokenizer's end of text; -1 uses that."""
-    prepare_runner: Literal["local", "beam"] = key("local")
-    """Runner: local processes, or Apache Beam."""
-    beam_options: str = key("", only_if={"prepare_runner": "beam"})
-    """Options of the Beam runner, as on its command line."""
+    prepare: RunnerOptions = options(RunnerOptions)
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:

@@ -15,8 +15,12 @@ from MaxText.config.keys import (
     options,
 )
 
+Strategy = Literal["composite", "greedy", "weighted", "nucleus", "topk"]
 _STRATEGY = "decode_sampling_strategy"
 _FILTERED = {"decode_sampling_temperature": OtherThan((0,))}
+_TOP_K = _FILTERED | {_STRATEGY: ["composite", "topk"]}
+_NUCLEUS = _FILTERED | {_STRATEGY: ["composite", "nucleus"]}
+_COMPOSITE = _FILTERED | {_STRATEGY: ["composite"]}
 _DRAWN = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
 
 
@@ -43,22 +47,16 @@ class DecodingConfig(Section):
     sample_tokens: Natural = key(0, "Tokens that train.py generates at the end; 0 disables.")
     decode_num_return_sequences: Count = key(1, "Completions per prompt.")
     decode_seed: int = key(0, "Sampling seed.", ge=0, le=2**32 - 1)
-    decode_sampling_strategy: Literal["composite", "greedy", "weighted", "nucleus", "topk"] = key(
-        "composite"
-    )
+    decode_sampling_strategy: Strategy = key("composite")
     """composite samples with every setting below. greedy takes the most likely token; weighted,
     nucleus and topk use a single setting, as in MaxText."""
     decode_sampling_temperature: float = key(1.0, ge=0, le=1e6, only_if=_DRAWN)
     """Divisor of logits; 0 takes the most likely token."""
-    decode_sampling_top_k: Natural = key(0, only_if=_FILTERED | {_STRATEGY: ["composite", "topk"]})
+    decode_sampling_top_k: Natural = key(0, only_if=_TOP_K)
     """Keep the k most likely tokens; 0 disables."""
-    decode_sampling_nucleus_p: float = key(
-        1.0, gt=0, le=1, only_if=_FILTERED | {_STRATEGY: ["composite", "nucleus"]}
-    )
+    decode_sampling_nucleus_p: float = key(1.0, gt=0, le=1, only_if=_NUCLEUS)
     """Keep the most likely tokens whose probabilities sum to p (top-p); 1 disables."""
-    decode_filters: FilterOptions = options(
-        FilterOptions, only_if=_FILTERED | {_STRATEGY: ["composite"]}
-    )
+    decode_filters: FilterOptions = options(FilterOptions, only_if=_COMPOSITE)
     repetition_penalty: float = key(1.0, gt=0, le=1e6)
     """Divide positive logits of tokens already in the text by this, and multiply negative ones."""
     decode_stop_strings: tuple[str, ...] = key((), "Stop strings; they are not part of the output.")

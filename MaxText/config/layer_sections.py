@@ -105,6 +105,11 @@ SOFTMAX_MIXERS = ("attention", "local_attention")
 ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
 
 _ROTARY = {"position_embedding": "rotary"}
+_SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]}
+_EXTENDED = _ROTARY | {"rope_type": ["llama3.1", "yarn"]}
+_LLAMA = _ROTARY | {"rope_type": "llama3.1"}
+_YARN = _ROTARY | {"rope_type": "yarn"}
+_LEARNED = {"position_embedding": "learned"}
 
 
 class PositionConfig(Section):
@@ -118,35 +123,32 @@ class PositionConfig(Section):
     second (GPT-Neo: axial_pos_emb)."""
     alibi_max_bias: Positive = key(8.0, only_if={"position_embedding": "alibi"})
     """ALiBi slope of head i of n is 2^(-alibi_max_bias i / n) (Press et al. 2022)."""
-    trainable_position_size: int = key(
-        -1, unit="tokens", only_if={"position_embedding": "learned"}, ge=-1
-    )
+    trainable_position_size: int = key(-1, unit="tokens", only_if=_LEARNED, ge=-1)
     """Rows of the learned position table; -1 is max_target_length."""
     rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
     rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key("default", only_if=_ROTARY)
     """Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:
     divide low frequencies. yarn: the same with another transition, and scaled scores."""
-    rope_factor: float = key(
-        8.0, only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]}, ge=1
-    )
+    rope_factor: float = key(8.0, only_if=_SCALED, ge=1)
     """Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32)."""
-    original_max_position_embeddings: Count = key(
-        8192, unit="tokens", only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]}
-    )
+    original_max_position_embeddings: Count = key(8192, unit="tokens", only_if=_EXTENDED)
     """Context length before frequencies were scaled."""
-    low_freq_factor: Positive = key(1.0, only_if=_ROTARY | {"rope_type": "llama3.1"})
+    low_freq_factor: Positive = key(1.0, only_if=_LLAMA)
     """Rotations within the original length up to which a frequency is fully divided."""
-    high_freq_factor: Positive = key(4.0, only_if=_ROTARY | {"rope_type": "llama3.1"})
+    high_freq_factor: Positive = key(4.0, only_if=_LLAMA)
     """Rotations within the original length from which a frequency is unchanged."""
-    beta_fast: Positive = key(32.0, only_if=_ROTARY | {"rope_type": "yarn"})
+    beta_fast: Positive = key(32.0, only_if=_YARN)
     """Rotations within the original length from which a frequency is unchanged."""
-    beta_slow: Positive = key(1.0, only_if=_ROTARY | {"rope_type": "yarn"})
+    beta_slow: Positive = key(1.0, only_if=_YARN)
     """Rotations within the original length up to which a frequency is fully divided."""
     rotary_pct: float = key(1.0, only_if=_ROTARY, gt=0, le=1)
     """Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25)."""
     rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key("float32", only_if=_ROTARY)
     """Dtype to which sines and cosines are rounded. The released MUDDFormer was trained with
     bfloat16, MUDDPythia with float16."""
+
+
+_BLOCKED = {"attention": ["autoselected", "blocked"]}
 
 
 class LinearAttentionOptions(Options):
@@ -166,9 +168,7 @@ class AttentionConfig(Section):
     """Attention backend. blocked: causal in blocks of query rows, half the FLOPs of dot_product.
     flash: a kernel that keeps scores out of memory, splash attention on TPU, cuDNN on GPU.
     autoselected: flash if supported, else blocked."""
-    attention_block_size: Count = key(
-        128, unit="tokens", only_if={"attention": ["autoselected", "blocked"]}
-    )
+    attention_block_size: Count = key(128, unit="tokens", only_if=_BLOCKED)
     """Query rows per block."""
     context_parallel_strategy: Literal["all_gather", "ring"] = key("all_gather")
     """How queries meet keys of other devices where *_context_parallelism splits sequences.
@@ -219,20 +219,21 @@ class AttentionConfig(Section):
         return tuple(kinds)
 
 
+_MLP = {"feed_forward_type": "mlp"}
+
+
 class FeedForwardConfig(Section):
     """The feed-forward part."""
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key("mlp")
     """mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name of a
     registered part."""
-    mlp_activations: tuple[MLPActivation, ...] = key(
-        ("silu", "linear"), only_if={"feed_forward_type": "mlp"}
-    )
+    mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
     """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
     tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and proottanh have
     learned scalars."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
-    dynamic_mlp_dim: bool = key(False, only_if={"feed_forward_type": "mlp"})
+    dynamic_mlp_dim: bool = key(False, only_if=_MLP)
     """Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the
     first to 1.5 mlp_dim in the last, in multiples of mlp_dim_multiple."""
     mlp_dim_multiple: Count = key(128, only_if="dynamic_mlp_dim")
@@ -253,7 +254,6 @@ class FeedForwardConfig(Section):
         return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
 
 
-_EXPERTS = {"feed_forward_type": "mlp"}
 _SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 
@@ -272,7 +272,7 @@ class MoEConfig(Section):
 
     ONLY_IF = _SEVERAL_EXPERTS
 
-    num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_EXPERTS)
+    num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_MLP)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
     moe_layers: tuple[int, ...] | None = key(None)
     """Layers with experts, counted from 0; null is all."""
@@ -296,6 +296,10 @@ class MoEConfig(Section):
 _QKV_AND_OUTPUT = {"attention_projections": "pattention"}
 _FEED_FORWARD = {"feed_forward_type": "pattention"}
 _ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
+SlotNormalization = Literal[
+    "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
+]
+_GELU = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]}
 _L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
 
@@ -331,17 +335,11 @@ class PattentionConfig(Section):
     """Slots of the output projection; -1 is slot_num."""
     ffn_slot_num: CountOrAuto = key(-1, only_if=_FEED_FORWARD)
     """Slots of the feed-forward; -1 is 4 * slot_num."""
-    normalize_type: Literal[
-        "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
-    ] = key("l2_norm_gelu", only_if_any=_ANYWHERE)
+    normalize_type: SlotNormalization = key("l2_norm_gelu", only_if_any=_ANYWHERE)
     """Theta over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm applies
     gelu first, l2_norm has no gelu; softmax is n times softmax; gelu_layer_norm is a LayerNorm of
     gelu. n is the number of slots."""
-    gelu_approximate: bool = key(
-        True,
-        only_if={"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]},
-        only_if_any=_ANYWHERE,
-    )
+    gelu_approximate: bool = key(True, only_if=_GELU, only_if_any=_ANYWHERE)
     """Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch
     code)."""
     score_norm_epsilon: float | None = key(None, only_if=_L2, only_if_any=_ANYWHERE, ge=0)

@@ -99,6 +99,9 @@ class EmbeddingConfig(Section):
     it."""
 
 
+_TIED = "logits_via_embedding"
+
+
 class HeadConfig(Section):
     """Output head."""
 
@@ -109,18 +112,17 @@ class HeadConfig(Section):
     """Bias of an untied output head."""
     final_norm: bool = key(True, "Norm after the last layer.")
     final_normalization_type: Annotated[str, Name("norm", "auto")] = key(
-        "auto", "Type of the final norm; auto is normalization_type.", only_if="final_norm"
+        "auto", only_if="final_norm"
     )
+    """Type of the final norm; auto is normalization_type."""
     head_qk: bool = key(False, only_if={"head_type": ["auto", "head_qk"]})
     """Head-QK: add to the logit of each id the scores between the current token and earlier tokens
     with that id (fattorib/transformer)."""
     head_qk_dim: Count = key(256, only_if_any={"head_qk": [True], "head_type": ["head_qk"]})
     """Width of the queries and keys of Head-QK."""
-    normalize_embedding_logits: bool = key(True, only_if="logits_via_embedding")
+    normalize_embedding_logits: bool = key(True, only_if=_TIED)
     """Divide tied logits by sqrt(emb_dim)."""
-    logits_embedding_dtype: Literal["auto", "bfloat16"] = key(
-        "auto", only_if="logits_via_embedding"
-    )
+    logits_embedding_dtype: Literal["auto", "bfloat16"] = key("auto", only_if=_TIED)
     """Dtype to which a tied token table is rounded for logits; auto: none. bfloat16 matches
     TokenFormer's JAX program, whatever dtype is."""
     logits_dot_in_fp32: bool = key(False)
@@ -153,6 +155,7 @@ class ObjectiveConfig(Section):
     parts: ObjectiveParts = ObjectiveParts()
 
 
+_DROPS_PATHS = {"drop_path": OtherThan((0,))}
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 
 
@@ -175,9 +178,7 @@ class DropoutConfig(Section):
     dropout_rates: DropoutRates = options(DropoutRates)
     drop_path: Fraction = key(0.0)
     """Probability that a sequence skips a branch of a layer (stochastic depth)."""
-    drop_path_schedule: Literal["constant", "linear"] = key(
-        "constant", only_if={"drop_path": OtherThan((0,))}
-    )
+    drop_path_schedule: Literal["constant", "linear"] = key("constant", only_if=_DROPS_PATHS)
     """linear: increase from 0 in the first layer to drop_path in the last."""
 
     def rate(self, place: str) -> float:

@@ -50,6 +50,9 @@ class RunConfig(Section):
     """Reject keys that have no effect, instead of a warning (model) or note (others)."""
 
 
+_RAMPS = "enable_rampup_batch_size"
+
+
 class BatchConfig(Section):
     """Batch size: per_device_batch_size x devices x accumulation steps."""
 
@@ -59,15 +62,11 @@ class BatchConfig(Section):
     """Microbatches per step, accumulated inside one compiled step."""
     enable_rampup_batch_size: bool = key(False)
     """Ramp up the batch size from per_device_batch_size_start to per_device_batch_size."""
-    per_device_batch_size_start: Positive = key(
-        4.0, unit="sequences", only_if="enable_rampup_batch_size"
-    )
+    per_device_batch_size_start: Positive = key(4.0, unit="sequences", only_if=_RAMPS)
     """Initial batch size of the ramp-up."""
-    per_device_batch_size_increment: Positive = key(
-        2.0, unit="sequences", only_if="enable_rampup_batch_size"
-    )
+    per_device_batch_size_increment: Positive = key(2.0, unit="sequences", only_if=_RAMPS)
     """Batch size increment per stage of the ramp-up."""
-    global_rampup_samples: Count = key(500, unit="sequences", only_if="enable_rampup_batch_size")
+    global_rampup_samples: Count = key(500, unit="sequences", only_if=_RAMPS)
     """Sequences of the whole ramp-up, divided evenly between its stages."""
     sequence_length_stages: tuple[tuple[int, int], ...] = key(())
     """Pairs [first step, length] of shorter sequences at the start, for example
@@ -92,14 +91,17 @@ class AdafactorOptions(Options):
     momentum: Fraction = key(0.0, "Decay rate of momentum; 0 keeps none (GPT-Neo: beta1).")
 
 
+_FIRST_MOMENT = {"opt_type": ["adamw", "lion", "muon"]}
+
+
 class OptimizerConfig(Section):
     """Optimizer."""
 
     opt_type: Annotated[str, Name("optimizer")] = key("adamw")
     """Optimizer, by the name of a registered part."""
-    adam_b1: Fraction = key(0.9, only_if={"opt_type": ["adamw", "lion", "muon"]})
+    adam_b1: Fraction = key(0.9, only_if=_FIRST_MOMENT)
     """Decay rate of the first moment."""
-    adam_b2: Fraction = key(0.95, only_if={"opt_type": ["adamw", "lion", "muon"]})
+    adam_b2: Fraction = key(0.95, only_if=_FIRST_MOMENT)
     """Decay rate of the second moment."""
     adam_eps: NonNegative = key(1e-8, only_if={"opt_type": ["adamw", "muon"]})
     """Epsilon added outside the square root."""
@@ -117,9 +119,7 @@ class OptimizerConfig(Section):
     """Pairs [name regex, multiplier] of the learning rate; the first match wins."""
     trainable_parameters_mask: tuple[str, ...] = key(())
     """Regular expressions of parameter names to train; empty trains all."""
-    mu_dtype: Literal["", "float32", "bfloat16"] = key(
-        "", only_if={"opt_type": ["adamw", "lion", "muon"]}
-    )
+    mu_dtype: Literal["", "float32", "bfloat16"] = key("", only_if=_FIRST_MOMENT)
     """Dtype of the first moment; empty is weight_dtype."""
     muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": "muon"})
     momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": "sgd"})
