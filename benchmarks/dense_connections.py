@@ -37,23 +37,31 @@ from MaxText.runtime import process_start, start_up  # noqa: E402
 PASSES = 5  # of the count
 
 
-class Shape(NamedTuple):
-    """Sizes of a job."""
-
-    num_layers: int
-    width: int
-    head_dim: int
-    mlp_dim: int
-    vocabulary: int
-    length: int
-    batch: int
+def shape(
+    layers: int, width: int, head_dim: int, mlp_dim: int, vocabulary: int, length: int, batch: int
+) -> dict[str, Any]:
+    """Returns our configuration of a size."""
+    return {
+        "decoder_block": "llama2",
+        "base_num_decoder_layers": layers,
+        "base_emb_dim": width,
+        "base_num_query_heads": width // head_dim,
+        "base_num_kv_heads": width // head_dim,
+        "head_dim": head_dim,
+        "base_mlp_dim": mlp_dim,
+        "vocab_size": vocabulary,
+        "max_target_length": length,
+        "per_device_batch_size": batch,
+        "attention": "autoselected",
+        "remat_policy": "full",
+    }
 
 
 SHAPES = {
-    "small": Shape(6, 256, 64, 704, 2048, 256, 8),
-    "wide": Shape(12, 512, 64, 1408, 2048, 256, 4),
-    "405m": Shape(24, 1024, 64, 2816, 50432, 2048, 8),
-    "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
+    "small": shape(6, 256, 64, 704, 2048, 256, 8),
+    "wide": shape(12, 512, 64, 1408, 2048, 256, 4),
+    "405m": shape(24, 1024, 64, 2816, 50432, 2048, 8),
+    "1.4b": shape(24, 2048, 128, 5504, 50432, 2048, 8),
 }
 UNROLLED = {"dense_conn": True, "scan_layers": False}
 SPARSE = {"dense_sparsity": "dilated", "dense_selection.dilation": 2, "dense_period": 2}
@@ -82,28 +90,7 @@ class Row(NamedTuple):
     count: float
 
 
-def keys_of(shape: Shape, row: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Our configuration of a row."""
-    num_heads = shape.width // shape.head_dim
-    return {
-        "decoder_block": "llama2",
-        "base_num_decoder_layers": shape.num_layers,
-        "base_emb_dim": shape.width,
-        "base_num_query_heads": num_heads,
-        "base_num_kv_heads": num_heads,
-        "head_dim": shape.head_dim,
-        "base_mlp_dim": shape.mlp_dim,
-        "vocab_size": shape.vocabulary,
-        "max_target_length": shape.length,
-        "per_device_batch_size": shape.batch,
-        "attention": "autoselected",
-        "remat_policy": "full",
-        **more,
-        **row,
-    }
-
-
-def compiled(shape: Shape, keys: dict[str, Any], devices) -> Row:
+def compiled(keys: dict[str, Any], devices) -> Row:
     """Compiles a row's step for `devices`."""
     import numpy as np
     import train_steps
@@ -112,9 +99,9 @@ def compiled(shape: Shape, keys: dict[str, Any], devices) -> Row:
 
     step = train_steps.compiled_step(keys, devices)
     costs, dense = step.program.cost_analysis(), step.section.dense_connections
-    depths = range(1, shape.num_layers + 1)
+    depths = range(1, keys["base_num_decoder_layers"] + 1)
     num_reads = sum(len(dense.sources(depth)) for depth in depths if dense.stands_after(depth))
-    state = shape.batch * shape.length * shape.width
+    state = keys["per_device_batch_size"] * keys["max_target_length"] * keys["base_emb_dim"]
     state *= np.dtype(step.section.numerics.dtype).itemsize
     return Row(
         step,
@@ -165,7 +152,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of dense connections.")
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--layers", type=int, help="number of layers in place of the shape's")
-    parser.add_argument("--vocabulary", type=int, help="in place of the shape's")
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=None)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
@@ -195,20 +181,18 @@ def main() -> None:
     if options.topology:
         target = topologies.get_topology_desc(platform="tpu", topology_name=options.topology)
         devices = target.devices[: options.chips]
-    shape = SHAPES[options.shape]
-    changed = {"num_layers": options.layers, "vocabulary": options.vocabulary}
-    shape = shape._replace(**{name: size for name, size in changed.items() if size is not None})
+    keys = SHAPES[options.shape] | dict(options.keys)
+    keys["base_num_decoder_layers"] = options.layers or keys["base_num_decoder_layers"]
     names = options.rows or [
         # Interpreted there, it shows nothing.
         name for name, row in ROWS.items()
         if not (row.get("dense_aggregation_impl") == "kernel" and devices[0].platform == "cpu")
     ]  # fmt: skip
-    keys = dict(options.keys)
-    print(f"{options.shape}: {shape}, {len(devices)} x {devices[0].device_kind}, {keys}")
+    print(f"{len(devices)} x {devices[0].device_kind}, {keys}")
     rows = {}
     for name in dict.fromkeys(["Transformer", *names]):
         print(f"  {name}", flush=True)
-        rows[name] = compiled(shape, keys_of(shape, ROWS[name], keys), devices)
+        rows[name] = compiled(keys | ROWS[name], devices)
     steps = {name: row.step.one_step for name, row in rows.items()}
     show(rows, {} if options.topology else train_steps.seconds_in_turn(steps, options.rounds))
 
