@@ -51,13 +51,6 @@ def train_command() -> list[str]:
     return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
 
 
-class CapacityRetry(NamedTuple):
-    """Retries for lack of capacity, `seconds` apart."""
-
-    max_attempts: int
-    seconds: float
-
-
 class Commands:
     """Runs commands one at a time; with `dry_run` only prints them."""
 
@@ -65,31 +58,30 @@ class Commands:
         self._show = show
         self.dry_run = dry_run
 
-    def run(self, command: Sequence[str], *, retry: CapacityRetry | None = None) -> None:
+    def run(self, command: Sequence[str], *, max_attempts: int = 1, delay: float = 0.0) -> None:
         """Runs a command with its output on the terminal.
 
-        With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises
+        Repeats it, `delay` seconds apart, while the cloud reports a lack of capacity. Raises
         UserError if it fails.
         """
         self._show(f"+ {shlex.join(command)}")
         if self.dry_run:
             return
-        max_attempts = retry.max_attempts if retry else 1
-        kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"} if retry else {}
+        kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
         for number in range(1, max_attempts + 1):
-            done = self._start(command, **kept)
+            done = self._start(command, **(kept if max_attempts > 1 else {}))
             if done.stderr:
                 self._show(done.stderr.rstrip())
             if done.returncode == 0:
                 return
             errors = done.stderr or ""
             is_full = _NO_CAPACITY.search(errors) and not _QUOTA.search(errors)
-            if retry is None or not is_full or number == max_attempts:
+            if not is_full or number == max_attempts:
                 many = f" (attempt {number}/{max_attempts})" if is_full else ""
                 code = done.returncode
                 raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
-            self._show(f"No capacity. Attempt {number + 1}/{max_attempts} in {retry.seconds:g} s.")
-            time.sleep(retry.seconds)
+            self._show(f"No capacity. Attempt {number + 1}/{max_attempts} in {delay:g} s.")
+            time.sleep(delay)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
         """Returns the stripped output of a command, or `in_dry_run`."""

@@ -9,13 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
-
-Show = Callable[[str], None]
 
 _POLL_SECONDS = 0.1
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.
@@ -66,7 +63,6 @@ class LocalProcesses:
         logs: Path,
         *,
         grace_seconds: float,
-        out: IO[str] | None = None,
     ):
         """Starts one process per environment, appending to logs/<process>.log.
 
@@ -74,7 +70,6 @@ class LocalProcesses:
         after SIGTERM.
         """
         self._grace = grace_seconds
-        self._out = sys.stdout if out is None else out
         self._printing = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._copying: list[threading.Thread] = []
@@ -113,8 +108,8 @@ class LocalProcesses:
                     file.write(line)
                     file.flush()
                 with self._printing, contextlib.suppress(OSError, ValueError):
-                    self._out.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
-                    self._out.flush()
+                    sys.stdout.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+                    sys.stdout.flush()
 
     def wait(self) -> list[int | None]:
         """Waits for all processes; stops the others after one has failed.
