@@ -15,7 +15,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
 from MaxText.config.problems import ConfigurationError, Problem
-from MaxText.config.program_options import describe, read_options
+from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import Commands, resolve_run_args, train_command
@@ -81,10 +81,8 @@ def main() -> int:
     if "--" in arguments:
         position = arguments.index("--")
         arguments, train_args = arguments[:position], arguments[position + 1 :]
-    if {"-h", "--help"} & set(arguments):
-        of_places = (f"{kind.__doc__}\n{describe(kind)}" for kind in PLACES.values())
-        print("\n\n".join([USAGE, *of_places]))
-        return 0
+    place = PLACES.get(next(iter(arguments), ""))
+    command_line.answer_about_options(arguments, USAGE, *([place] if place else PLACES.values()))
     start = {"local": _launch_local, "gcloud": _launch_gcloud, "slurm": _launch_slurm}
     with command_line.exit_on_user_error():
         place, options, operands = read_launch(arguments)

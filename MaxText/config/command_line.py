@@ -15,7 +15,13 @@ from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, spli
 from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.program_options import OptionsT, Words, describe, read_options
+from MaxText.config.program_options import (
+    OptionsT,
+    ProgramOptions,
+    Words,
+    describe,
+    read_options,
+)
 from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
 
@@ -32,6 +38,7 @@ M_<KEY>, key=value arguments.
 """
 
 
+QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 Load = Callable[..., LoadedConfig]
 
 
@@ -72,12 +79,50 @@ def parse_with_options(
         found[1].check()
         return loaded
 
-    for word, name in itertools.pairwise(arguments):
-        if word in ("-h", "--help") and name in (options := keys_of(kind)):
-            sys.stdout.write(f"{name}\n  {options[name].help}\n")
-            raise SystemExit(0)
-    loaded = parse(program, arguments, f"{usage.strip()}\n\n{describe(kind)}", load_rest)
+    _answer_about_option(arguments, kind)
+    loaded = parse(program, arguments, _with_options(usage, kind), load_rest)
     return loaded, found[0], found[1]
+
+
+def answer_questions(
+    program: str, arguments: Sequence[str], usage: str, kind: type[ProgramOptions]
+) -> None:
+    """Answers the first question of a program that reads its words itself, and exits."""
+    if any(word in QUESTIONS for word in arguments):
+        parse_with_options(program, arguments, usage, kind)
+
+
+def answer_about_options(
+    arguments: Sequence[str], usage: str, *kinds: type[ProgramOptions]
+) -> None:
+    """Answers --help and --why in a program without configuration, and exits."""
+    for kind in kinds:
+        _answer_about_option(arguments, kind)
+    if {"-h", "--help"} & set(arguments):
+        print(_with_options(usage, *kinds))
+        raise SystemExit(0)
+
+
+def _with_options(usage: str, *kinds: type[ProgramOptions]) -> str:
+    described = [describe(kind) for kind in kinds if kind.model_fields]
+    return "\n\n".join([usage.strip(), *described])
+
+
+def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -> None:
+    """Answers --help NAME or --why NAME about an option, and exits."""
+    options = {name.rstrip("_"): option for name, option in keys_of(kind).items()}
+    for index, (word, name) in enumerate(itertools.pairwise(arguments)):
+        if word not in ("-h", "--help", "--why") or name not in options:
+            continue
+        text = f"{name}\n  {options[name].help}\n"
+        if word == "--why":
+            rest = [*arguments[:index], *arguments[index + 2 :]]
+            given, words = read_options(kind, rest, requires=False)
+            value = values.to_yaml(getattr(given, options[name].name))
+            source = Source.COMMAND_LINE if name in words.given else Source.DEFAULT
+            text = f"{name}={value}\n  set by: {source.value}\n"
+        sys.stdout.write(text)
+        raise SystemExit(0)
 
 
 def program_command(name: str) -> str:
@@ -194,7 +239,10 @@ def _known(name: str) -> Key:
 
 
 def _help(program: str, usage: str) -> str:
-    lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
+    usage = usage.strip()
+    if not usage.startswith("usage:"):
+        usage = f"usage: {program} [config.yml] [key=value ...]\n\n{usage}"
+    lines = [usage, _OPTIONS]
     for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
         for key in keys:

@@ -123,7 +123,7 @@ def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool
 
 def describe(kind: type[ProgramOptions]) -> str:
     """Returns the help of a program's options."""
-    lines = ["Options:", ""]
+    lines = [(kind.__doc__ or "").strip(), ""]
     for name, option in keys_of(kind).items():
         choices = "|".join(str(choice) for choice in option.choices if choice)
         value = choices if 0 < len(choices) < 16 else option.unit.upper() or "VALUE"
