@@ -15,13 +15,7 @@ from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, spli
 from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.program_options import (
-    OptionsT,
-    ProgramOptions,
-    Words,
-    describe,
-    read_options,
-)
+from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
 from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
 
