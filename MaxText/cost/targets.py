@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.cost import nvidia
-from MaxText.cost.hardware import CHIPS, MachineName, split_name
+from MaxText.cost.hardware import CHIPS, CPU, find_hardware
 from MaxText.errors import UserError, first_line
 
 # Chips -> topology.
@@ -51,17 +51,18 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
 
     `num_slices` is compile_topology_num_slices; a name with several slices sets them itself.
     """
-    parts = split_name(name) or MachineName(None, "", None)
-    kind, count, number = parts.kind, parts.count or 1, parts.number or 0
-    named = parts.count or number or (kind == "cpu" and parts.number is None)
-    if named and (kind == "cpu" or kind in nvidia.DESCRIPTIONS):
-        number = count * max(number, 1)
+    try:
+        machine = find_hardware(name)
+    except UserError as error:
+        raise _unknown(name) from error
+    kind, number, count = machine.chip.name.lower(), machine.num_chips, machine.num_slices
+    if machine.chip is CPU or kind in nvidia.DESCRIPTIONS:
         if num_slices > 1:
             raise UserError(
                 f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
                 f"number of devices: compile_topology={kind}-{num_slices * number}"
             )
-        if kind == "cpu":
+        if machine.chip is CPU:
             return CompileTarget(f"cpu-{number}", "cpu", "", number, 0, {})
         return _gpus(kind, number)
     if num_slices > 1 and count not in (1, num_slices):
@@ -69,18 +70,17 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
             f"compile_topology={name} and compile_topology_num_slices={num_slices} name different "
             "numbers of slices: set only one."
         )
-    shapes = _TOPOLOGIES.get(kind, {})
-    chips, rest = divmod(number, CHIPS[kind].cores if shapes else 1)
-    if chips not in shapes or rest:
-        raise UserError(f"compile_topology={name}: unknown machine\n{_known(kind)}")
+    chips, slices = number // count, max(count, num_slices)
+    if chips not in _TOPOLOGIES.get(kind, {}):
+        raise _unknown(name)
     options: dict[str, Any] = {}
     if kind == "v4":
         options["chip_config_name"] = "megacore"  # one device for a chip's two cores
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    topology, memory = f"{kind}:{shapes[chips]}", int(CHIPS[kind].memory)
-    slices = max(count, num_slices)
-    return CompileTarget(f"{kind}-{number}", "tpu", topology, chips, memory, options, slices)
+    topology, memory = f"{kind}:{_TOPOLOGIES[kind][chips]}", int(machine.chip.memory)
+    name = f"{kind}-{chips * machine.chip.cores}"
+    return CompileTarget(name, "tpu", topology, chips, memory, options, slices)
 
 
 def names() -> list[str]:
@@ -166,10 +166,11 @@ def _gpus(kind: str, number: int) -> CompileTarget:
     return CompileTarget(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
 
 
-def _known(kind: str) -> str:
-    tpus = [name for name in names() if name.startswith(f"{kind}-")] or names()
-    gpus = ", ".join(f"{name}-8" for name in nvidia.DESCRIPTIONS)
-    lines = [f"  TPUs: {', '.join(tpus)}"]
-    if len(tpus) == len(names()):
+def _unknown(name: str) -> UserError:
+    every = names()
+    close = [tpu for tpu in every if tpu.startswith(f"{name.lower().partition('-')[0]}-")]
+    lines = [f"compile_topology={name}: unknown machine", f"  TPUs: {', '.join(close or every)}"]
+    if not close:
+        gpus = ", ".join(f"{kind}-8" for kind in nvidia.DESCRIPTIONS)
         lines += [f"  GPUs, any number up to 8 or a multiple of 8: {gpus}", "  CPU: cpu-1, cpu-8"]
-    return "\n".join(lines)
+    return UserError("\n".join(lines))
