@@ -17,11 +17,11 @@ import os
 import pathlib
 import secrets
 import stat
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from MaxText.errors import UserError
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
@@ -48,10 +48,10 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
         if is_object_store_path(file):
             file.write_bytes(whole)  # objects appear only when complete
         else:
-            other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            other.write_bytes(whole)
-            other.replace(file)
+            writing = temporary_name(pathlib.Path(file))
+            writing.write_bytes(whole)
+            atomic_rename(writing, pathlib.Path(file))
     except OSError as error:
         raise UserError(f"compiled_trainstep_file={path}: cannot write it ({error})") from error
     return signature
