@@ -1,6 +1,7 @@
 """YAML files: search, and reading with line numbers."""
 
 import dataclasses
+import enum
 import os
 import textwrap
 from pathlib import Path
@@ -28,12 +29,59 @@ _MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
 _BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
 
 
+class Source(enum.Enum):
+    """Sources of values, weakest first; DERIVED ones are computed."""
+
+    DEFAULT = "schema default"
+    DECODER_BLOCK = "decoder_block"
+    BASE_CONFIG = "base_config"
+    SAVED_CONFIG = "saved config"
+    CONFIG_FILE = "config file"
+    PRESET = "model_name preset"
+    ENVIRONMENT = "environment"
+    COMMAND_LINE = "command line"
+    ARGUMENT = "argument of configure()"
+    DERIVED = "derived"
+
+    @property
+    def rank(self) -> int:
+        return list(Source).index(self)
+
+
 @dataclasses.dataclass(frozen=True)
-class YamlEntry:
+class Origin:
+    source: Source
+    file: Path | None = None  # YAML file, or None
+    line: int | None = None  # line in that file, or None
+    raw: str = ""  # the value as it was written
+    note: str = ""  # environment variable, or the origin of a derived value
+
+    @property
+    def place(self) -> str:
+        """For example "configs/gpt2.yml:12"."""
+        if self.file is not None:
+            return f"{short_path(self.file)}:{self.line}"
+        if self.source is Source.ENVIRONMENT:
+            return f"environment variable {self.note}"
+        return f"{self.source.value} {self.note}" if self.note else self.source.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One `key = value` with its origin; `written` is the user's spelling."""
+
     name: str
     value: Any
-    raw: str
-    line: int
+    origin: Origin
+    written: str
+
+    @property
+    def place(self) -> str:
+        raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
+        if self.origin.source is Source.ENVIRONMENT:
+            return f"{self.origin.place}={raw}"
+        between = ": " if self.origin.file else "="
+        return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
 class ConfigFileError(ConfigurationError):
@@ -106,7 +154,7 @@ def _inside_shipped(given: Path) -> Path | None:
     return given
 
 
-def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
+def read(path: Path, source: Source = Source.CONFIG_FILE) -> tuple[list[Setting], list[Problem]]:
     """Returns the top-level entries of a YAML file, and problems by key."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
@@ -125,13 +173,7 @@ def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
         return [], []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigFileError(Problem(f"{short_path(path)} holds no `key: value` lines"))
-    return _entries(root, text, path)
-
-
-def _entries(
-    root: yaml.MappingNode, text: str, path: Path
-) -> tuple[list[YamlEntry], list[Problem]]:
-    entries: list[YamlEntry] = []
+    entries: list[Setting] = []
     problems: list[Problem] = []
     first_line: dict[str, int] = {}
     for name_node, value_node in root.value:
@@ -145,7 +187,8 @@ def _entries(
         first_line[name] = line
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
         try:
-            entries.append(YamlEntry(name, values.from_node(value_node), raw, line))
+            value, origin = values.from_node(value_node), Origin(source, path, line, raw)
+            entries.append(Setting(name, value, origin, name))
         except values.InvalidValueError as error:
             problems.append(Problem(f"{name}: {error}", (place,)))
     return entries, problems

@@ -3,7 +3,6 @@
 from MaxText.config import config_files, sources
 from MaxText.config.loading import merge
 from MaxText.config.problems import Problem
-from MaxText.config.sources import Origin, Setting, Source
 
 _SHOWN_FACTS = ("accepted", "nearest", "note")
 
@@ -12,13 +11,7 @@ def report(path: str) -> str:
     """Returns supported keys, keys accepted with a note, and wrong ones."""
     file = config_files.find_config(path)
     entries, problems = config_files.read(file)
-    given = [
-        Setting(
-            each.name, each.value, Origin(Source.CONFIG_FILE, file, each.line, each.raw), each.name
-        )
-        for each in entries
-        if each.name not in sources.FILE_KEYS
-    ]
+    given = [entry for entry in entries if entry.name not in sources.FILE_KEYS]
     result = sources.CollectedSettings(problems=problems)
     supported = merge(sources.distinct(given, result), result.problems).kept
     groups = {

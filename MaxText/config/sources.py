@@ -1,18 +1,16 @@
 """Layers of settings, from weakest to strongest."""
 
 import dataclasses
-import enum
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, values
 from MaxText.config.catalog import all_keys, split_entry
-from MaxText.config.config_files import ConfigFileError, short_path
+from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
 from MaxText.config.problems import Problem, close_matches, close_matches_fact
 from MaxText.config.schema import SCHEMA_VERSION
@@ -29,61 +27,6 @@ FILE_KEYS = ("base_config", "schema_version", *SWEEP_KEYS)
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-\d.*", re.DOTALL)
 YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
-
-
-class Source(enum.Enum):
-    """Sources of values, weakest first; DERIVED ones are computed."""
-
-    DEFAULT = "schema default"
-    DECODER_BLOCK = "decoder_block"
-    BASE_CONFIG = "base_config"
-    SAVED_CONFIG = "saved config"
-    CONFIG_FILE = "config file"
-    PRESET = "model_name preset"
-    ENVIRONMENT = "environment"
-    COMMAND_LINE = "command line"
-    ARGUMENT = "argument of configure()"
-    DERIVED = "derived"
-
-    @property
-    def rank(self) -> int:
-        return list(Source).index(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    source: Source
-    file: Path | None = None  # YAML file, or None
-    line: int | None = None  # line in that file, or None
-    raw: str = ""  # the value as it was written
-    note: str = ""  # environment variable, or the origin of a derived value
-
-    @property
-    def place(self) -> str:
-        """For example "configs/gpt2.yml:12"."""
-        if self.file is not None:
-            return f"{short_path(self.file)}:{self.line}"
-        if self.source is Source.ENVIRONMENT:
-            return f"environment variable {self.note}"
-        return f"{self.source.value} {self.note}" if self.note else self.source.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One `key = value` with its origin; `written` is the user's spelling."""
-
-    name: str
-    value: Any
-    origin: Origin
-    written: str
-
-    @property
-    def place(self) -> str:
-        raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
-        if self.origin.source is Source.ENVIRONMENT:
-            return f"{self.origin.place}={raw}"
-        between = ": " if self.origin.file else "="
-        return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,55 +181,52 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
     here = layer
     while True:
         seen.append(path)
-        entries, problems = config_files.read(path)
+        entries, problems = config_files.read(path, layer)
         result.problems += problems
         special = {entry.name: entry for entry in entries if entry.name in FILE_KEYS}
         if "schema_version" in special:
-            _check_version(special["schema_version"], path, result)
+            _check_version(special["schema_version"], result)
             here = Source.SAVED_CONFIG if layer is Source.CONFIG_FILE else here
         settings = [
-            Setting(e.name, e.value, Origin(here, path, e.line, e.raw), e.name)
-            for e in entries
-            if e.name not in FILE_KEYS
+            dataclasses.replace(entry, origin=dataclasses.replace(entry.origin, source=here))
+            for entry in entries
+            if entry.name not in FILE_KEYS
         ]
         chain.append(distinct(settings, result))
         for name in SWEEP_KEYS:
             if name not in result.sweep_blocks and (entry := special.get(name)):
-                place = f"{short_path(path)}:{entry.line}"
-                result.sweep_blocks[name] = SweepBlock(entry.value, place)
+                result.sweep_blocks[name] = SweepBlock(entry.value, entry.origin.place)
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
             break
-        place = f"{short_path(path)}:{base.line}, base_config: {base.raw}"
         try:
             if not isinstance(base.value, str):
-                what = f"base_config: {base.raw} is not the path of one YAML file"
+                what = f"base_config: {base.origin.raw} is not the path of one YAML file"
                 raise ConfigFileError(Problem(what))
             path = config_files.find_config(base.value, next_to=path.parent)
             if path in seen:
                 way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
                 raise ConfigFileError(Problem(f"base_config: files refer to each other: {way}"))
         except ConfigFileError as error:
-            result.problems.append(dataclasses.replace(error.problem, where=(place,)))
+            result.problems.append(dataclasses.replace(error.problem, where=(base.place,)))
             break
         if layer is Source.CONFIG_FILE:
             here = Source.BASE_CONFIG
     return [setting for settings in reversed(chain) for setting in settings]
 
 
-def _check_version(entry: config_files.YamlEntry, path: Path, result: CollectedSettings) -> None:
-    place = f"{short_path(path)}:{entry.line}, schema_version: {entry.raw}"
+def _check_version(entry: Setting, result: CollectedSettings) -> None:
     try:
         version = values.convert(entry.value, int)
     except values.InvalidValueError as error:
-        result.problems.append(Problem(f"schema_version: {error}", (place,)))
+        result.problems.append(Problem(f"schema_version: {error}", (entry.place,)))
         return
     if version > SCHEMA_VERSION:
         what = (
             f"schema_version: {version} was written by a newer version of this program, "
             f"which reads up to {SCHEMA_VERSION}"
         )
-        result.problems.append(Problem(what, (place,), (("instead", "update the program"),)))
+        result.problems.append(Problem(what, (entry.place,), (("instead", "update the program"),)))
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
