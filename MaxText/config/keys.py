@@ -23,12 +23,9 @@ class Unequal(NamedTuple):
 
 
 class Parser(NamedTuple):
-    """Annotation of a value with the parser of its text.
+    """Annotation of a value with the parser of its text."""
 
-    The parser raises ValueError for an invalid text.
-    """
-
-    read: Callable[[str], Any]
+    read: Callable[[str], Any]  # raises ValueError for an invalid text
     accepts: str  # for messages
     adds: bool = False  # whether it may be given several times, and gives a tuple
 
@@ -80,11 +77,7 @@ class Section(BaseModel):
 
 
 class Options(BaseModel):
-    """The value of a key with rarely set entries.
-
-    It is typed {entry: value} or key.entry=value. Entries are declared with key(). Those of
-    stronger sources replace the same ones of weaker.
-    """
+    """The value of a key with entries: {entry: value}, or key.entry=value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

@@ -41,11 +41,9 @@ class Words(NamedTuple):
 
     @property
     def configuration(self) -> list[str]:
-        """The arguments of the configuration."""
         return [*self.files, *self.others, *self.keys]
 
     def check(self) -> None:
-        """Raises ConfigurationError if there are problems."""
         if self.problems:
             raise ConfigurationError(self.problems)
 
@@ -59,11 +57,8 @@ def read_options(
 ) -> tuple[OptionsT, Words]:
     """Takes a program's own options out of a command line.
 
-    Options with a problem have their default.
-
-    Args:
-      takes_keys: Whether other key=value are those of a configuration, which judges them.
-      requires: Whether a missing option is a problem, unlike when only keys are shown.
+    Those with a problem have their default. `takes_keys`: other key=value are those of a
+    configuration, which judges them. `requires`: a missing option is a problem.
     """
     options = {name.rstrip("_"): key for name, key in keys_of(kind).items()}
     switches = [name for name, key in options.items() if key.annotation is bool]
@@ -104,10 +99,7 @@ def read_options(
 
 
 def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool) -> Problem | None:
-    """Returns the problem of a misspelled option, or None.
-
-    Loading the configuration reports misspelled keys.
-    """
+    """Returns the problem of a misspelled option; keys are for `load`."""
     if not name and not argument.startswith("-"):
         return None
     if takes_keys and (name in (*all_names(), *ALIASES) or find_unsupported(name)):

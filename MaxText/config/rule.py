@@ -45,9 +45,7 @@ def _getter(name: str) -> Callable[[Config], Any]:
 def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable[[_Check], _Check]:
     """Registers a function of keys to check, or of names of _OBJECTS.
 
-    Args:
-      more: Other keys to blame; a function that takes **keys gets their values as well.
-      programs: Names separated by blanks.
+    `more` are other keys to blame; a function that takes **keys gets their values as well.
     """
 
     def register(function: _Check) -> _Check:

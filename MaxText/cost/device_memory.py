@@ -28,24 +28,16 @@ GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 class MemoryBreakdown(NamedTuple):
-    """Bytes on one device.
-
-    Attributes:
-      gradients: All gradients at once, a part of the temporaries.
-      padding: Added to the arguments by the compiler's layouts.
-      outputs: Outputs besides the donated state.
-      temporaries: Everything that lives only within a step.
-      code: Size of the program; 0 if unknown.
-    """
+    """Bytes on one device."""
 
     parameters: int
     optimizer: int
     batch: int
-    gradients: int
-    padding: int = 0
-    outputs: int = 0
+    gradients: int  # all at once, a part of the temporaries
+    padding: int = 0  # of the arguments, by the compiler's layouts
+    outputs: int = 0  # besides the donated state
     temporaries: int = 0
-    code: int = 0
+    code: int = 0  # size of the program; 0 if unknown
 
     @property
     def arguments(self) -> int:
@@ -178,7 +170,7 @@ def _advice(
             lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
         if not section.memory.scan_layers and section.scan_unsupported_reason is None:
             lines.append("scan_layers=true: one layer's temporaries at a time")
-        vocabulary, length = section.shape.vocab_size, planned.length
+        vocabulary, length = section.shape.vocab_size, planned.plan.stages[-1].length
         sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
         if any(vocabulary in of for of in sizes) and section.objective.num_vocab_tiling == 1:
             lines.append("num_vocab_tiling=8: compute logits in chunks of the sequence")

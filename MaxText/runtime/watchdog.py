@@ -44,15 +44,6 @@ _ENDED = "ended"
 class Watchdog:
     """Tracks the progress of this process and publishes it to the others.
 
-        with Watchdog(run_folder, timeout, jax.process_index(), jax.process_count()) as watchdog:
-            watchdog.enter("compile")
-            for step in ...:
-                watchdog.enter("data", step)
-                watchdog.enter("step", step)
-                watchdog.enter("checkpoint", step)  # before save
-                for batch in watchdog.watch_iterator(batches, "evaluation", step): ...
-            watchdog.enter("finish")
-
     With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
     {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
     After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
