@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from MaxText import early_signals, exit_codes
-from MaxText.config import import_modules, maxtext_report, serialization, values
+from MaxText.config import config_files, import_modules, serialization, sources, values
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
-from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
+from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigurationError
+from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
 from MaxText.config.sources import Setting, Source
 from MaxText.errors import UserError
@@ -197,7 +197,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
                 what = "a key" if argument == "--why" else "a YAML file"
                 raise UserError(f"{argument} needs {what} after it")
             if argument == "--from-maxtext":
-                return maxtext_report.report(name)
+                return _maxtext_report(name)
             key = _known(name)
             return explain_value(_loaded(program, remaining, load), key.name)
     return ""
@@ -276,6 +276,33 @@ def _show_config(loaded: LoadedConfig) -> str:
         return "" if origin.source is Source.DEFAULT else origin.place
 
     return serialization.resolved_yaml(loaded.config, comment)
+
+
+def _maxtext_report(path: str) -> str:
+    """Returns supported keys, keys accepted with a note, and wrong ones."""
+    file = config_files.find_config(path)
+    entries, problems = config_files.read(file)
+    given = [entry for entry in entries if entry.name not in sources.FILE_KEYS]
+    result = sources.CollectedSettings(problems=problems)
+    supported = merge(sources.distinct(given, result), result.problems).kept
+    groups = {
+        "Supported": [f"{one.name}: {one.origin.raw}" for one in supported],
+        "Accepted under another name or value, or without effect": result.notices,
+        "Not supported: change or remove these": list(map(_problem_line, result.problems)),
+    }
+    lines = [f"{config_files.short_path(file)}, {len(entries)} keys"]
+    for heading, found in groups.items():
+        lines += ["", f"{heading} ({len(found)}):", *(f"  {line}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def _problem_line(problem: Problem) -> str:
+    facts = (
+        f"{label}: {text}"
+        for label, text in problem.facts
+        if label in ("accepted", "nearest", "note")
+    )
+    return "; ".join([problem.what, *facts])
 
 
 def explain_value(loaded: LoadedConfig, name: str) -> str:

@@ -17,12 +17,14 @@ from MaxText.cost.lowering import LoweredStep
 from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.metrics.tables import format_table, share
 from MaxText.parallelism.mesh import HOST_MEMORY
 from MaxText.runtime.compiled_steps import memory_stats
 from MaxText.training.assembly import TrainSetup
 
-_GIB = 2**30
-_SHOWN = 8  # number of large arrays shown
+_GIB, _MIB = 2**30, 2**20
+LARGE_ARRAYS = 8  # number shown
+OF_A_DEVICE = "per device, not all live at once"
 _CGROUP = "/sys/fs/cgroup/memory.max"
 GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
@@ -109,7 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(target: CompileTarget, planned: LoweredStep, error: BaseException) -> UserError:
     """Returns an error if compilation ran out of memory."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
-    arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
+    arrays = largest_unoptimized_buffers(planned.lowered, LARGE_ARRAYS)
     where = f"unsharded, over all {planned.layout.mesh.size} devices, before fusion"
     return _oom_message(target, planned, _before_compilation(planned), arrays, where, needs)
 
@@ -124,9 +126,8 @@ def check_fits(
             f"the step needs {memory.total / _GIB:.2f} GiB; {limit / _GIB:.2f} GiB are usable "
             f"({limit / target.memory:.0%} of the device)"
         )
-        arrays = program.largest_arrays(_SHOWN)
-        where = "per device, not all live at once"
-        raise _oom_message(target, planned, memory, arrays, where, needs)
+        arrays = program.largest_arrays(LARGE_ARRAYS)
+        raise _oom_message(target, planned, memory, arrays, OF_A_DEVICE, needs)
 
 
 def _oom_message(
@@ -137,18 +138,32 @@ def _oom_message(
     where: str,
     needs: str,
 ) -> UserError:
-    causes = [f"    {size / _GIB:9.2f} GiB  {cause}" for cause, size in memory.rows() if size]
-    largest = [f"    {row.num_bytes / _GIB:9.2f} GiB  {row.described}" for row in arrays]
-    return UserError(
-        f"{target.name} has too little memory: {needs}\n"
-        "  On each device:\n"
-        + "\n".join(causes)
-        + f"\n    all gradients, part of the temporaries: {memory.gradients / _GIB:.2f} GiB"
-        + f"\n  The largest arrays ({where}):\n"
-        + "\n".join(largest)
-        + "\n  What to do, cheapest first:\n"
-        + "\n".join(f"    {line}" for line in _advice(target, planned, memory, arrays))
-    )
+    lines = [
+        f"{target.name} has too little memory: {needs}",
+        *describe_memory(memory, arrays, where),
+        "What to do, cheapest first:",
+        *(f"    {line}" for line in _advice(target, planned, memory, arrays)),
+    ]
+    return UserError("\n".join(lines))
+
+
+def describe_memory(
+    memory: MemoryBreakdown, arrays: Sequence[LargeBuffer], where: str
+) -> list[str]:
+    """Returns memory of one device by cause, and large arrays."""
+    rows = [
+        [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
+        for cause, size in memory.rows()
+        if size
+    ]
+    total = ["peak", f"{memory.total / _MIB:,.2f}", ""]
+    return [
+        format_table(["memory per device", "MiB", "share"], rows, total),
+        f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
+        "",
+        f"largest arrays ({where}), MiB:",
+        *(f"{row.num_bytes / _MIB:12,.2f}  {row.described}" for row in arrays),
+    ]
 
 
 def _advice(

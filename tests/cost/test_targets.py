@@ -6,7 +6,7 @@ import os
 import pytest
 from jax.experimental import topologies
 
-from MaxText.cost import hardware, nvidia, targets
+from MaxText.cost import hardware, targets
 from MaxText.errors import UserError
 
 
@@ -98,6 +98,7 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch):
 
 
 def test_descriptions_name_the_memory():
-    for kind, text in nvidia.DESCRIPTIONS.items():
-        assert f"device_memory_size: {nvidia.MEMORY[kind]}\n" in text
+    for kind in ("a100", "h100", "h200"):
+        text, memory = targets.gpu_description(kind), targets.find_target(f"{kind}-1").memory
+        assert f"device_memory_size: {memory}\n" in text
         assert text.count("{") == text.count("}")
