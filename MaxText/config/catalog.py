@@ -99,8 +99,9 @@ def _key(
     name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section | Options]
 ) -> Key:
     extra: Any = field.json_schema_extra
-    annotation = _annotation(field)
     assert isinstance(extra, dict), f"{name} is not declared with key()"
+    part = next((one for one in field.metadata if isinstance(one, Name)), None)
+    annotation: Any = field.annotation if part is None else Literal[part.choices]
     bounds = tuple(
         (kind, getattr(constraint, kind))
         for constraint in field.metadata
@@ -133,14 +134,6 @@ def _key(
         else {},
         parser=next((one for one in field.metadata if isinstance(one, Parser)), None),
     )
-
-
-def _annotation(field: FieldInfo) -> Any:
-    """Returns the type of a key; for the name of a part, the choices."""
-    for fact in field.metadata:
-        if isinstance(fact, Name):
-            return Literal[fact.choices]
-    return field.annotation
 
 
 def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
@@ -179,10 +172,7 @@ def all_names() -> list[str]:
 
 
 def split_entry(name: str) -> tuple[str, str]:
-    """Splits a name such as adafactor.momentum into its key and entry.
-
-    The entry of any other name is empty.
-    """
+    """Splits a name such as adafactor.momentum into its key and entry."""
     key, _, entry = name.partition(".")
     return (key, entry) if entry and key in all_keys() and all_keys()[key].entries else (name, "")
 
@@ -232,10 +222,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns flat values with entries added under dotted names.
-
-    These are names such as adafactor.momentum.
-    """
+    """Returns flat values with entries added, such as adafactor.momentum."""
     return flat | {
         f"{key.name}.{name}": flat[key.name][name]
         for key in all_keys().values()
@@ -244,10 +231,7 @@ def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any]) -> Config:
-    """Builds the tree of sections from flat values.
-
-    Entries may have dotted names. Absent keys keep their defaults.
-    """
+    """Builds the tree of sections from flat values, or dotted entries."""
     keys = all_keys()
     tree: dict[str, Any] = {}
     for name, value in flat.items():

@@ -16,7 +16,7 @@ from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, u
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
-from MaxText.config.sources import Setting, Source
+from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
 _OPTIONS = """
@@ -297,11 +297,8 @@ def _maxtext_report(path: str) -> str:
 
 
 def _problem_line(problem: Problem) -> str:
-    facts = (
-        f"{label}: {text}"
-        for label, text in problem.facts
-        if label in ("accepted", "nearest", "note")
-    )
+    shown = ("accepted", "nearest", "note")
+    facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
     return "; ".join([problem.what, *facts])
 
 
@@ -310,18 +307,15 @@ def explain_value(loaded: LoadedConfig, name: str) -> str:
     key = all_keys()[name]
     origin = loaded.origins[name]
     default = f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"
-    places = [_described(setting) for setting in loaded.settings if setting.name == name]
-    places = [default, *places]
+    places = [default]
+    for setting in loaded.settings:
+        if setting.name == name:
+            source = f"{setting.origin.source.value}, " if setting.origin.file else ""
+            places.append(f"{source}{setting.place}")
     if origin.source is Source.DERIVED:
-        places.append(f"{origin.place}")
+        places.append(origin.place)
     winner, *beaten = reversed(places)
     value = values.to_yaml(serialization.flatten(loaded.config)[name])
     lines = [f"{name}={value}", f"  set by: {winner}"]
     lines += [f"  over:   {place}" for place in beaten]
     return "\n".join(lines) + "\n"
-
-
-def _described(setting: Setting) -> str:
-    if setting.origin.file is None:
-        return setting.place
-    return f"{setting.origin.source.value}, {setting.place}"

@@ -46,11 +46,7 @@ class LoadedConfig:
 
     def typed(self, name: str) -> bool:
         """Returns whether a key was set for this start, outside of files."""
-        return self.origins[name].source in (
-            Source.ENVIRONMENT,
-            Source.COMMAND_LINE,
-            Source.ARGUMENT,
-        )
+        return self.origins[name].source in _SET_BY_USER[1:]
 
 
 def load(
@@ -269,12 +265,11 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         typed[name] = value
         origins[name] = Origin(Source.DERIVED, raw=values.to_yaml(value), note=note)
 
-    if typed["steps"] == -1 and typed["learning_rate_schedule_steps"] != -1:
-        set_derived(
-            "steps", typed["learning_rate_schedule_steps"], "from learning_rate_schedule_steps"
-        )
-    elif typed["learning_rate_schedule_steps"] == -1:
+    schedule = typed["learning_rate_schedule_steps"]
+    if schedule == -1:
         set_derived("learning_rate_schedule_steps", typed["steps"], "from steps")
+    elif typed["steps"] == -1:
+        set_derived("steps", schedule, "from learning_rate_schedule_steps")
 
     if typed["mlm_training"] and origins["causal"].source == Source.DEFAULT:
         set_derived("causal", False, "from mlm_training")
@@ -290,13 +285,13 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         set_derived("eval_interval", -1, "without records to evaluate on")
 
     # What to train on is one choice: the key that was set last beats the others.
-    for name in ("dataset_path", "grain_train_files") if typed["data_mixture_weights"] else ():
-        if typed[name] and origins[name].source.rank < origins["data_mixture_weights"].source.rank:
-            set_derived(name, "", "because of data_mixture_weights")
-        elif (
-            typed[name] and origins[name].source.rank > origins["data_mixture_weights"].source.rank
-        ):
-            set_derived("data_mixture_weights", (), f"because of {name}")
+    for name in ("dataset_path", "grain_train_files"):
+        if typed[name] and typed["data_mixture_weights"]:
+            rank, other = (origins[one].source.rank for one in (name, "data_mixture_weights"))
+            if rank < other:
+                set_derived(name, "", "because of data_mixture_weights")
+            elif rank > other:
+                set_derived("data_mixture_weights", (), f"because of {name}")
 
     sizes = typed["ici_expert_parallelism"], typed["dcn_expert_parallelism"]
     if typed["num_experts"] > 1 and any(size not in (0, 1) for size in sizes):
@@ -400,7 +395,12 @@ def _check_rules(
             places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
             facts = tuple(("try", remedy) for remedy in remedies)
-            facts += _defaults(named or rule.keys, origins)
+            unset = [
+                f"{name}={origins[name].raw}"
+                for name in named or rule.keys
+                if origins[name].source is Source.DEFAULT
+            ]
+            facts += (("default", ", ".join(unset)),) if unset else ()
             problem = Problem(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.
@@ -412,10 +412,3 @@ def _check_rules(
             elif by_user:
                 idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
     return problems, idle
-
-
-def _defaults(names: Sequence[str], origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
-    defaults = [
-        f"{name}={origins[name].raw}" for name in names if origins[name].source is Source.DEFAULT
-    ]
-    return (("default", ", ".join(defaults)),) if defaults else ()

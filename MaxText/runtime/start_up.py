@@ -14,12 +14,9 @@ from MaxText.runtime import cluster, processes
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 # Keys that may differ between machines of a run.
-_MACHINE_SPECIFIC_KEYS = (
-    "dataset_path",
-    "jax_cache_dir",
-    "prepare_num_workers",
-    "grain_worker_count",
-)
+_MACHINE_SPECIFIC_KEYS = {
+    "dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count"
+}  # fmt: skip
 
 
 def choose_platform(hardware: str) -> list[str]:
@@ -132,7 +129,7 @@ def assert_same_config(config_flat: Mapping[str, Any]) -> None:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    names = sorted(set(config_flat) - set(_MACHINE_SPECIFIC_KEYS))
+    names = sorted(set(config_flat) - _MACHINE_SPECIFIC_KEYS)
     # Names first: another version has different keys, and then values do not line up.
     texts = ["\n".join(names)]
     for compared in (texts, [repr(config_flat[name]) for name in names]):

@@ -5,6 +5,7 @@ A process whose peer is stuck waits in a collective forever: neither JAX nor the
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import socket
@@ -70,7 +71,7 @@ class Watchdog:
         self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
         self._timeout = timeout
         self._index, self._count = process_index, process_count
-        self._say = say or _to_stderr
+        self._say = say or functools.partial(print, file=sys.__stderr__, flush=True)
         self._read_seconds = read_seconds
         period = max(_MIN_WRITE_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
@@ -309,10 +310,3 @@ def _read(folder: epath.Path, process: int) -> dict[str, Any]:
 
 def _failed(error: BaseException) -> str:
     return f"{_FAILED}: {type(error).__name__}"
-
-
-def _to_stderr(text: str) -> None:
-    stream = sys.__stderr__
-    if stream is not None:
-        stream.write(f"{text}\n")
-        stream.flush()
