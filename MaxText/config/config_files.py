@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from MaxText.config import values
-from MaxText.config.problems import ConfigurationError, Problem, close_matches
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
@@ -113,8 +113,8 @@ def preset_names(folder: Path) -> list[str]:
 def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     """Finds the file a user means.
 
-    Looks next to the file that names it (in `next_to`), then as given, then by its name among the
-    shipped configs: configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
+    Looks in `next_to`, then as given, then by its name among the shipped configs:
+    configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
     """
     given = Path(os.path.expanduser(name))  # unlike Path.expanduser, takes unknown users
     candidates = [next_to / given] if next_to else []
@@ -130,16 +130,14 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
             what = f"config file {shown!r} cannot be looked for: {error.strerror}"
             raise ConfigFileError(Problem(what)) from error
     known = shipped_names()
-    if given.parent == Path("."):
-        same_name = [path for path in known if Path(path).name == given.name]
-        if len(same_name) == 1:
-            return SHIPPED / same_name[0]
-    facts = [("searched", ", ".join(str(candidate) for candidate in candidates))]
+    same_name = [path for path in known if Path(path).name == str(given)]
+    if len(same_name) == 1:
+        return SHIPPED / same_name[0]
+    searched = ("searched", ", ".join(map(str, candidates)))
     short = {Path(path).name: path for path in known}
-    close = close_matches(given.name, short)
-    if close:
-        facts.append(("nearest", ", ".join(f"configs/{short[found]}" for found in close)))
-    raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=tuple(facts)))
+    close = (short[found] for found in close_matches(given.name, short))
+    facts = (searched, *nearest_fact(close, "configs/{}"))
+    raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=facts))
 
 
 def _inside_shipped(given: Path) -> Path | None:

@@ -275,9 +275,8 @@ class PipelineConfig(Section):
 
     def microbatches(self, num_stages: int) -> int:
         """Returns the microbatches for a number of stages."""
-        if self.num_pipeline_microbatches == -1:
-            return num_stages
-        return self.num_pipeline_microbatches
+        given = self.num_pipeline_microbatches
+        return num_stages if given == -1 else given
 
 
 class ModelConfig(Section):
@@ -305,6 +304,7 @@ class ModelConfig(Section):
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
+        has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
         letters = self._layer_kinds
         try:
             pattern = self.block.layer_pattern
@@ -320,11 +320,7 @@ class ModelConfig(Section):
                 own["mixture_of_experts", "num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
                 own["", "mlp_dim"] = widths[index]
-            if (
-                index == 0
-                and dense.mixes_attention_inputs
-                and dense.dense_first_layer_norms == "one"
-            ):
+            if index == 0 and has_one_norm:
                 own["dense_connections", "dense_streams"] = ("r",)
             found.append(tuple(own.items()))
         return tuple(found)
@@ -363,9 +359,9 @@ class ModelConfig(Section):
         }
         section = self.model_copy(update=sections)
         dimensions = section.shape.dimensions
-        return LayerConfig(
-            section, dimensions if width is None else dimensions._replace(mlp_dim=width)
-        )
+        if width is not None:
+            dimensions = dimensions._replace(mlp_dim=width)
+        return LayerConfig(section, dimensions)
 
     @property
     def connection(self) -> str:
@@ -390,19 +386,17 @@ class ModelConfig(Section):
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
         routing = self.mixture_of_experts
-        if self.feed_forward.is_random:
-            return True
-        return any(self.dropout.rate(place) for place in DROPOUT_PLACES) or (
-            routing.num_experts > 1
-            and routing.num_experts_per_tok == 2
-            and routing.moe_second.policy == "random"
+        draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
+        return (
+            self.feed_forward.is_random
+            or any(map(self.dropout.rate, DROPOUT_PLACES))
+            or (draws_experts and routing.moe_second.policy == "random")
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
         """Returns the pipeline schedule of the layers."""
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
-        unlike = self._unfit_for_stages()
-        if unlike:
+        if unlike := self._unfit_for_stages():
             raise ValueError(f"{unlike}\n{NO_STAGES}")
         period, per_stage = self.layer_plan.cycle, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats

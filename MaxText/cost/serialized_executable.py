@@ -25,7 +25,6 @@ from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
-_LONGEST_FACTS = 4 << 20  # bytes
 _KEY_BYTES = 32
 
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
@@ -33,8 +32,7 @@ KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
 
 def key_file() -> pathlib.Path:
     """Returns the signing key's path, by default ~/.maxtext/signing_key."""
-    named = os.environ.get(KEY_VARIABLE)
-    return pathlib.Path(named or "~/.maxtext/signing_key").expanduser()
+    return pathlib.Path(os.environ.get(KEY_VARIABLE) or "~/.maxtext/signing_key").expanduser()
 
 
 def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
@@ -82,8 +80,6 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
             f"{KEY_VARIABLE} is the path of the key."
         )
     facts, _, executable = signed.partition(b"\n")
-    if len(facts) > _LONGEST_FACTS:
-        raise UserError(f"{refused} its description is too long.")
     return json.loads(facts), executable
 
 

@@ -16,7 +16,13 @@ from MaxText.config.model_sections import PipelineConfig, Quantization
 from MaxText.config.training_sections import BatchConfig, MeshConfig
 from MaxText.errors import UserError
 from MaxText.parallelism.device_mesh import create_device_mesh
-from MaxText.parallelism.logical_sharding import ParamSpec, Rules, axis_rules, logical_to_mesh_axes
+from MaxText.parallelism.logical_sharding import (
+    ParamSpec,
+    Rules,
+    axis_rules,
+    logical_to_mesh_axes,
+    split_axes,
+)
 
 HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
@@ -95,11 +101,8 @@ class ShardingPlan:
         shardings = self.parameter_shardings(parameters)
 
         def words(name: str) -> str:
-            spec = shardings[name].spec
-            return ",".join(
-                "-" if not axes else axes if isinstance(axes, str) else "+".join(axes)
-                for axes in spec
-            )
+            dims = range(len(shardings[name].spec))
+            return ",".join("+".join(split_axes(shardings[name], dim)) or "-" for dim in dims)
 
         return words
 
@@ -131,8 +134,7 @@ class ShardingPlan:
     def _shard_over_data(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
         """Splits the longest divisible dimension over the axis, unsplit first."""
         axis = self.optimizer_state_axis
-        spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        axes = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
+        axes = [split_axes(sharding, dim) for dim in range(len(shape))]
         if not axis or self.mesh.shape[axis] == 1 or any(axis in of for of in axes):
             return sharding
         parts = [math.prod(self.mesh.shape[name] for name in of) for of in axes]
@@ -140,8 +142,8 @@ class ShardingPlan:
         if not fitting:
             return sharding
         chosen = max(fitting, key=lambda i: (parts[i] == 1, shape[i]))
-        axes[chosen] = (*axes[chosen], axis)
-        spec[chosen] = axes[chosen] if len(axes[chosen]) > 1 else axis
+        spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        spec[chosen] = (*axes[chosen], axis) if axes[chosen] else axis
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
@@ -231,13 +233,9 @@ class ShardingPlan:
         abstract_batch: Any,
         compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-        jitted = self.jit(
-            train_step,
-            donate_argnums=0,
-            out_shardings=(shardings, self.replicated),
-            compiler_options=compiler_options or None,
-        )
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state), self.replicated
+        options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
+        jitted = self.jit(train_step, out_shardings=shardings, **options)
         return jitted.lower(abstract_state, abstract_batch)
 
 
@@ -276,13 +274,9 @@ def make_sharding_plan(
     offloads = section.optimizer_memory_host_offload
     if offloads:
         _check_host_memory(devices[0])
-    axis = "data" if section.shard_optimizer_over_data else ""
+    mesh, axis = make_mesh(section, devices), "data" if section.shard_optimizer_over_data else ""
     return ShardingPlan(
-        make_mesh(section, devices),
-        section.logical_axis_rules,
-        axis,
-        pipeline,
-        offloads_optimizer=offloads,
+        mesh, section.logical_axis_rules, axis, pipeline, offloads_optimizer=offloads
     )
 
 
@@ -301,8 +295,7 @@ def _check_host_memory(device: Any) -> None:
 
 def global_batch_size(section: BatchConfig, layout: ShardingPlan, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
-    key = "per_device_batch_size"
-    rows = _rows(layout, per_device, key)
+    rows = _rows(layout, per_device, "per_device_batch_size")
     return rows * section.gradient_accumulation_steps
 
 
