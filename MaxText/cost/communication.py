@@ -93,12 +93,9 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
         lies = "exp" in info.logical_axes and "expert" in batch
         # Gradients are scattered before the parts are reduced.
         for axis in sorted(batch, key=lambda axis: axis not in split):
-            if axis in split:
-                per_microbatch = 3.0 * turns
-            elif axis == "expert" and lies:
+            if axis == "expert" and lies and axis not in split:
                 continue
-            else:
-                per_microbatch = 2.0 * turns
+            per_microbatch = (3.0 if axis in split else 2.0) * turns
             share = (shape[axis] - 1) / shape[axis]
             bytes_of[axis] += per_microbatch * program.num_microbatches * num_bytes * share
             if axis in split:

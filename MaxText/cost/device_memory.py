@@ -3,6 +3,7 @@
 Before arrays are created, `check_memory_lower_bound` compares a lower bound with the device.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -245,12 +246,9 @@ def device_memory_bytes(device: Any) -> int | None:
     """Returns bytes of a device, or of a CPU device's host; None if unknown."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    try:
+    memory = None
+    with contextlib.suppress(OSError, ValueError):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-    try:
-        with open(_CGROUP) as file:
-            return min(memory, int(file.read()))
-    except (OSError, ValueError):  # no container, or one without a limit
-        return memory
+        with open(_CGROUP) as file:  # of a container with a limit
+            memory = min(memory, int(file.read()))
+    return memory

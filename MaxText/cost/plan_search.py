@@ -169,13 +169,9 @@ class _PlanSearch:
 def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     """Returns the step's sequences in increasingly many microbatches."""
     given, sequences = config.batch, sequences_of(config, hardware)
-    found = []
-    steps = 1
+    found, steps = [], 1
     while True:
-        sizes = {
-            "per_device_batch_size": sequences / steps / hardware.num_devices,
-            "gradient_accumulation_steps": steps,
-        }
+        sizes = dict(zip(_BATCH, (sequences / steps / hardware.num_devices, steps), strict=True))
         if given.enable_rampup_batch_size:
             smaller = given.gradient_accumulation_steps / steps
             sizes |= {name: getattr(given, name) * smaller for name in _RAMP}

@@ -114,10 +114,7 @@ def trace(program: Program) -> Traced:
 
 
 def _trace_turns(program: Program) -> Traced:
-    """Traces all stages turn by turn.
-
-    A device has its share of every array.
-    """
+    """Traces all stages turn by turn; a device has a share of every array."""
     num_stages = program.layout.mesh.shape["stage"]
     if num_stages == 1:
         return trace(program)
