@@ -1,5 +1,6 @@
 """Starts a run of several processes."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,9 +39,7 @@ ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", 
            "delete-queued")  # fmt: skip
 
 
-def show(line: str) -> None:
-    """Prints a line at once: other programs print between them."""
-    print(line, flush=True)
+show = functools.partial(print, flush=True)  # at once: other programs print between lines
 
 
 def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:

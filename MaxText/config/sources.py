@@ -134,10 +134,7 @@ def _read_arguments(
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
-    """Rewrites arguments with dashes as key=value.
-
-    These are `--key=value`, `--key value`, and `--switch` (switch=true).
-    """
+    """Rewrites --key=value, --key value and --switch as key=value."""
     joined: list[str] = []
     for argument in arguments:
         if argument.startswith("--") and argument[2:].replace("-", "_") in switches:
@@ -245,11 +242,8 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     place = (setting.place,) if setting else ()
     path_setting = setting if setting is not None and YAML_PATH.fullmatch(chosen) else None
     if path_setting is None and chosen not in known:
-        facts = (
-            *close_matches_fact(str(chosen), known),
-            ("known", ", ".join(known)),
-            ("default", default),
-        )
+        facts = close_matches_fact(str(chosen), known)
+        facts += (("known", ", ".join(known)), ("default", default))
         what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
         result.problems.append(Problem(what, place, facts))
         return []
@@ -276,20 +270,15 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
 
 def sweep_not_supported(name: str, place: str) -> Problem:
     """Returns the problem of a file for several runs in a single-run program."""
-    return Problem(
-        f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands",
-        (place,),
-        (("run", f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"),),
-    )
+    what = f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands"
+    remedy = f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"
+    return Problem(what, (place,), (("run", remedy),))
 
 
 def distinct(
     settings: list[Setting], result: CollectedSettings, *, last_wins: bool = False
 ) -> list[Setting]:
-    """Returns the settings of one source under our names.
-
-    With `last_wins` a key may be set twice; otherwise that is a problem.
-    """
+    """Returns the settings of one source under our names, once each."""
     kept: dict[str, Setting] = {}
     for setting in settings:
         name, value = ALIASES.get(setting.name, setting.name), setting.value

@@ -5,6 +5,7 @@ it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quot
 always strings.
 """
 
+import contextlib
 import math
 import re
 import types
@@ -150,10 +151,8 @@ def _number(value: Any) -> float | int | None:
     if not isinstance(value, UntypedScalar):
         return None
     for read in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return read(value)
-        except ValueError:
-            continue
     return None
 
 

@@ -22,7 +22,6 @@ _NO_CAPACITY = re.compile(
     r"internal error|try again later",
     re.IGNORECASE,
 )
-_QUOTA = re.compile(r"quota", re.IGNORECASE)
 
 
 class RunArguments(NamedTuple):
@@ -75,7 +74,7 @@ class Commands:
             if done.returncode == 0:
                 return
             errors = done.stderr or ""
-            is_full = _NO_CAPACITY.search(errors) and not _QUOTA.search(errors)
+            is_full = _NO_CAPACITY.search(errors) and "quota" not in errors.lower()
             if not is_full or number == max_attempts:
                 many = f" (attempt {number}/{max_attempts})" if is_full else ""
                 code = done.returncode

@@ -66,8 +66,7 @@ class LocalProcesses:
     ):
         """Starts one process per environment, appending to logs/<process>.log.
 
-        After a failure the other processes have `grace_seconds` to exit by themselves, and again
-        after SIGTERM.
+        After a failure the others have `grace_seconds` to exit, and again after SIGTERM.
         """
         self._grace = grace_seconds
         self._printing = threading.Lock()

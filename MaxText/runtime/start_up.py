@@ -30,10 +30,9 @@ def choose_platform(hardware: str) -> list[str]:
 def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
     """Connects the processes of the environment; returns log lines.
 
-    Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
-    devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
-    because data preparation varies. From here on JAX swallows SIGTERM, which
-    `PreemptionHandler.requested` reports.
+    Call it before anything asks JAX for devices. Processes wait up to six times heartbeat_timeout
+    (seconds; 0 keeps JAX's limits), because data preparation varies. From here on JAX swallows
+    SIGTERM, which `PreemptionHandler.requested` reports.
     """
     found = cluster.find_cluster(os.environ, hardware)
     if found is None:
@@ -70,9 +69,8 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         if not found.is_certain:
             return [f"single process: {found.source} lists no others ({first_line(error)})"]
-        if found.num_processes is None:
-            which = f"{found.source} describes several processes, and connecting them failed"
-        else:
+        which = f"{found.source} describes several processes, and connecting them failed"
+        if found.num_processes is not None:
             which = (
                 f"process {found.process_id} of {found.num_processes} (by {found.source}) could "
                 f"not be connected with the others over {found.address}"

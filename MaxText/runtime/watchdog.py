@@ -137,8 +137,7 @@ class Watchdog:
             return ""
         if wait:
             time.sleep(self._silent_seconds + self._period)
-        rows = self._rows()
-        if not rows:
+        if not (rows := self._rows()):
             return f"cannot read the status files in {self._folder}"
         return describe(rows, self._silent_seconds)
 
@@ -155,10 +154,8 @@ class Watchdog:
                 rows.append(_read(folder, process))
 
         # Daemon threads: a pool would wait at exit for those that hang in storage.
-        readers = [
-            threading.Thread(target=read, daemon=True)
-            for _ in range(min(_PARALLEL_READS, self._count))
-        ]
+        number = min(_PARALLEL_READS, self._count)
+        readers = [threading.Thread(target=read, daemon=True) for _ in range(number)]
         for reader in readers:
             reader.start()
         until = time.monotonic() + self._read_seconds
@@ -224,15 +221,10 @@ class Watchdog:
         with self._writing, contextlib.suppress(Exception):
             phase, step, since = self._phase
             row = {
-                "process": self._index,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "state": self._state,
-                "phase": phase,
-                "step": step,
-                "since": round(since, 3),
+                "process": self._index, "host": socket.gethostname(), "pid": os.getpid(),
+                "state": self._state, "phase": phase, "step": step, "since": round(since, 3),
                 "written": round(time.time(), 3),
-            }
+            }  # fmt: skip
             if not is_object_store_path(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             atomic_write_text(self._folder / f"{self._index}.json", json.dumps(row))
