@@ -6,9 +6,7 @@
 
 Both sides run the same random weights in float32 and take the argmax 64 times after a
 prompt of 32. transformers has a process of its own, so that neither side's threads or allocator
-setting disturb the other. Times are those of whole calls, prompt included. A step reads every
-weight once, so for one text the memory's bandwidth bounds the speed: the share of it that we reach
-is taken from our steps and from sums over as many bytes, in turn in the same run.
+setting disturb the other. Times are those of whole calls, prompt included.
 """
 
 import argparse
@@ -64,9 +62,7 @@ def their_texts(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
 
 
 def load_ours(folder: str):
-    """Returns our engine, and the bytes of weights that a step reads."""
-    import jax
-
+    """Returns our engine."""
     from MaxText.inference.checkpoint_config import load
     from MaxText.inference.engine import Engine
     from MaxText.inference.sampling import SamplingParams
@@ -75,10 +71,7 @@ def load_ours(folder: str):
     config = load([f"load_parameters_path=hf:{folder}", "dtype=float32", "hardware=cpu"]).config
     trained = load_model(config)
     params = trained.model.unstack_params(trained.params)
-    engine = Engine(trained.model, params, trained.layout, SamplingParams(temperature=0))
-    # Of the position table a step reads one row per text.
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return engine, num_bytes - params["position_embedder"]["embedding"].nbytes
+    return Engine(trained.model, params, trained.layout, SamplingParams(temperature=0))
 
 
 def our_texts(engine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -112,31 +105,6 @@ def compare(engine, theirs, batch: int, num_tokens: int, rounds: int) -> None:
     print(f"  transformers' time / ours: {words}")
 
 
-def bandwidth(engine, num_bytes: int, rounds: int) -> None:
-    """Prints the share of memory bandwidth at batch size 1."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import train_steps
-
-    weights, read = jnp.ones(num_bytes // 4, jnp.float32), jax.jit(jnp.sum)
-    sequences, _ = engine.prefill([[1] * PROMPT_LENGTH], [(0, 0)], [0], seed=0, room=256)
-
-    def step() -> None:
-        nonlocal sequences
-        sequences, drawn = engine.step(sequences)
-        drawn.on_host()
-
-    sides = {"step": step, "sum over as many bytes": lambda: read(weights).block_until_ready()}
-    seconds = train_steps.seconds_in_turn(sides, 10 * rounds)
-    print(f"one text, {num_bytes / 1e6:.0f} MB of weights:")
-    for name, taken in seconds.items():
-        median = np.median(taken)
-        print(f"  {name}: {median * 1e3:.1f} ms, {num_bytes / median / 1e9:.1f} GB/s")
-    step_seconds, sum_seconds = seconds.values()
-    print(f"  share of the bandwidth: {train_steps.ratio_words(sum_seconds / step_seconds)}")
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Our text generation against transformers'.")
@@ -149,8 +117,7 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(1, spawning) as theirs:
         with tempfile.TemporaryDirectory() as folder:
             print(theirs.submit(load_theirs, folder).result())
-            engine, num_bytes = load_ours(folder)
-        bandwidth(engine, num_bytes, options.rounds)
+            engine = load_ours(folder)
         for batch in options.batches:
             compare(engine, theirs, batch, options.new_tokens, options.rounds)
 

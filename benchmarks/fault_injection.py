@@ -285,14 +285,11 @@ def numbers_of(folder: pathlib.Path) -> dict[str, Any]:
 def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
     """Differences between two runs' ends; none if bitwise equal."""
     found = []
-    here, there = arrays_of(folder, LAST_STEP), arrays_of(expected, LAST_STEP)
-    if here.keys() != there.keys():
-        found.append(f"arrays: {sorted(here.keys() ^ there.keys())}")
-    found += [
-        f"array {name}"
-        for name in here.keys() & there.keys()
-        if here[name].tobytes() != there[name].tobytes()
-    ]
+    here, there = (
+        {name: array.tobytes() for name, array in arrays_of(run, LAST_STEP).items()}
+        for run in (folder, expected)
+    )
+    found += [f"array {name}" for name in here | there if here.get(name) != there.get(name)]
     position = f"checkpoints/{LAST_STEP}/iter/metadata"
     if json.loads((folder / position).read_text()) != json.loads((expected / position).read_text()):
         found.append("position in the data")

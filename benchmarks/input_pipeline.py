@@ -233,14 +233,9 @@ def measure_extremes(folder: pathlib.Path) -> None:
         index.write(sizes.tobytes() + starts.tobytes() + documents.astype("<i8").tobytes())
     print("\nTen million documents of 7 and 9 tokens")
     for packing in ("concat_then_split", "first_fit"):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        opening = cost_of(lambda: next(our_batches(many, grain_packing_type=packing)))  # noqa: B023
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        again = cost_of(lambda: next(our_batches(many, grain_packing_type=packing)))  # noqa: B023
-        print(
-            f"  {packing:20} first start {opening.wall:6.2f} s, {1024 * grown / count:5.1f} more "
-            f"bytes a document at the peak; second start {1000 * again.wall:,.0f} ms"
-        )
+        opened = lambda: next(our_batches(many, grain_packing_type=packing))  # noqa: B023, E731
+        first, second = cost_of(opened).wall, cost_of(opened).wall
+        print(f"  {packing:20} first start {first:6.2f} s, second {1000 * second:,.0f} ms")
     batches = our_batches(folder / "bin")
     batches.seek(10**6)
     print(f"First batch at step 10^6: {1000 * cost_of(lambda: next(batches)).wall:,.1f} ms")
