@@ -86,9 +86,8 @@ def text_of(source: str) -> list[str]:
     from MaxText.input_pipeline.document_sources.corpus import open_corpus
     from MaxText.input_pipeline.document_sources.text_streams import Skipped
 
-    corpus = open_corpus(source, "text")
-    skipped = Skipped()
-    return [document.text for unit in corpus.shards for document in unit.documents(skipped)]
+    shards, skipped = open_corpus(source, "text").shards, Skipped()
+    return [document.text for shard in shards for document in shard.documents(skipped)]
 
 
 def slice_of_text(folder: pathlib.Path) -> str:

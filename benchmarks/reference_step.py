@@ -40,22 +40,13 @@ def initialize(size: Size, key: jax.Array) -> dict:
         return 0.02 * jax.random.normal(next(keys), shape)
 
     norm = {"scale": jnp.ones((L, D)), "bias": jnp.zeros((L, D))}
-    layers = {
-        "norm1": norm,
-        "norm2": norm,
-        "qkv": normal(L, D, 3 * D),
-        "qkv_bias": jnp.zeros((L, 3 * D)),
-        "out": normal(L, D, D),
-        "out_bias": jnp.zeros((L, D)),
-        "wi": normal(L, D, 4 * D),
-        "wi_bias": jnp.zeros((L, 4 * D)),
-        "wo": normal(L, 4 * D, D),
-        "wo_bias": jnp.zeros((L, D)),
-    }
+    shapes = {"qkv": (D, 3 * D), "out": (D, D), "wi": (D, 4 * D), "wo": (4 * D, D)}
+    layers = {name: normal(L, *shape) for name, shape in shapes.items()}
+    layers |= {f"{name}_bias": jnp.zeros((L, shape[1])) for name, shape in shapes.items()}
     return {
         "tokens": normal(V, D),
         "positions": normal(T, D),
-        "layers": layers,
+        "layers": {"norm1": norm, "norm2": norm, **layers},
         "norm": {"scale": jnp.ones(D), "bias": jnp.zeros(D)},
     }
 
@@ -126,10 +117,8 @@ def init_state(size: Size, *, scan: bool):
     params = jax.jit(initialize, static_argnums=0)(size, jax.random.key(0))
     if not scan:
         layers = params["layers"]
-        params["layers"] = [
-            jax.tree.map(lambda x: x[i], layers)  # noqa: B023
-            for i in range(size.num_layers)
-        ]
+        layer = lambda i: jax.tree.map(lambda x: x[i], layers)  # noqa: E731
+        params["layers"] = list(map(layer, range(size.num_layers)))
     return params, OPTIMIZER.init(params)
 
 

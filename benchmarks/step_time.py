@@ -116,8 +116,7 @@ def main() -> None:
     parser.add_argument("--no-first-step", action="store_true")
     options = parser.parse_args()
     process_start.reexec_with_malloc_tuning()
-    for line in start_up.choose_platform("auto"):
-        print(line)
+    print(*start_up.choose_platform("auto"), sep="\n")
     if not options.no_first_step:
         first_step()
     for name in options.jobs:
