@@ -18,7 +18,6 @@ _PAIRS = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
 def size_key(axis: str, network: str = "ici") -> str:
-    """Returns the key with the size of a mesh axis."""
     return f"{network}_{'pipeline' if axis == 'stage' else axis}_parallelism"
 
 

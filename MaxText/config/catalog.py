@@ -31,8 +31,6 @@ _BOUNDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of the schema."""
-
     name: str  # what users type
     section: tuple[str, ...]  # path of the section that owns it, for example ("model", "attention")
     title: str  # first sentence of the section's docstring
@@ -167,7 +165,6 @@ def keys_of(section: type[Section]) -> dict[str, Key]:
 
 
 def all_names() -> list[str]:
-    """Returns the names of all keys and entries."""
     return [name for key in all_keys().values() for name in (key.name, *key.entry_names)]
 
 
@@ -188,7 +185,6 @@ _OF_ALL_LAYERS = (
 
 
 def is_of_layer(key: Key) -> bool:
-    """Returns whether layer_kinds may set a key."""
     if key.name in _ALSO_OF_LAYERS:
         return True
     if key.section[:2] == ("model", "parts"):

@@ -106,7 +106,6 @@ def shipped_names(folder: Path = SHIPPED) -> list[str]:
 
 
 def preset_names(folder: Path) -> list[str]:
-    """Returns the file names in configs/models or configs/decoder_blocks."""
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 

@@ -81,7 +81,6 @@ class DenseConfig(Section):
         return self.mudd_prenorm or self.mudd_postnorm != "none"
 
     def stands_after(self, depth: int) -> bool:
-        """Returns whether there is an aggregation after `depth` layers."""
         if not self.dense_conn:
             return False
         if self.dense_target_layers is not None:

@@ -209,7 +209,6 @@ class AttentionConfig(Section):
         return sum(len(pattern) * times for pattern, times in self.attention_types)
 
     def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
-        """Returns the kind of attention of each layer."""
         if not self.attention_types:
             return ("global",) * num_layers
         kinds: list[AttentionKind] = []

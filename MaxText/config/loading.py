@@ -80,8 +80,6 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
 
 
 class _Merged(NamedTuple):
-    """The winning settings."""
-
     typed: dict[str, Any]  # values by key
     origins: dict[str, Origin]
     kept: list[Setting]  # that took part, weakest first
@@ -220,7 +218,6 @@ def _unknown(setting: Setting) -> Problem:
 
 
 def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
-    """Returns the problem of an unknown key."""
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", places)
@@ -259,8 +256,6 @@ def _type_error(setting: Setting, key: Key, message: str) -> Problem:
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
-    """Sets derived keys."""
-
     def set_derived(name: str, value: Any, note: str) -> None:
         typed[name] = value
         origins[name] = Origin(Source.DERIVED, raw=values.to_yaml(value), note=note)

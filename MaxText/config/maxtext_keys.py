@@ -40,7 +40,6 @@ class KeyMapping(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The text of the note."""
         if self.name:
             return f"is {self.name}={self.text} here"
         return f"has no effect here: {self.why}"

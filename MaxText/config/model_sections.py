@@ -132,7 +132,6 @@ class HeadConfig(Section):
 
     @property
     def name(self) -> str:
-        """The registered head."""
         if self.head_type != "auto":
             return self.head_type
         return "head_qk" if self.head_qk else "linear"
@@ -239,7 +238,6 @@ class NumericsConfig(Section):
     the others follow `quantization`."""
 
     def quantization_of(self, path: str) -> Quantization:
-        """Returns the quantization of the module at a path in a layer."""
         for pattern, kind in self.quantization_rules:
             if re.fullmatch(pattern, path):
                 return kind
@@ -274,7 +272,6 @@ class PipelineConfig(Section):
     one cycle of layer kinds if that is -1 too."""
 
     def microbatches(self, num_stages: int) -> int:
-        """Returns the microbatches for a number of stages."""
         given = self.num_pipeline_microbatches
         return num_stages if given == -1 else given
 
@@ -365,7 +362,6 @@ class ModelConfig(Section):
 
     @property
     def connection(self) -> str:
-        """The registered connection between layers."""
         name = self.block.connection_type
         if name == "auto":
             return "dense" if self.dense_connections.dense_conn else "residual"
@@ -379,7 +375,6 @@ class ModelConfig(Section):
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The name of each layer's mixer."""
         return tuple(layer.section.block.mixer for layer in self.layers)
 
     @property

@@ -17,7 +17,6 @@ class Problem:
     facts: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
-        """Returns the message, first line first."""
         labeled = [("set", place) for place in self.where] + list(self.facts)
         return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 

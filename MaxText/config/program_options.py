@@ -114,7 +114,6 @@ def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool
 
 
 def describe(kind: type[ProgramOptions]) -> str:
-    """Returns the help of a program's options."""
     lines = [(kind.__doc__ or "").strip(), ""]
     for name, option in keys_of(kind).items():
         choices = "|".join(str(choice) for choice in option.choices if choice)

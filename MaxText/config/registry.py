@@ -39,8 +39,6 @@ class RegistrationError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """A registered part."""
-
     kind: str  # one of KINDS
     name: str
     target: Any  # class or function; of a built-in part "module:name", imported when it is needed
@@ -174,7 +172,6 @@ def lookup(kind: str, name: str) -> Any:
 
 
 def registrations() -> list[Registration]:
-    """Returns all parts, built-in ones first."""
     return list(_all().values())
 
 
@@ -186,7 +183,6 @@ def forget(module_file: str) -> None:
 
 
 def keep_only(parts: Iterable[Registration]) -> None:
-    """Removes all parts but these."""
     kept = {(one.kind, one.name): one for one in parts}
     if kept != _registered:
         _registered.clear()

@@ -32,7 +32,6 @@ class Rule(NamedTuple):
     finds_unused: bool
 
     def check(self, config: Config) -> str | None:
-        """Returns the problem of a configuration, or None."""
         return self.function(**{name: _getter(name)(config) for name in self.arguments})
 
 

@@ -267,7 +267,6 @@ class MeshConfig(Section):
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 is none."""
         return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 

@@ -49,7 +49,6 @@ class CommCost:
 
 
 def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
-    """Returns the communication of a step over mesh axes of several devices."""
     mesh = program.layout.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:

@@ -166,7 +166,6 @@ class ModelCost:
 def model_cost(
     model: Model, *, sequence_length: int, optimizer_state: Any | None = None
 ) -> ModelCost:
-    """Returns the cost of training and running a model."""
     leaves = jax.tree.leaves(optimizer_state)
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     held = None if optimizer_state is None else num_bytes

@@ -49,7 +49,6 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
 
 
 def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    """Returns the plan of a configuration; UserError if the mesh does not fit."""
     return plan_of(make_program_for(config, hardware), hardware, peak)
 
 

@@ -60,7 +60,6 @@ class MemoryEstimate:
 
 
 def estimate_memory(program: Program) -> MemoryEstimate:
-    """Returns the memory of a program on each device."""
     size_of = _size_of(program.platform)
     state = program.abstract_state
     gradients = parameters = _bytes(state.params, size_of)

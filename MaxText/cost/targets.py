@@ -126,7 +126,6 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
 
 
 def names() -> list[str]:
-    """Returns all names of TPUs."""
     return [
         f"{kind}-{chips * CHIPS[kind].cores}"
         for kind, shapes in _TOPOLOGIES.items()

@@ -46,7 +46,6 @@ def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
 
 
 def train_command() -> list[str]:
-    """Returns the command line of train.py, without arguments."""
     return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
 
 

@@ -47,7 +47,6 @@ def process_env(
 
 
 def free_port() -> int:
-    """Returns a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -138,7 +137,6 @@ class LocalProcesses:
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
-        """Kills all processes immediately."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()

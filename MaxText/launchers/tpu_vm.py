@@ -119,7 +119,6 @@ class TpuVm:
         self._ssh(f"if [ -f {pid} ]; then kill -TERM $(cat {pid}) || true; fi")
 
     def status(self) -> None:
-        """Prints gcloud's description of the TPU VM."""
         self._commands.run(self._vm("describe", self._options.name))
 
     def delete(self) -> None:

@@ -58,7 +58,6 @@ def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
 
 
 def folder_in_use() -> str | None:
-    """Returns the cache folder, or None."""
     import jax
 
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009

@@ -264,7 +264,6 @@ def _is_mistake(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Returns a short description of an error."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
