@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from MaxText.config import values
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
+from MaxText.config.problems import ConfigurationError, Problem, close_matches
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
@@ -134,8 +134,8 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
         return SHIPPED / same_name[0]
     searched = ("searched", ", ".join(map(str, candidates)))
     short = {Path(path).name: path for path in known}
-    close = (short[found] for found in close_matches(given.name, short))
-    facts = (searched, *nearest_fact(close, "configs/{}"))
+    close = (f"configs/{short[found]}" for found in close_matches(given.name, short))
+    facts = searched, ("nearest", ", ".join(close))
     raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=facts))
 
 

@@ -18,13 +18,7 @@ from MaxText.config import axis_rules, config_files, import_modules, layer_kinds
 from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
-from MaxText.config.problems import (
-    ConfigurationError,
-    Problem,
-    close_matches,
-    close_matches_fact,
-    nearest_fact,
-)
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
@@ -221,7 +215,7 @@ def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", places)
-    facts = (*nearest_fact(close), ("all keys", "configs/base.yml, or --help"))
+    facts = ("nearest", ", ".join(close)), ("all keys", "configs/base.yml, or --help")
     return Problem(f"{name}: unknown key", places, facts)
 
 
@@ -245,14 +239,13 @@ def _type_error(setting: Setting, key: Key, message: str) -> Problem:
         key, value = key.entries[entry], value[entry]
     facts = [("accepted", format_accepted(key))]
     if key.choices and isinstance(value, str):
-        facts += close_matches_fact(value, [str(choice) for choice in key.choices if choice])
-        if note := VALUE_NOTES.get((key.name, value)):
-            facts.append(("note", note))
+        facts.append(nearest_fact(value, filter(None, key.choices)))
+        facts.append(("note", VALUE_NOTES.get((key.name, value), "")))
     if dict(key.bounds).get("ne") is not None:
         facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
-    return Problem(f"{name}: {message}", (setting.place,), tuple(facts))
+    return Problem(f"{name}: {message}", (setting.place,), facts)
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
@@ -389,13 +382,13 @@ def _check_rules(
             used = [name for name in named if name in last] or rule.keys
             places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
-            facts = tuple(("try", remedy) for remedy in remedies)
+            facts = [("try", remedy) for remedy in remedies]
             unset = [
                 f"{name}={origins[name].raw}"
                 for name in named or rule.keys
                 if origins[name].source is Source.DEFAULT
             ]
-            facts += (("default", ", ".join(unset)),) if unset else ()
+            facts.append(("default", ", ".join(unset)))
             problem = Problem(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.

@@ -13,7 +13,7 @@ from MaxText.config.catalog import Key, all_names, keys_of
 from MaxText.config.keys import Section
 from MaxText.config.loading import converted_value, format_accepted
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
 from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices, without_dashes
 
 
@@ -80,8 +80,8 @@ def read_options(
                 value = converted_value(text if option.parser else values.from_text(text), option)
                 found[option.name] = earlier + value if adds and earlier else value
             except ValueError as error:
-                facts = (("accepted", format_accepted(option)),)
-                facts += close_matches_fact(text, [str(one) for one in option.choices if one])
+                nearest = nearest_fact(text, filter(None, option.choices))
+                facts = ("accepted", format_accepted(option)), nearest
                 place = f"command line, {name}={text}"
                 words.problems.append(Problem(f"{name}: {error}", (place,), facts))
         elif problem := _unknown(name, argument, options, takes_keys):

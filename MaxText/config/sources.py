@@ -12,7 +12,7 @@ from MaxText.config import config_files, values
 from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
-from MaxText.config.problems import Problem, close_matches, close_matches_fact
+from MaxText.config.problems import Problem, close_matches, nearest_fact
 from MaxText.config.schema import SCHEMA_VERSION
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -126,9 +126,9 @@ def _read_arguments(
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
             if argument.startswith("-"):
                 what = f"argument {argument!r} has no value: write {name}=VALUE"
-            facts = close_matches_fact(name, all_keys(), "{}=...")
-            if os.path.exists(os.path.expanduser(argument)):
-                facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
+            is_path = os.path.exists(os.path.expanduser(argument))
+            remedy = f"dataset_path={argument}, if it is a data set" if is_path else ""
+            facts = ("write", remedy), nearest_fact(name, all_keys(), "{}=...")
             result.problems.append(Problem(what, ("command line",), facts))
     return paths, distinct(settings, result, last_wins=True)
 
@@ -242,8 +242,8 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     place = (setting.place,) if setting else ()
     path_setting = setting if setting is not None and YAML_PATH.fullmatch(chosen) else None
     if path_setting is None and chosen not in known:
-        facts = close_matches_fact(str(chosen), known)
-        facts += (("known", ", ".join(known)), ("default", default))
+        nearest = nearest_fact(str(chosen), known)
+        facts = nearest, ("known", ", ".join(known)), ("default", default)
         what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
         result.problems.append(Problem(what, place, facts))
         return []
