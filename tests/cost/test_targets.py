@@ -95,10 +95,3 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch):
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     targets.prepare_environment(targets.find_target("cpu-4"))
     assert os.environ["XLA_FLAGS"].split()[1] == "--xla_force_host_platform_device_count=4"
-
-
-def test_descriptions_name_the_memory():
-    for kind in ("a100", "h100", "h200"):
-        text, memory = targets.gpu_description(kind), targets.find_target(f"{kind}-1").memory
-        assert f"device_memory_size: {memory}\n" in text
-        assert text.count("{") == text.count("}")
