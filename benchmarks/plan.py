@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 GB = 1e9
 
 
-# Name -> chips of v5p:2x2x1 (of v5e:2x2 with adafactor), and keys beside attention=dot_product.
+# Name -> chips of v5p:2x2x1 (of v5e:2x2 with adafactor), and keys besides attention=dot_product.
 SHAPES = {
     "gpt2-124m, full": (4, "model_name=gpt2-124m per_device_batch_size=8 remat_policy=full "
                         "attention=blocked"),

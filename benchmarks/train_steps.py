@@ -15,7 +15,7 @@ from MaxText.training.assembly import setup_train
 
 
 class CompiledStep(NamedTuple):
-    """A step, compiled; `one_step` needs devices that exist."""
+    """A compiled step; `one_step` runs it on existing devices."""
 
     section: ModelConfig
     program: Any

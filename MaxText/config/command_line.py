@@ -81,7 +81,7 @@ def parse_with_options(
 def answer_questions(
     program: str, arguments: Sequence[str], usage: str, kind: type[ProgramOptions]
 ) -> None:
-    """Answers the first question of a program that reads its words itself, and exits."""
+    """Answers a question to a program with a command line of its own."""
     if any(word in QUESTIONS for word in arguments):
         parse_with_options(program, arguments, usage, kind)
 
@@ -89,11 +89,11 @@ def answer_questions(
 def answer_about_options(
     arguments: Sequence[str], usage: str, *kinds: type[ProgramOptions]
 ) -> None:
-    """Answers --help and --why in a program without configuration, and exits."""
+    """Answers --help and --why in a program without configuration."""
     for kind in kinds:
         _answer_about_option(arguments, kind)
     if {"-h", "--help"} & set(arguments):
-        print(_with_options(usage, *kinds))
+        sys.stdout.write(_with_options(usage, *kinds) + "\n")
         raise SystemExit(0)
 
 

@@ -182,9 +182,9 @@ class ExportedRecords(Options):
 
 
 class RunnerOptions(Options):
-    """Processes that prepare."""
+    """Runner."""
 
-    runner: Literal["local", "beam"] = key("local", "Runner: local processes, or Apache Beam.")
+    runner: Literal["local", "beam"] = key("local", "Local processes, or Apache Beam.")
     beam_options: str = key("", "Options of the Beam runner, as on its command line.")
 
 

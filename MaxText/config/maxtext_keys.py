@@ -96,7 +96,7 @@ def find_mapping(name: str, value: Any) -> KeyMapping | None:
 
 
 def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
-    """Returns why another program's key is refused, unless one of ours is close."""
+    """Returns why another program's key is refused, or None."""
     if name in UNSUPPORTED:
         return UNSUPPORTED[name]
     if name in REFERENCE_KEYS:
