@@ -1,6 +1,6 @@
 """Keys of the run: batches, optimizer, mesh, checkpoints, logging, guard."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from MaxText.config.keys import (
     Count,
@@ -210,10 +210,6 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def _size(default: int, doc: str) -> Any:
-    return key(default, f"{doc} -1 fills.")
-
-
 class MeshConfig(Section):
     """Device mesh and sharding.
 
@@ -224,34 +220,31 @@ class MeshConfig(Section):
     allow_split_physical_axes: bool = key(True)
     """Split an axis of the TPU network over several mesh axes if no mesh keeps all of them whole.
     false rejects such sizes."""
-    ici_data_parallelism: CountOrAuto = _size(1, "Copies of the model inside a slice.")
+    ici_data_parallelism: CountOrAuto = key(1, "Copies of the model inside a slice. -1 fills.")
     ici_pipeline_parallelism: Count = key(1)
     """Stages of a pipeline, inside a slice, over which layers are split."""
-    ici_fsdp_parallelism: CountOrAuto = _size(
-        -1, "Devices of a slice over which weights and batch are split."
-    )
-    ici_fsdp_transpose_parallelism: CountOrAuto = _size(
-        1,
-        "Devices of a slice over which the batch and the other dimension of MLP weights are split.",
-    )
-    ici_context_parallelism: CountOrAuto = _size(
-        1, "Devices of a slice over which sequences, and weights like fsdp, are split."
-    )
-    ici_expert_parallelism: CountOrAuto = _size(
-        1, "Devices of a slice over which experts, and the batch outside of them, are split."
-    )
-    ici_tensor_parallelism: CountOrAuto = _size(
-        1, "Devices of a slice over which heads, MLP and slots are split."
-    )
-    dcn_data_parallelism: CountOrAuto = _size(-1, "Copies of the model across slices.")
+    ici_fsdp_parallelism: CountOrAuto = key(-1)
+    """Devices of a slice over which weights and batch are split. -1 fills."""
+    ici_fsdp_transpose_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which the batch and the other dimension of MLP weights are split. -1
+    fills."""
+    ici_context_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which sequences, and weights like fsdp, are split. -1 fills."""
+    ici_expert_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which experts, and the batch outside of them, are split. -1 fills."""
+    ici_tensor_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which heads, MLP and slots are split. -1 fills."""
+    dcn_data_parallelism: CountOrAuto = key(-1, "Copies of the model across slices. -1 fills.")
     dcn_pipeline_parallelism: Count = key(1, "As ici_pipeline_parallelism, across slices.")
-    dcn_fsdp_parallelism: CountOrAuto = _size(1, "As ici_fsdp_parallelism, across slices.")
-    dcn_fsdp_transpose_parallelism: CountOrAuto = _size(
-        1, "As ici_fsdp_transpose_parallelism, across slices."
-    )
-    dcn_context_parallelism: CountOrAuto = _size(1, "As ici_context_parallelism, across slices.")
-    dcn_expert_parallelism: CountOrAuto = _size(1, "As ici_expert_parallelism, across slices.")
-    dcn_tensor_parallelism: CountOrAuto = _size(1, "As ici_tensor_parallelism, across slices.")
+    dcn_fsdp_parallelism: CountOrAuto = key(1, "As ici_fsdp_parallelism, across slices. -1 fills.")
+    dcn_fsdp_transpose_parallelism: CountOrAuto = key(1)
+    """As ici_fsdp_transpose_parallelism, across slices. -1 fills."""
+    dcn_context_parallelism: CountOrAuto = key(1)
+    """As ici_context_parallelism, across slices. -1 fills."""
+    dcn_expert_parallelism: CountOrAuto = key(1)
+    """As ici_expert_parallelism, across slices. -1 fills."""
+    dcn_tensor_parallelism: CountOrAuto = key(1)
+    """As ici_tensor_parallelism, across slices. -1 fills."""
     shard_optimizer_over_data: bool = key(False)
     """Also shard optimizer state over data parallelism (ici_data_parallelism), so that each device
     keeps and updates a shard (ZeRO-1). Does not change the result."""
@@ -270,15 +263,14 @@ class MeshConfig(Section):
         return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 
+GrowthMode = Literal["function_preserving", "random", "zero"]
 _GROWS = {"load_parameters_path": OtherThan(("",))}
 
 
 class GrowthOptions(Options):
     """Growth of load_parameters_path. A grown run resumes without it."""
 
-    mode: Literal["function_preserving", "random", "zero"] = key(
-        "function_preserving", only_if=_GROWS
-    )
+    mode: GrowthMode = key("function_preserving", only_if=_GROWS)
     """Initial values of new slots. function_preserving: zero keys, fresh values, and the scale of
     the stored slots. random: as in a fresh model. zero: all zero."""
     moments: Literal["zeroed", "reused", "warmed"] = key("zeroed", only_if=_GROWS)

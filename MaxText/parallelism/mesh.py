@@ -213,17 +213,10 @@ class ShardingPlan:
 
         return jax.jit(traced, **options)
 
-    def compile_step(
-        self,
-        train_step: Callable,
-        abstract_state: Any,
-        abstract_batch: Any,
-        compiler_options: dict[str, Any] | None = None,
-    ) -> tuple[Callable, float]:
-        """Returns the compiled step (donating its state), and its seconds."""
+    def compile_step(self, *step: Any) -> tuple[Callable, float]:
+        """Returns the compiled `lower_step`, donating its state; and its seconds."""
         began = time.perf_counter()
-        lowered = self.lower_step(train_step, abstract_state, abstract_batch, compiler_options)
-        compiled = lowered.compile()
+        compiled = self.lower_step(*step).compile()
         return compiled, time.perf_counter() - began
 
     def lower_step(
