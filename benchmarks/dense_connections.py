@@ -76,18 +76,13 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """Figures of one row's step.
-
-    Attributes:
-      estimate: seconds of a step, by the compiler; 0 where it says nothing.
-      count: bytes that sums one by one cannot do without.
-    """
+    """Figures of one row's step."""
 
     step: Any
-    estimate: float
+    estimate: float  # seconds of a step, by the compiler; 0 where it says nothing
     num_bytes: float
     temporaries: int
-    count: float
+    count: float  # bytes that sums one by one cannot do without
 
 
 def compiled(keys: dict[str, Any], devices) -> Row:

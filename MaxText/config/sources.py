@@ -223,7 +223,7 @@ def _check_version(entry: Setting, result: CollectedSettings) -> None:
             f"schema_version: {version} was written by a newer version of this program, "
             f"which reads up to {SCHEMA_VERSION}"
         )
-        result.problems.append(Problem(what, (entry.place,), (("instead", "update the program"),)))
+        result.problems.append(Problem(what, (entry.place,), [("instead", "update the program")]))
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
@@ -240,18 +240,17 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         return []
     known = config_files.preset_names(folder)
     place = (setting.place,) if setting else ()
-    path_setting = setting if setting is not None and YAML_PATH.fullmatch(chosen) else None
-    if path_setting is None and chosen not in known:
+    origin, is_path = setting.origin if setting else None, YAML_PATH.fullmatch(chosen)
+    if not is_path and chosen not in known:
         nearest = nearest_fact(str(chosen), known)
         facts = nearest, ("known", ", ".join(known)), ("default", default)
         what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
         result.problems.append(Problem(what, place, facts))
         return []
     try:
-        file = folder / f"{chosen}.yml"
-        if path_setting is not None:
-            origin = path_setting.origin.file
-            file = config_files.find_config(chosen, next_to=origin.parent if origin else None)
+        next_to = origin.file.parent if origin and origin.file else None
+        preset = folder / f"{chosen}.yml"
+        file = config_files.find_config(chosen, next_to) if is_path else preset
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
