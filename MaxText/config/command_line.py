@@ -42,9 +42,6 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
     Args:
       program: Name as typed, such as "train.py", which selects its rules.
       load: (arguments, program or nothing) -> the configuration.
-
-    Raises:
-      SystemExit: 0 after an option was answered, 2 after mistakes were printed on stderr.
     """
     remaining = list(arguments)
     try:

@@ -57,9 +57,6 @@ def load(
       program: Such as "train.py"; adds the rules of that program.
       for_compare: Leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
       own: Configuration that weights record, below a config file.
-
-    Raises:
-      ConfigurationError: A UserError that lists every problem.
     """
     collected = import_modules.collect(arguments, {}, os.environ, own)
     if for_compare:
@@ -165,11 +162,7 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 
 def converted_value(value: Any, key: Key) -> Any:
-    """Converts a value to a key's type.
-
-    Raises:
-      values.InvalidValueError: It has another type, or is out of bounds.
-    """
+    """Converts a value to a key's type, or raises values.InvalidValueError."""
     if key.parser is not None and isinstance(value, str):
         return key.parser.read(value)
     if key.entries:
