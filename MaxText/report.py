@@ -18,7 +18,7 @@ from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import Problem
-from MaxText.config.program_options import ProgramOptions, describe, read_options
+from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 
@@ -117,9 +117,7 @@ def main() -> int:
     # A path may contain characters that the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     arguments = sys.argv[1:]
-    if "--help" in arguments or "-h" in arguments:
-        print(f"{USAGE.strip()}\n\n{describe(ReportOptions)}")
-        return exit_codes.SUCCESS
+    command_line.answer_about_options(arguments, USAGE, ReportOptions)
     with command_line.exit_on_user_error():
         runs, options = parse(arguments)
         while report(runs, options) and options.watch:

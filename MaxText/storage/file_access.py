@@ -142,14 +142,10 @@ def _listed(list_file: str, key: str) -> list[FileInfo]:
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
         raise UserError(f"{key}=@{list_file} lists no file. Write one name per line into it.")
-    files = []
-    for name, found in zip(names, _matches(names, key, literal=True), strict=True):
-        if len(found) != 1:
-            raise UserError(
-                f"{key}=@{list_file} lists {name}, which is not a file. Correct the list."
-            )
-        files += found
-    return files
+    found = list(_matches(names, key, literal=True))
+    if missing := [name for name, files in zip(names, found, strict=True) if len(files) != 1]:
+        raise UserError(f"{key}=@{list_file} lists {missing[0]}, which is not a file. Correct it.")
+    return [file for (file,) in found]
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -268,7 +264,6 @@ def _is_mistake(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Returns a short description of an error."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 

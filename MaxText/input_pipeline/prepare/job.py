@@ -255,8 +255,8 @@ def _tokenize_with_beam(
         )
     except ImportError as error:
         raise UserError(
-            "prepare_runner=beam needs the package apache-beam, which is not installed. Run: pip "
-            "install 'MaxText[beam]', or set prepare_runner=local."
+            "prepare.runner=beam needs the package apache-beam, which is not installed. Run: pip "
+            "install 'MaxText[beam]', or set prepare.runner=local."
         ) from error
     options = PipelineOptions(shlex.split(beam_options))
     try:
@@ -269,4 +269,4 @@ def _tokenize_with_beam(
                 | "Tokenize" >> apache_beam.Map(functools.partial(tokenize_shard, tokenization))
             )
     except Exception as error:  # runners raise errors of their own about those of workers
-        raise UserError(f"prepare_runner=beam: {error}") from error
+        raise UserError(f"prepare.runner=beam: {error}") from error

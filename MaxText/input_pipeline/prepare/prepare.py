@@ -70,7 +70,7 @@ _OPTIONS = (
 _OPTIONS_OF_IDS = ("add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id")
 _OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
 # Keys that affect neither the dataset nor its manifest.
-_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options", "records"}
+_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare", "records"}
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.
 _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
@@ -199,7 +199,8 @@ def _make(request: _Request, staging: Path) -> Manifest:
         minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
         is_text=is_text,
     )
-    beam_options = preparation.beam_options if preparation.prepare_runner == "beam" else None
+    by = preparation.prepare
+    beam_options = by.beam_options if by.runner == "beam" else None
     job = TokenizationJob(
         request.corpus, tokenization, request.num_processes, beam_options, request.show
     )
