@@ -45,7 +45,6 @@ class CheckpointManager:
     ):
         """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
-        self.healthy_after_steps = healthy_after_steps
         self.show = show
         self._section = section
         self._healthy = HealthyCheckpoints(
@@ -123,14 +122,11 @@ class CheckpointManager:
             saved = manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{
-                        checkpoint_files.ITEMS: ocp.args.PyTreeSave(
-                            items,
-                            ocdbt_target_data_file_size=storage.target_data_file_size_bytes,
-                        ),
-                        checkpoint_files.POSITION: ocp.args.JsonSave(stored_position),
-                        checkpoint_files.METADATA: ocp.args.JsonSave(metadata),
-                    }
+                    items=ocp.args.PyTreeSave(
+                        items, ocdbt_target_data_file_size=storage.target_data_file_size_bytes
+                    ),
+                    iter=ocp.args.JsonSave(stored_position),
+                    metadata=ocp.args.JsonSave(metadata),
                 ),
                 force=True,  # should_save already decided
             )

@@ -85,24 +85,15 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
     mappings concatenates their products. A scalar counts as a list of one. Raises
     InvalidValueError for anything else, or an empty sweep.
     """
-    if isinstance(sweep, list):
-        if not sweep:
-            raise values.InvalidValueError("the list of variants is empty")
-        return [variant for part in sweep for variant in _product(part)]
-    return _product(sweep)
-
-
-def _product(part: Any) -> list[dict[str, Any]]:
-    if not isinstance(part, dict):
+    if isinstance(sweep, list) and sweep:
+        return [variant for part in sweep for variant in expand_sweep(part)]
+    if not isinstance(sweep, dict) or not sweep:
         raise values.InvalidValueError(
-            f"{values.format_value(part)} is not a mapping; write {{key: [value, value]}}, or "
-            "a list of "
-            "these"
+            f"{values.format_value(sweep)} is not a mapping; write {{key: [value, value]}}, or a "
+            "list of these"
         )
-    if not part:
-        raise values.InvalidValueError("a mapping without keys has no variants")
     choices = []
-    for name, value in part.items():
+    for name, value in sweep.items():
         items = value if isinstance(value, list) else [value]
         if not items:
             raise values.InvalidValueError(f"{name} has an empty list of values")

@@ -76,20 +76,13 @@ def read_stages(value: Any) -> list[dict[str, Any]]:
 KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
-def keys_that_differ(stages: Sequence[Config]) -> set[str]:
-    """Returns the keys with different values in the stages."""
-    first, *others = map(flatten, stages)
-    return {name for name in first for other in others if other[name] != first[name]}
+def stage_names(label: str, count: int) -> dict[int | None, str]:
+    """Returns stage number, from 1, to name; a single run has no number.
 
-
-def prefix_with_stage(stages: Sequence[Config], excluded: Sequence[str]) -> Mapping[str, Any]:
-    """Returns keys named "<key> of stage <n>"; empty for a single run."""
-    flats = [flatten(stage) for stage in stages]
-    return {
-        f"{name} of stage {number}": keys[name]
-        for name in sorted(keys_that_differ(stages) - set(excluded))
-        for number, keys in enumerate(flats, 1)
-    }
+    Names are unique, because labels contain no spaces.
+    """
+    numbers = range(1, count + 1)
+    return {None: label} if count == 1 else {n: f"{label} stage {n}" for n in numbers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +100,32 @@ class Variant:
         return self.stages[-1]
 
     @property
+    def named_stages(self) -> list[tuple[str, Config]]:
+        names = stage_names(self.label, len(self.stages)).values()
+        return list(zip(names, self.stages, strict=True))
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Flat keys with an effect on a run, except those set per run.
 
         For a chain: keys of the last stage, total steps, and each stage's value of differing keys.
         """
         keys = {name: value for name, value in flatten(self.config).items() if name not in _PLACE}
-        steps = sum(stage.run.steps for stage in self.stages)
-        return keys | {"steps": steps} | dict(prefix_with_stage(self.stages, _PLACE))
+        return {
+            **keys,
+            "steps": sum(stage.run.steps for stage in self.stages),
+            **{
+                f"{name} of stage {number}": flatten(stage)[name]
+                for name in sorted(self.keys_that_differ.difference(_PLACE))
+                for number, stage in enumerate(self.stages, 1)
+            },
+        }
+
+    @property
+    def keys_that_differ(self) -> set[str]:
+        """Keys with different values in the stages."""
+        first, *others = map(flatten, self.stages)
+        return {name for name in first for other in others if other[name] != first[name]}
 
 
 def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> list[Variant]:
@@ -330,19 +341,16 @@ def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]
     for variant in variants:
         if len(variant.stages) > 1:
             # Steps of a chain are totals, and each stage has its own schedule.
-            on_purpose |= keys_that_differ(variant.stages) - {"steps"} | {
-                "learning_rate_schedule_steps"
-            }
+            on_purpose |= variant.keys_that_differ - {"steps"}
+            on_purpose.add("learning_rate_schedule_steps")
     passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
     keys = all_keys()
     flats = {variant.label: variant.identity for variant in variants}
     lines = []
     for name, key in keys.items():
-        if name in passed_over:
-            continue
         of_model = key.section[0] == "model" and name not in _UNLIKE_LOSSES
         shown_only = key.section[0] in _SHOWN_SECTIONS and name != "steps"
-        if of_model or shown_only:
+        if name in passed_over or of_model or shown_only:
             continue
         by_value: dict[str, list[str]] = {}
         for label, config in flats.items():

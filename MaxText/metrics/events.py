@@ -63,10 +63,7 @@ class Event:
 
 
 class Sink:
-    """A destination of events, called from one thread.
-
-    Times are those of time.monotonic.
-    """
+    """A destination of events, called from one thread; times are monotonic."""
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
@@ -82,7 +79,4 @@ class Sink:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases files and threads.
-
-        By default this ends within a minute. Idempotent.
-        """
+        """Flushes and releases files and threads, in a minute. Idempotent."""

@@ -57,41 +57,33 @@ def curve(
 
     For a run: its values, with "smooth" faint below their running median. For a group: their mean
     over the seeds with its band, and a thin line per seed unless there are few values ("dots").
-
-    Args:
-      value: (run, rows) -> float [N], NaN for none.
+    `value` maps a run and rows to float [N], NaN for none.
     """
     color = entry.color if color is None else color
     raw: list[Series] = []
-    lines: list[Series] = []
-    averaged_lines: list[Series] = []
+    lines: dict[int, Series] = {}  # by id of the run
     for run in entry.runs.values():
         rows = rows_of(run)
-        values = value(run, rows)
-        places = axes.places(run, rows)
+        values, places = value(run, rows), axes.places(run, rows)
 
         def drawn(kind: Kind, indices: np.ndarray, y: np.ndarray, places=places) -> Series:
             x = {name: place[indices] for name, place in places.items()}
             return Series("", entry.label, color, kind, x, y)
 
         kept = downsample(values)
-        if kind == "smooth":
-            line = drawn("line", *running_median(values))
-        else:
-            line = drawn("dots" if kind == "dots" else "line", kept, values[kept])
-        if not np.isfinite(line.y).any():
-            continue
-        lines.append(line)
-        if kind == "smooth":
+        points = running_median(values) if kind == "smooth" else (kept, values[kept])
+        line = drawn("dots" if kind == "dots" else "line", *points)
+        if np.isfinite(line.y).any():
+            lines[id(run)] = line
             raw.append(drawn("raw", kept, values[kept]))
-        if any(run is other for other in averaged(entry)):
-            averaged_lines.append(lines[-1])
     if not lines:
         return []
     if not entry.is_group:
-        return [*raw, dataclasses.replace(lines[0], label=label)]
-    mean = _mean(averaged_lines or lines)
-    thin = [dataclasses.replace(line, kind="thin") for line in lines if kind != "dots"]
+        (line,) = lines.values()
+        return [*(raw if kind == "smooth" else ()), dataclasses.replace(line, label=label)]
+    known = [lines[id(run)] for run in averaged(entry) if id(run) in lines]
+    mean = _mean(known or list(lines.values()))
+    thin = [dataclasses.replace(each, kind="thin") for each in lines.values() if kind != "dots"]
     return [*thin, dataclasses.replace(mean, label=label)] if mean.y.size else thin
 
 
@@ -130,10 +122,10 @@ def column(name: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
 
 
 def ratio(name: str, other: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
-    """Returns a function dividing one field of rows by another.
+    """Returns a function dividing one field of rows by another; NaN for 0."""
 
-    The ratio is NaN where the divisor is zero.
-    """
-    return lambda _run, rows: (
-        _column(rows, name) / np.where((below := _column(rows, other)) == 0, np.nan, below)
-    )
+    def value(_run: RunHistory, rows: Sequence[Row]) -> np.ndarray:
+        below = _column(rows, other)
+        return _column(rows, name) / np.where(below == 0, np.nan, below)
+
+    return value

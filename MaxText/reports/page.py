@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import functools
 import hashlib
 import html
 import json
@@ -11,6 +10,7 @@ from importlib import resources
 from typing import Literal
 
 import plotly.graph_objects as go
+import plotly.offline
 
 from MaxText.reports.chart import PALETTE, Axis, color_of, dash_of
 from MaxText.reports.formatting import ABSENT
@@ -95,7 +95,7 @@ class Page:
 def render(page: Page) -> str:
     """Returns the page as HTML."""
     style, program = _own("page.css"), _own("page.js")
-    library = _plotly()
+    library = plotly.offline.get_plotlyjs()
     # Only these scripts may run and nothing may be loaded, whatever a sample contains.
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; "
@@ -280,13 +280,6 @@ def _text(text: str) -> str:
 
 def _own(name: str) -> str:
     return resources.files("MaxText.reports").joinpath(name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
 
 
 def _hash(script: str) -> str:

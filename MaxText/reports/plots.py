@@ -154,8 +154,8 @@ def plot_hyperparameters(
 
     `keys` maps a key to its value by run. Nothing for fewer than two evaluated runs.
     """
-    losses = {name: run.final_loss for name, run in all_runs(entries).items()}
-    losses = {name: value for name, value in losses.items() if value is not None}
+    runs = all_runs(entries).items()
+    losses = {name: loss for name, run in runs if (loss := run.final_loss) is not None}
     keys = {
         key: {name: v if type(v) in (int, float) else str(v) for name, v in values.items()}
         for key, values in keys.items()

@@ -18,6 +18,7 @@ from MaxText.reports.figures import draw_chart
 from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
+from MaxText.storage.atomic import atomic_write_text
 
 PAGE_FILE = "report.html"
 _LOSS_CURVE = "loss_curve.png"
@@ -43,7 +44,7 @@ def write_report(
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
-    """Writes report.html and the figures atomically; returns the path.
+    """Writes the figures, then report.html atomically; returns its path.
 
     Args:
       output: Folder for all files; created if absent.
@@ -64,6 +65,7 @@ def write_report(
     # More would make the table of runs unreadable.
     keys = differences if len(differences) <= _MAX_KEYS else {}
     losses = plot_hyperparameters(entries, keys)
+    colors = {name: each.color for each in entries for name in (*each.runs, each.label)}
     page = Page(
         title=title,
         made=_made(runs, refresh),
@@ -93,7 +95,7 @@ def write_report(
             *run_tables.event_table(entries),
         ],
         controls=_controls(entries, axes, charts),
-        colors=_colors(entries),
+        colors=colors if len(runs) > 1 else {},
         links=_links(entries, output),
         refresh=refresh,
     )
@@ -102,13 +104,11 @@ def write_report(
         loss = next((chart for chart in charts if chart.name == "loss"), None)
         for axis in _PICTURES:
             figure = draw_chart(loss, axes.axis(axis), title) if loss else None
-            file = output / f"loss_{axis}.png"
-            if figure is None:
-                # A figure of an earlier report would be mistaken for one of this report.
-                file.unlink(missing_ok=True)
-            else:
-                _replace(file, figure)
-        _replace(output / PAGE_FILE, render(page).encode("utf-8"))
+            # A figure of an earlier report would be mistaken for one of this report.
+            (output / f"loss_{axis}.png").unlink(missing_ok=True)
+            if figure is not None:
+                (output / f"loss_{axis}.png").write_bytes(figure)
+        atomic_write_text(output / PAGE_FILE, render(page))
     except OSError as error:
         raise UserError(
             f"cannot write to output={output}: {error.strerror}. Set output= to a writable folder."
@@ -124,9 +124,8 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     run = read_run(run_folder)
     axes = Axes([run])
     chart = loss_chart(group_runs([run]), axes)
-    if chart is None:
-        return None
-    figure = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
+    step, tokens = axes.axis("step"), axes.axis("tokens")
+    figure = draw_chart(chart, step, run.name, above=tokens) if chart else None
     if figure is None:
         return None
     path = run.folder / _LOSS_CURVE
@@ -160,12 +159,6 @@ def _made(runs: Sequence[RunHistory], refresh: int) -> str:
     )
 
 
-def _colors(entries: Sequence[Entry]) -> dict[str, int]:
-    if len(all_runs(entries)) == 1:
-        return {}
-    return {name: each.color for each in entries for name in (*each.runs, each.label)}
-
-
 def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
     notes = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
     kinds = {mark.kind for chart in charts for mark in chart.marks}
@@ -186,9 +179,3 @@ def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:
         for name, page in pages.items()
         if page.exists() and page.parent != output.resolve()
     }
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.writing")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

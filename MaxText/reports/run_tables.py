@@ -3,7 +3,7 @@
 import datetime
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.config.values import to_yaml
@@ -35,7 +35,9 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
     for entry in entries:
         if entry.is_group:
             losses = [run.final_loss for run in averaged(entry)]
-            rows.append([entry.label, _seeds(losses), _spread(losses), *[""] * (len(header) - 3)])
+            known = [loss for loss in losses if loss is not None]
+            seeds = f"{len(known)} of {len(losses)} seeds evaluated"
+            rows.append([entry.label, seeds, _spread(known), *[""] * (len(header) - 3)])
         for name, run in entry.runs.items():
             row = _overview_row(run, comparable)
             if len(kinds) > 1:
@@ -48,16 +50,10 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
     return PageTable(header, rows)
 
 
-def _seeds(losses: Sequence[float | None]) -> str:
-    with_loss = sum(loss is not None for loss in losses)
-    return f"{with_loss} of {len(losses)} seeds evaluated"
-
-
-def _spread(losses: Iterable[float | None]) -> str:
-    known = [loss for loss in losses if loss is not None]
-    if len(known) < 2:
-        return formatting.loss(known[0] if known else None)
-    return f"{statistics.mean(known):.4f} \u00b1 {statistics.stdev(known):.4f}"
+def _spread(losses: Sequence[float]) -> str:
+    if len(losses) < 2:
+        return formatting.loss(losses[0] if losses else None)
+    return f"{statistics.mean(losses):.4f} \u00b1 {statistics.stdev(losses):.4f}"
 
 
 def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
@@ -114,20 +110,15 @@ def goodput_table(entries: Sequence[Entry]) -> PageTable:
     runs = all_runs(entries)
     present = shown_parts(runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
-    rows = [
-        [
-            name,
-            *(
-                f"{formatting.spent_time(run.goodput.seconds[part])} "
-                f"({formatting.share(run.goodput.share(part))})"
-                for part in present
-            ),
-            formatting.spent_time(run.goodput.running_seconds),
-            str(len(run.goodput.attempts)),
-            formatting.spent_time(run.goodput.down_seconds),
+    rows, time = [], formatting.spent_time
+    for name, run in runs.items():
+        goodput = run.goodput
+        parts = [
+            f"{time(goodput.seconds[part])} ({formatting.share(goodput.share(part))})"
+            for part in present
         ]
-        for name, run in runs.items()
-    ]
+        total, down = time(goodput.running_seconds), time(goodput.down_seconds)
+        rows.append([name, *parts, total, str(len(goodput.attempts)), down])
     return PageTable(header, rows)
 
 

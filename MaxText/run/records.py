@@ -159,20 +159,15 @@ def emit_start(events: EventLog, start: RestoreResult, facts: Mapping[str, Any])
     if start.changes:
         changes = {name: list(values) for name, values in start.changes.items()}
         events.emit("config_change", step=start.first_step, changes=changes)
-    if grown := _growth_facts(start):
-        events.emit("growth", step=start.first_step, **grown)
-
-
-def _growth_facts(start: RestoreResult) -> dict[str, Any]:
-    """Returns the facts of a growth event; empty if none preceded this start."""
-    if start.how == "growth":
-        assert start.growth is not None
-        return event_facts(start.growth, start.folder)
+    grown: dict[str, Any] = {}
+    if start.how == "growth" and start.growth:
+        grown = event_facts(start.growth, start.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
     if start.how == "parameters" and start.growth and sizes(start.growth):
-        return event_facts(start.growth, parent_folder(start.metadata), start.folder)
-    return {}
+        grown = event_facts(start.growth, parent_folder(start.metadata), start.folder)
+    if grown:
+        events.emit("growth", step=start.first_step, **grown)
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:

@@ -112,12 +112,10 @@ def _show_order(
     checkpoints: CheckpointManager, section: CheckpointingConfig, steps: list[int], show: Show
 ) -> None:
     full, params = section.load_full_state_path, section.load_parameters_path
+    own = f"step {steps[0]}" if steps else "none"
+    own += f" in {checkpoints.directory}"
     if not section.enable_checkpointing:
         own = "enable_checkpointing is false"
-    elif steps:
-        own = f"step {steps[0]} in {checkpoints.directory}"
-    else:
-        own = f"none in {checkpoints.directory}"
     rows = [
         ("checkpoint of this run", own, bool(steps)),
         ("load_full_state_path", full or "not set", bool(full)),

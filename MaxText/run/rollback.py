@@ -108,16 +108,12 @@ class RollbackController:
         if skipped:
             self._num_skipped += skipped
             self._last_skipped = int(metrics["last_skipped"])
-            numbers = ", ".join(
-                f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "update_norm")
-            )
-            self._emit(
-                "skip",
-                step=self._last_skipped,
-                what="update",
-                count=skipped,
-                reason=numbers if self._last_skipped == step else "an outlier or not finite",
-            )
+            reason = "an outlier or not finite"
+            if self._last_skipped == step:
+                names = ("loss", "grad_norm", "update_norm")
+                reason = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
+            at = self._last_skipped
+            self._emit("skip", step=at, what="update", count=skipped, reason=reason)
         for each in range(self._seen + 1, step + 1):
             # Between reports only the last skip is known; any earlier step may be one, too.
             self._checkpoints.update_health(each, each > self._last_skipped)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
@@ -173,34 +172,22 @@ class MeanLoss:
     """
 
     def __init__(self):
-        self._first: Any = None
-        self._sums: Any = None  # and the count, on the device
-        self._updates = 0
+        self._steps: list[dict[str, Any]] = []  # on the device
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        losses = {name: metrics[name] for name in _AVERAGED if name in metrics}
-        new = losses, metrics.get("skipped", np.zeros((), np.int32))
-        self._updates += 1
-        if self._updates == 1:
-            self._first = new  # costs nothing if every step is reported
-            return
-        if self._updates == 2:
-            nothing = dict.fromkeys(losses, np.float32(0))
-            self._sums = _add(nothing, np.int32(0), *self._first)
-        self._sums = _add(*self._sums, *new)
+        names = (*_AVERAGED, "skipped")
+        self._steps.append({name: metrics[name] for name in names if name in metrics})
 
     def take(self) -> dict[str, float]:
         """Blocks for the means, and resets them.
 
         Empty if they equal the last step's losses.
         """
-        sums, count = jax.device_get(self._sums) if self._updates > 1 else ({}, 0)
-        self.__init__()
-        return {name: value.item() / int(count) for name, value in sums.items() if count}
-
-
-@jax.jit
-def _add(sums: Any, count: Any, losses: Any, skipped: Any) -> tuple[Any, Any]:
-    # A skipped step's loss may be NaN, which multiplication by zero would keep.
-    added = jax.tree.map(lambda s, loss: s + jnp.where(skipped == 0, loss, 0.0), sums, losses)
-    return added, count + (skipped == 0)
+        steps, self._steps = self._steps, []
+        if len(steps) < 2:
+            return {}
+        steps = [losses for losses in jax.device_get(steps) if not losses.pop("skipped", 0)]
+        return {
+            name: float(sum((losses[name] for losses in steps), np.float32(0))) / len(steps)
+            for name in (steps[0] if steps else ())
+        }

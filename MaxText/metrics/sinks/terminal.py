@@ -17,7 +17,7 @@ _SOURCES = {
 }
 
 
-def start_bar(*columns: Any) -> Any:
+def start_bar(*columns: Any, **options: Any) -> Any:
     """Starts a rich progress bar in the last line of stderr."""
     from rich.console import Console
     from rich.progress import Progress
@@ -29,6 +29,7 @@ def start_bar(*columns: Any) -> Any:
         redirect_stdout=False,
         redirect_stderr=False,
         transient=True,
+        **options,
     )
     bar.start()
     return bar
@@ -60,33 +61,30 @@ class Terminal(Sink):
     def write(self, event: Event) -> None:
         if event.kind in ("start", "resume"):
             self._start_bar(event.step or 0)
+        facts = event.facts
         if event.kind == "compile":
-            shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
-            seconds = event.facts["compile_seconds"]
-            source = _SOURCES[event.facts.get("source", "")]
-            self.line(f"Train step ({shape}) {source} in {seconds:.1f} s")
-        if event.kind == "skip" and event.facts["what"] == "update":
-            facts = event.facts
+            shape = f"{facts['rows']} x {facts['length']} tokens"
+            source = _SOURCES[facts.get("source", "")]
+            self.line(f"Train step ({shape}) {source} in {facts['compile_seconds']:.1f} s")
+        if event.kind == "skip" and facts["what"] == "update":
             count = facts["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {facts['reason']}")
         # A repeated event was printed before, and its exclusions when the data were opened.
-        if event.kind == "rollback" and not event.facts.get("again"):
-            facts = event.facts
+        if event.kind == "rollback" and not facts.get("again"):
             first, end = facts["samples"]
             self.line(
                 f"Rolling back to step {facts['restored_step']} ({facts['source']}), skipping "
                 f"samples {first} to {end - 1}. Reason (step {facts['detected_step']}): "
                 f"{facts['reason']}"
             )
-        if event.report is not None:
-            is_step = isinstance(event.report, StepMetrics)
-            compact = is_step and self._compact
-            report = event.report
-            self.line(report.compact_line(self._num_steps) if compact else report.line())
-            if is_step:
+        if (report := event.report) is not None:
+            is_step = isinstance(report, StepMetrics)
+            is_compact = is_step and self._compact
+            self.line(report.compact_line(self._num_steps) if is_compact else report.line())
+            if is_step and self._bar is not None:
                 self._move(report)
-        if since := event.facts.get("seconds_since_launch"):
+        if since := facts.get("seconds_since_launch"):
             self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
@@ -114,8 +112,6 @@ class Terminal(Sink):
         )
 
     def _move(self, report: StepMetrics) -> None:
-        if self._bar is None:
-            return
         numbers = (
             f"loss {float(report.metrics['loss']):.3f}  "
             f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
