@@ -201,10 +201,7 @@ def unfinalize(step_folder: epath.Path, name: str) -> epath.Path:
 
 
 def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
-    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint.
-
-    Raises UserError, which lists nearby steps, if nothing is there or storage fails.
-    """
+    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint."""
     given = parse_path(path, key)
     if "://" not in path:
         given = given.absolute()  # Orbax requires absolute paths

@@ -19,25 +19,16 @@ _OLD_FILE = "rewinds.json"  # its name in earlier versions
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """A rollback.
+    """A rollback."""
 
-    Attributes:
-      number: Counts rollbacks of the run, from 1.
-      restored_step: Next step after the rollback.
-      detected_step: Step at which it was triggered.
-      onset_step: First suspicious step.
-      samples: Range of excluded samples, end exclusive.
-      data: Data settings that fix the meaning of a sample number (BatchIterator.position).
-    """
-
-    number: int
-    restored_step: int
-    detected_step: int
-    onset_step: int
-    samples: tuple[int, int]
+    number: int  # counts rollbacks of the run, from 1
+    restored_step: int  # the next step after it
+    detected_step: int  # the step at which it was triggered
+    onset_step: int  # the first suspicious step
+    samples: tuple[int, int]  # range of excluded samples, end exclusive
     source: str
     reason: str
-    data: Mapping[str, Any]
+    data: Mapping[str, Any]  # settings that fix the meaning of a sample number
 
     def facts(self) -> dict[str, Any]:
         facts = dataclasses.asdict(self) | {"samples": list(self.samples)}

@@ -1,8 +1,4 @@
-"""Parses and checks the command line of compare.py, without jax.
-
-Apart from the program's own options it consists of configuration files, and of
-key=value arguments that apply to each of them.
-"""
+"""Parses and checks the command line of compare.py, without jax."""
 
 import itertools
 from collections.abc import Sequence
@@ -143,11 +139,7 @@ class CompareArgs(CompareOptions):
 
 
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
-    """Parses the command line.
-
-    Returns the request and all problems in the program's own arguments. `variants.expand` checks
-    the configurations.
-    """
+    """Returns the request and all problems in the program's own arguments."""
     options, words = read_options(CompareOptions, arguments)
     keys, problems = [*words.others, *words.keys], words.problems
     found: dict[str, Any] = dict(options) | {"configs": tuple(words.files), "keys": tuple(keys)}

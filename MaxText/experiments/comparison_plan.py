@@ -121,8 +121,7 @@ def load_or_create_plan(
 ) -> Plan:
     """Loads the plan of a folder, or creates it.
 
-    A plan that differs is replaced if none of its runs has begun. Otherwise raises UserError
-    listing the differences.
+    A plan that differs is replaced if none of its runs has begun, and refused otherwise.
     """
     fresh = Plan(
         folder, question, {one.label: one.identity for one in variants}, seeds=tuple(seeds)

@@ -215,10 +215,7 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[C
 
 
 def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
-    """Returns differences to the first group by label.
-
-    They are corrected for their number. Skips losses of another kind.
-    """
+    """Returns Holm-corrected differences to the first group by label."""
     first, *others = groups
     return holm_corrected(
         {
@@ -274,10 +271,7 @@ RANKING_NOTE = "Differences to the best are paired by seed; each has its own int
 
 
 def ranking_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
-    """Returns the rows under RANKING_HEADER.
-
-    Two configurations and different kinds of losses have no ranking.
-    """
+    """Returns the ranking; none of two configurations or unlike losses."""
     ranked = sorted(
         (group for group in groups if group.loss.mean is not None),
         key=lambda group: group.loss.mean or 0.0,
@@ -317,10 +311,7 @@ def _mean_losses(groups: Sequence[ConfigResults]) -> dict[str, float]:
 
 
 def best_value_lines(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
-    """Names the best numbers of each arm.
-
-    A best number at the edge of the tried ones gets a warning. Diverged variants count as tried.
-    """
+    """Names the best numbers of each arm, and warns of those at an edge."""
     lines = []
     for best, arm in _bests(variants, losses):
         for name, value in _numbers(best).items():
@@ -359,10 +350,7 @@ def _numbers(variant: Variant) -> dict[str, float]:
 
 
 def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
-    """Returns a line per difference between configurations.
-
-    With several arms, only the best of each is compared.
-    """
+    """Describes the differences; of several arms, those of their best."""
     bests = _bests(variants, _mean_losses(groups))
     compared = groups
     if len(bests) > 1 and any(len(arm) > 1 for _, arm in bests):
@@ -450,10 +438,7 @@ def sections(
 
 
 def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
-    """Returns the report's title.
-
-    It calls a budget equal only if it was.
-    """
+    """Returns the report's title; it says "equal" only if budgets were."""
     labels = list(plan.configurations)
     few = len(labels) <= _LABELS_OF_TITLE
     what = " and ".join(labels) if few else f"{len(labels)} configurations"

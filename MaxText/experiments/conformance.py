@@ -80,10 +80,7 @@ class Outputs(NamedTuple):
 
 
 class Subject:
-    """A small model to check.
-
-    `models` holds it twice: as configured, and with the other scan_layers and full remat.
-    """
+    """A small model, also with the other scan_layers and full remat."""
 
     def __init__(self, configure: Callable[..., Config], *, decodes: bool = True):
         """Compiles nothing yet. `configure` maps keys to a configuration."""

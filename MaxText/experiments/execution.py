@@ -1,7 +1,4 @@
-"""Plans, runs and reports a comparison.
-
-Runs with results are not repeated. The remaining ones may be printed instead.
-"""
+"""Plans, runs (or prints the runs of) and reports a comparison."""
 
 import os
 import shlex
@@ -89,10 +86,7 @@ def run_comparison(
 
 
 def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
-    """Returns the shell lines to run configurations and gather results.
-
-    Each chain is a single line, because its runs must be sequential.
-    """
+    """Returns the shell lines to run each chain in order, and to report."""
     variables = train_subprocess.key_variables(os.environ)
     # The shell may have the same variables set; the files already contain their values.
     without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []

@@ -22,9 +22,8 @@ def compare(
 ) -> None:
     """Plans, runs (or prints) the remaining runs, and reports the results.
 
-    `problems` are mistakes already found in the request; `command` is the typed command line, to be
-    printed. Raises UserError for mistakes, an unreachable budget or a failed run, and
-    KeyboardInterrupt once the current run has ended.
+    `problems` were found in the request before; `command` was typed. Raises UserError for mistakes,
+    an unreachable budget or a failed run.
     """
     variants = expand_variants(request, problems)
     free = solve_key_by_label(request, variants)
@@ -68,10 +67,7 @@ def default_folder(request: CompareArgs, variants: Sequence[Variant]) -> Path:
 
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
-    """Returns the key to solve for, by configuration label.
-
-    Raises ConfigurationError if `free` does not fit the configurations or `match`.
-    """
+    """Returns the key to solve for by label; ConfigurationError if unfit."""
     names = request.free or (default_free(request.match),)
     num_sources = max(len(request.configs), 1)
     if len(names) == 1:

@@ -57,10 +57,7 @@ class Cost(NamedTuple):
 
 
 def cost(config: Config, num_devices: int) -> Cost:
-    """Returns the cost of a run from its abstract model.
-
-    Raises UserError if the batch does not fit.
-    """
+    """Returns a run's cost; UserError if its batch does not fit."""
 
     def samples(per_device: float) -> int:
         rows = per_device * num_devices
@@ -117,13 +114,8 @@ def solve(
 ) -> Solution:
     """Changes the free key until the amount is nearest to the budget.
 
-    Args:
-      free: width, depth, slots, steps, or the name of an integer key.
-      amount: Must grow with the free key.
-      tolerance: Largest accepted relative deviation.
-
-    Raises:
-      UserError: The amount does not depend on the key, or no value comes close enough.
+    `amount` must grow with the key, which is width, depth, slots, steps or an integer key. Raises
+    UserError if it does not depend on the key, or no value comes close enough.
     """
     if amount(stages) == budget:
         return Solution(stages, ({},) * len(stages), budget)
@@ -284,10 +276,7 @@ class _Search:
         return min(neighbors, key=lambda value: abs(self.amount(value) - budget))
 
     def around(self, budget: float) -> list[int]:
-        """Returns the largest allowed value within the budget, and the next one.
-
-        Returns only one of them if the budget is beyond all values.
-        """
+        """Returns the largest allowed value within the budget, and the next one."""
         # Doubling first, because amounts of the largest values take long to compute.
         end = self.start
         while end < self.most and self.amount_from(end) <= budget:
@@ -313,11 +302,9 @@ def _multiple(size: int) -> int:
 
 
 def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
-    """Returns the changed configuration; None if a bound or rule forbids it.
-
-    A schedule that spans the whole run keeps doing so.
-    """
+    """Returns the changed configuration; None if a bound or rule forbids it."""
     values = flatten(config)
+    # A schedule that spans the whole run keeps doing so.
     if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
         changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
     if any(all_keys()[name].violates_bounds(value) for name, value in changes.items()):

@@ -22,10 +22,7 @@ _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 
 def time_steps(plan: Plan, variants: Sequence[Variant], show: Callable[[str], None]) -> None:
-    """Adds missing measurements to the plan and saves it after each.
-
-    Raises UserError if batches change during a run, or a short run failed.
-    """
+    """Adds missing measurements to the plan and saves it after each."""
     stages = {name: config for one in variants for name, config in one.named_stages}
     for name, config in stages.items():
         batch = config.batch

@@ -1,7 +1,4 @@
-"""Runs train.py in subprocesses, with log, folder lock and progress.
-
-The comparing program opens no accelerator itself, so that all are free for the runs.
-"""
+"""Runs train.py in subprocesses, with log, folder lock and progress."""
 
 import contextlib
 import json

@@ -77,10 +77,7 @@ KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion"
 
 
 def stage_names(label: str, count: int) -> dict[int | None, str]:
-    """Returns stage number, from 1, to name; a single run has no number.
-
-    Names are unique, because labels contain no spaces.
-    """
+    """Returns unique names by stage number; None numbers a single run."""
     numbers = range(1, count + 1)
     return {None: label} if count == 1 else {n: f"{label} stage {n}" for n in numbers}
 
@@ -131,7 +128,7 @@ class Variant:
 def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> list[Variant]:
     """Returns all requested configurations in order.
 
-    Raises ConfigurationError listing `problems` and every mistake in any configuration once.
+    Raises ConfigurationError for `problems` and every mistake in any of them, once.
     """
     found = list(problems)
     if not request.configs and request.sweep is None:
@@ -205,11 +202,7 @@ def _load_stages(
     place: str,
     chain: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Config, ...]:
-    """Returns one configuration per stage.
-
-    `chain` holds the keys of each stage and where they were written. Raises ConfigurationError for
-    all stages at once.
-    """
+    """Returns one configuration per stage of `chain`: keys and their place."""
     given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
     swept = _words(assignment, place)
     _check_names(assignment, "sweep", "swept", place, given, {})
@@ -332,9 +325,8 @@ def _deduplicate_notices():
 def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
     """Returns warnings about different keys outside the model.
 
-    These are keys outside the model that were neither swept nor solved for, and always those that
-    make the losses incomparable. `variants` have solved keys applied; `solved` maps labels to
-    these.
+    These were neither swept nor solved for, or make the losses incomparable. `variants` have solved
+    keys applied; `solved` maps labels to these.
     """
     on_purpose = {name for variant in variants for name in variant.swept}
     on_purpose |= set().union(*solved.values())

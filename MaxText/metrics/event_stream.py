@@ -116,8 +116,7 @@ def open_stream(
 ) -> EventLog:
     """Opens the event stream of a new or resumed run.
 
-    Process 0 records rows with `run_name`, after removing those from `first_step`
-    (`first_evaluation`) on. The other processes feed only the terminal.
+    Process 0 records, after removing rows from `first_step` (`first_evaluation`) on.
     """
     if jax.process_index() != 0:
         return EventLog([terminal], callbacks=callbacks)

@@ -29,19 +29,13 @@ SMALLEST_SHARE = 0.0002  # smallest share shown: times are stored in millisecond
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A start of the program in a run folder; times in seconds.
-
-    Attributes:
-      first_row: Its start or resume row.
-      seconds: Running time, of a killed attempt up to its last row plus lost work reported later.
-      down_after: Time until the next attempt; 0 for the last.
-    """
+    """A start of the program in a run folder; times in seconds."""
 
     number: int
-    first_row: Mapping[str, Any]
+    first_row: Mapping[str, Any]  # its start or resume row
     launched: float
-    seconds: float
-    down_after: float
+    seconds: float  # running, if killed up to its last row plus lost work reported later
+    down_after: float  # until the next attempt; 0 for the last
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,21 +33,16 @@ _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """Report of a train step.
-
-    Attributes:
-      seconds: Wall time of a step, including the device's work; a mean since the last report.
-      metrics: Scalars of the train step. Needs loss, total_weights (target tokens), and lm_loss
-        (nats per token) or entmax_loss for such objectives. Losses are means, too.
-      peak_tflops: Peak per device; 0 if unknown, which hides MFU.
-    """
+    """Report of a train step."""
 
     step: int
-    seconds: float
+    seconds: float  # wall time of a step with the device's work; mean since the last report
+    # Scalars of the train step: loss, total_weights (target tokens), lm_loss (nats per token) or
+    # entmax_loss, and others. Losses are means since the last report, too.
     metrics: Mapping[str, float]
     tokens_per_device: float
     tflops_per_device: float
-    peak_tflops: float = 0.0
+    peak_tflops: float = 0.0  # per device; 0 if unknown, which hides MFU
     seconds_left: float | None = None
 
     @property
@@ -143,20 +138,14 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """Report of one pass over held-out data.
-
-    Attributes:
-      total_loss: Sum over targets, in nats for log-probability objectives.
-      total_weights: Number of target tokens.
-      correct: Targets that were the argmax; None if not counted.
-    """
+    """Report of one pass over held-out data."""
 
     step: int
-    total_loss: float
-    total_weights: float
+    total_loss: float  # sum over targets, in nats for log-probability objectives
+    total_weights: float  # number of target tokens
     num_batches: int
     seconds: float
-    correct: float | None = None
+    correct: float | None = None  # targets that were the argmax; None if not counted
     has_perplexity: bool = True
 
     @property

@@ -88,10 +88,7 @@ def curve(
 
 
 def _mean(lines: Sequence[Series]) -> Series:
-    """Returns the mean of seeds with its band.
-
-    It has all their steps until the shortest ends.
-    """
+    """Returns the mean of seeds with its band, until the shortest ends."""
     known = [np.isfinite(line.y) for line in lines]
     steps_of = [line.x["step"][there] for line, there in zip(lines, known, strict=True)]
     steps = np.unique(np.concatenate(steps_of))

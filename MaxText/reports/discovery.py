@@ -29,11 +29,8 @@ class DiscoveredRuns:
 def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     """Reads the runs in folders at any depth.
 
-    Groups are those of comparison.json, or of the runs with the same value of a key.
-
-    Raises:
-      UserError: A folder is missing or has no run, a named run cannot be read, or no run has the
-        key.
+    Groups are those of comparison.json, or of the runs with the same value of a key. Raises
+    UserError for a folder without runs, a named run that cannot be read, or an unknown key.
     """
     discovered = DiscoveredRuns([], {}, [])
     for path in paths:

@@ -39,11 +39,7 @@ def median_window(count: int) -> int:
 
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (indices [M], medians [M]), M at most 600, without NaN.
-
-    Robust against one-step spikes; the window is centered, so it does not lag behind a falling
-    loss.
-    """
+    """Returns (indices [M], medians [M]), M at most 600, without NaN."""
     count = values_N.size
     half = median_window(count) // 2
     spacing = max(count / MAX_SMOOTH_POINTS, 1.0)

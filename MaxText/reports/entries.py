@@ -12,15 +12,11 @@ from MaxText.metrics.run_record import RunHistory, resolve_run_dir
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A run, or a group of runs with different seeds.
+    """A run, or a group of runs with different seeds."""
 
-    `label` is unique on the page, `color` an index of color and dashes, `runs` maps names to
-    records.
-    """
-
-    label: str
-    color: int
-    runs: Mapping[str, RunHistory]
+    label: str  # unique on the page
+    color: int  # index of color and dashes
+    runs: Mapping[str, RunHistory]  # by name
     is_group: bool = False
 
 

@@ -38,21 +38,16 @@ class Verbatim:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A plotly figure with its text alternative.
+    """A plotly figure with its text alternative."""
 
-    Attributes:
-      name: Its id on the page and name of its downloads.
-      size: Of half of the page's width ("") or all; "folded" figures are drawn on request.
-      height: In pixels; 0 for the usual one.
-    """
-
-    name: str
+    name: str  # its id on the page and name of its downloads
     title: str
     figure: go.Figure
     description: str = ""
     subtitle: str = ""
+    # Of half of the page's width ("") or all; "folded" figures are drawn on request.
     size: Literal["", "wide", "folded"] = ""
-    height: int = 0
+    height: int = 0  # in pixels; 0 for the usual one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +67,16 @@ class PageSection:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Contents of the page.
-
-    Attributes:
-      made: How and when it was generated.
-      controls: HTML of `controls`, above the first plots.
-      colors: Index of the color of each run's or group's label in tables.
-      links: Addresses of the runs' own reports.
-      refresh: Seconds until the page reloads; 0 for never.
-    """
+    """Contents of the page."""
 
     title: str
-    made: str
+    made: str  # how and when
     warnings: Sequence[str]
     sections: Sequence[PageSection]
-    controls: str
-    colors: Mapping[str, int]
-    links: Mapping[str, str]
-    refresh: int = 0
+    controls: str  # HTML of `controls`, above the first plots
+    colors: Mapping[str, int]  # label of a run or group in tables -> index of its color
+    links: Mapping[str, str]  # addresses of the runs' own reports
+    refresh: int = 0  # seconds until the page reloads; 0 for never
 
 
 def render(page: Page) -> str:

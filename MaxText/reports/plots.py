@@ -1,7 +1,4 @@
-"""Charts as plotly figures, completed by page.js.
-
-page.js applies the reader's choices.
-"""
+"""Charts as plotly figures; page.js applies the reader's choices."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -191,10 +188,7 @@ def _parallel_coordinates(
     keys: Mapping[str, Mapping[str, Any]],
     losses: Mapping[str, float],
 ) -> go.Figure:
-    """Draws a line per run over all keys and the loss.
-
-    The values of a key are evenly spaced.
-    """
+    """Draws a line per run over all keys, evenly spaced, and the loss."""
     figure = _figure(hovermode="closest")
     low, high = min(losses.values()), max(losses.values())
     order = {

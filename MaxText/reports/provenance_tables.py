@@ -12,10 +12,7 @@ from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 
 def provenance(entries: Sequence[Entry]) -> list[PageSection]:
-    """Returns the table of command, code, packages, host and data.
-
-    Several runs have a row per distinct value.
-    """
+    """Returns command, code, packages, host and data, by distinct value."""
     runs = all_runs(entries)
     names = dict.fromkeys(name for run in runs.values() for name in _facts(run))
     rows = []
@@ -47,10 +44,7 @@ def _facts(run: RunHistory) -> dict[str, str]:
 def configuration(
     entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
 ) -> list[PageSection]:
-    """Returns the keys of one run, or `differences` between runs.
-
-    One run has its main, its changed and all keys.
-    """
+    """Returns the keys of one run, or `differences` between runs."""
     runs = all_runs(entries)
     if len(runs) > 1:
         rows = [

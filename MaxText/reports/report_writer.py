@@ -46,16 +46,9 @@ def write_report(
 ) -> Path:
     """Writes the figures, then report.html atomically; returns its path.
 
-    Args:
-      output: Folder for all files; created if absent.
-      title: Page title; by default the names of the runs.
-      groups: Label -> folders of runs that differ only in seed, drawn in one color with mean and
-        band. Other runs are drawn on their own.
-      sections: Shown before the table of runs.
-      refresh: Seconds after which the page reloads; 0 for never.
-
-    Raises:
-      UserError: The folder cannot be written.
+    Runs of a group (label -> folders) differ only in seed, and are drawn in one color with mean and
+    band. `sections` precede the table of runs. The page reloads after `refresh` seconds, unless 0.
+    Raises UserError if the folder cannot be written.
     """
     entries = group_runs(runs, groups)
     title = title or _title(entries)
@@ -117,10 +110,7 @@ def write_report(
 
 
 def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
-    """Draws loss over steps and tokens; returns the path, or None.
-
-    Raises UserError if the folder has no readable events.
-    """
+    """Draws loss over steps and tokens; returns the path, or None."""
     run = read_run(run_folder)
     axes = Axes([run])
     chart = loss_chart(group_runs([run]), axes)

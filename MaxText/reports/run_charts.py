@@ -1,7 +1,4 @@
-"""Charts of a report.
-
-They show loss, learning rate, gradient norm, speed, all other recorded numbers, and goodput.
-"""
+"""Charts of a report: losses, and all other recorded numbers."""
 
 import dataclasses
 import operator
@@ -83,11 +80,7 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Returns the charts of all recorded numbers except losses.
-
-    Learning rate, gradient norm, speed and MFU come first; the others are folded. MFU is omitted if
-    the peaks of devices differ.
-    """
+    """Returns the charts of all recorded numbers except losses."""
     charts = []
     for name, title, y_title, value, kind in (
         ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), "exact"),

@@ -23,22 +23,15 @@ _NOTHING = TrainingCost(0, 0.0)
 
 
 class Ancestor(NamedTuple):
-    """The starting checkpoint of a run.
-
-    Attributes:
-      step: The step after which it was saved, if known.
-      how: "parameters", "full_state", or "growth" (grown parameters).
-      tokens: Used until then, including its own ancestors, as `flops`; None if unknown.
-      growth: How its parameters grew (growth/record.py); None if they did not.
-    """
+    """The starting checkpoint of a run."""
 
     run_name: str | None
     folder: str
-    step: int | None
-    how: str
-    tokens: float | None
+    step: int | None  # the step after which it was saved, if known
+    how: str  # "parameters", "full_state", or "growth" (grown parameters)
+    tokens: float | None  # used until then, including its own ancestors; None if unknown
     flops: float | None
-    growth: Record | None = None
+    growth: Record | None = None  # how its parameters grew; None if they did not
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,12 +48,7 @@ def actions_after(
 
 @dataclasses.dataclass
 class Loop:
-    """The training loop of a run; `step` is the next step.
-
-    Attributes:
-      metadata: Stored with every checkpoint.
-      eval_loss: Loss of the last evaluation; None without one.
-    """
+    """The training loop of a run; `step` is the next step."""
 
     config: Config
     layout: ShardingPlan
@@ -64,7 +59,7 @@ class Loop:
     train_step: ShapeSpecializedStep
     eval_step: Callable[..., Any]
     checkpoints: CheckpointManager
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # stored with every checkpoint
     records: RunLogger
     rollback: RollbackController
     watchdog: Watchdog
@@ -73,7 +68,7 @@ class Loop:
     state: Any
     step: int
     last_step: int
-    eval_loss: float | None = None
+    eval_loss: float | None = None  # of the last evaluation; None without one
 
     def run(self, evaluation_due: bool) -> str:
         """Trains to the end; returns COMPLETED, PREEMPTED or TARGET_REACHED.

@@ -75,8 +75,7 @@ def open_records(
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
-    `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
-    UserError if a package is missing.
+    `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl.
     """
     run, monitoring, model = config.run, config.monitoring, built.model
     num_steps = last_step + 1

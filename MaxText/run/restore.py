@@ -23,32 +23,19 @@ Show = Callable[[str], None]
 
 
 class RestoreResult(NamedTuple):
-    """The restored start of a run.
-
-    Attributes:
-      first_step: The first step, from 0.
-      position: Data position, or None to start at the data of `first_step`.
-      source: One line, such as "checkpoint of step 120".
-      how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: See matching.checkpoint_metadata; empty if there is none.
-      folder: Of the checkpoint; empty for scratch.
-      stored_step: The step after which the checkpoint was saved, if known.
-      changes: {key: (value in the checkpoint, value now)}.
-      growth: How the parameters grew; None if they did not.
-      rollbacks: Of the run, including those after the checkpoint.
-    """
+    """The restored start of a run."""
 
     state: Any
-    first_step: int
-    position: dict[str, Any] | None
-    source: str
-    how: str
-    metadata: Mapping[str, Any] = {}
-    folder: str = ""
-    stored_step: int | None = None
-    changes: Mapping[str, tuple[str, str]] = {}
-    growth: Record | None = None
-    rollbacks: tuple[Rollback, ...] = ()
+    first_step: int  # from 0
+    position: dict[str, Any] | None  # of the data; None to start at that of `first_step`
+    source: str  # one line, such as "checkpoint of step 120"
+    how: str  # "scratch", "resume", "full_state", "parameters" or "growth"
+    metadata: Mapping[str, Any] = {}  # of compatibility.checkpoint_metadata, if there is any
+    folder: str = ""  # of the checkpoint; empty for scratch
+    stored_step: int | None = None  # the step after which the checkpoint was saved, if known
+    changes: Mapping[str, tuple[str, str]] = {}  # key -> value in the checkpoint, value now
+    growth: Record | None = None  # how the parameters grew; None if they did not
+    rollbacks: tuple[Rollback, ...] = ()  # of the run, including those after the checkpoint
 
 
 def restore_or_initialize(
@@ -62,13 +49,8 @@ def restore_or_initialize(
 ) -> RestoreResult:
     """Restores the run's state from the first available source.
 
-    Args:
-      abstract_state: A train state of jax.ShapeDtypeStruct with target shardings, on any mesh.
-      initialize: Creates a fresh state, called unless a whole state is restored.
-      resolved: Result of growth.resolve.resolve_growth; None if nothing can grow.
-
-    Raises:
-      UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
+    `abstract_state` has the target shardings, on any mesh; `initialize` draws a fresh state.
+    Raises UserError if a path has no checkpoint, or none of this run fits and is readable.
     """
     if section.load_full_state_path and section.load_parameters_path:
         raise UserError(

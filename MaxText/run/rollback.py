@@ -48,12 +48,7 @@ class _Snapshot:
 
 
 class RollbackController:
-    """Detects from metrics of reported steps when to roll back, and does so.
-
-    Attributes:
-      trigger: Set when the run should roll back; cleared by `roll_back`.
-      num_rollbacks: Over all restarts of the run.
-    """
+    """Detects from metrics of reported steps when to roll back, and does so."""
 
     def __init__(
         self,
@@ -65,10 +60,11 @@ class RollbackController:
         start: RestoreResult,
     ):
         """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
-        self.trigger: RollbackTrigger | None = None
+        self.trigger: RollbackTrigger | None = None  # set when the run should roll back
         recorded = active_rollbacks(start, batches)
         # Earlier versions saved it as "rewinds".
         saved = start.metadata.get("rollbacks", start.metadata.get("rewinds", 0))
+        # Over all restarts of the run.
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._batches = batches
         self._abstract_state = abstract_state

@@ -33,10 +33,7 @@ class MetricLogger:
         last_step: int,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
-        """Initializes reports every step_log_period steps.
-
-        Each report calls `observe` with step and scalars.
-        """
+        """Reports every step_log_period steps; `observe` gets step and scalars."""
         self._records = records
         self._guard = config.guard
         self._period = config.monitoring.step_log_period
@@ -179,10 +176,7 @@ class MeanLoss:
         self._steps.append({name: metrics[name] for name in names if name in metrics})
 
     def take(self) -> dict[str, float]:
-        """Blocks for the means, and resets them.
-
-        Empty if they equal the last step's losses.
-        """
+        """Blocks for the means and resets; empty if those of the last step."""
         steps, self._steps = self._steps, []
         if len(steps) < 2:
             return {}

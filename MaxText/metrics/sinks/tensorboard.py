@@ -36,8 +36,7 @@ _NORM_CHARTS = {
 class TensorBoardSink(Sink):
     """Writes event files; older points from `first_step` on are hidden.
 
-    For a bucket, which cannot append, a thread copies them from a temporary folder after each
-    flush.
+    A bucket cannot append: a thread copies the file from a temporary folder.
     """
 
     def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
