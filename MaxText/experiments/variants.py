@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from MaxText.config import sources, values
 from MaxText.config.catalog import all_keys
@@ -53,27 +53,18 @@ _UNLIKE_LOSSES = {
 
 SOURCE = "load_parameters_path"  # key of the previous stage's folder, which differs for each run
 PREVIOUS = "the_stage_before"  # placeholder of that folder
-# Keys that no stage may set -> reason.
-SET_PER_STAGE = {
-    SOURCE: "each stage starts from the previous one",
-    "load_full_state_path": "each stage starts from the previous one",
-}
+# Keys of a run that another stage starts from, whatever its configuration says.
+KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
 def read_stages(value: Any) -> list[dict[str, Any]]:
     """Returns each stage's keys; InvalidValueError below two mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
-        raise values.InvalidValueError(
-            f"{values.format_value(value)} is not a list of mappings; write one mapping of "
-            "keys per stage"
-        )
+        what = f"{values.format_value(value)} is not a list of mappings"
+        raise values.InvalidValueError(f"{what}; write one mapping of keys per stage")
     if len(value) < 2:
         raise values.InvalidValueError("a chain needs two or more stages")
     return [dict(stage) for stage in value]
-
-
-# Keys of a run that another stage starts from, whatever its configuration says.
-KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
 def stage_names(label: str, count: int) -> dict[int | None, str]:
@@ -132,13 +123,8 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
     """
     found = list(problems)
     if not request.configs and request.sweep is None:
-        found.append(
-            Problem(
-                "no configurations are given",
-                ("command line",),
-                (("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3"),),
-            )
-        )
+        fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
+        found.append(Problem("no configurations are given", ("command line",), (fact,)))
         raise ConfigurationError(found)
     entries: list[tuple[int, str, dict[str, Any], str]] = []
     chains: dict[int, list[tuple[dict[str, Any], str]]] = {}  # keys of stages and their place
@@ -160,10 +146,8 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
                 found.append(Problem(f"stages: {error}", (chain.place,)))
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
-    several_sources = len(stems) > 1
-    labels = _unique(
-        [_label(stem, assignment, several_sources) for _, stem, assignment, _ in entries]
-    )
+    several = len(stems) > 1
+    labels = _unique([_label(stem, assignment, several) for _, stem, assignment, _ in entries])
     variants = []
     with _deduplicate_notices():
         for (source, _, assignment, place), label in zip(entries, labels, strict=True):
@@ -175,23 +159,16 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
             else:
                 variants.append(Variant(label, source, tuple(map(_own_name, assignment)), configs))
     if len(entries) == 1 and not found:
-        found.append(
-            Problem(
-                "only one configuration is given, so there is nothing to compare",
-                ("command line",),
-                (
-                    ("write", "a second CONFIG.yml,"),
-                    ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes"),
-                ),
-            )
-        )
+        what = "only one configuration is given, so there is nothing to compare"
+        another = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
+        facts = (("write", "a second CONFIG.yml,"), another)
+        found.append(Problem(what, ("command line",), facts))
     if found:
         raise ConfigurationError(list(dict.fromkeys(found)))
     for one, other in itertools.combinations(variants, 2):
         if one.identity == other.identity:
-            sources.print_notices(
-                [f"note: {one.label} and {other.label} are the same configuration"]
-            )
+            note = f"note: {one.label} and {other.label} are the same configuration"
+            sources.print_notices([note])
     return variants
 
 
@@ -205,12 +182,12 @@ def _load_stages(
     """Returns one configuration per stage of `chain`: keys and their place."""
     given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
     swept = _words(assignment, place)
-    _check_names(assignment, "sweep", "swept", place, given, {})
+    _check_names("sweep", assignment, place, given)
     taken = given | dict.fromkeys(map(_own_name, assignment), place)
     stages, problems = [], []
     for number, (keys, where) in enumerate(chain):
         try:
-            _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
+            _check_names("stages", keys, where, taken)
             words = _words(keys, where) | ({f"{SOURCE}={PREVIOUS}": where} if number else {})
             stages.append(_load(request, source, swept | words))
         except ConfigurationError as error:
@@ -230,25 +207,24 @@ def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _check_names(
+    block: Literal["sweep", "stages"],
     assignment: Mapping[str, Any],
-    what: str,
-    done: str,
     place: str,
     given: Mapping[str, str],
-    refused: Mapping[str, str],
 ) -> None:
-    """Refuses keys set per run, or also given elsewhere."""
-    for name in assignment:
-        own = _own_name(name)
-        if own in refused:
-            raise ConfigurationError([Problem(f"{what}: {own}: {refused[own]}", (place,))])
-        if own in _PLACE:
-            setter = SET_PER_RUN.get(own, "output=")
-            problem = f"{what}: {own} cannot be {done}; {setter} sets it for each run"
-            raise ConfigurationError([Problem(problem, (place,))])
-        if own in given:
-            problem = f"{own}: set for all runs and also {done}"
-            raise ConfigurationError([Problem(problem, (given[own], place))])
+    """Refuses keys set per run or stage, or also given elsewhere."""
+    done = "swept" if block == "sweep" else "set by a stage"
+    for name in map(_own_name, assignment):
+        problem, places = "", (place,)
+        if block == "stages" and name in (SOURCE, "load_full_state_path"):
+            problem = f"stages: {name}: each stage starts from the previous one"
+        elif name in _PLACE:
+            setter = SET_PER_RUN.get(name, "output=")
+            problem = f"{block}: {name} cannot be {done}; {setter} sets it for each run"
+        elif name in given:
+            problem, places = f"{name}: set for all runs and also {done}", (given[name], place)
+        if problem:
+            raise ConfigurationError([Problem(problem, places)])
 
 
 def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config:
@@ -259,12 +235,11 @@ def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config
     except ConfigurationError as error:
         # These words apply like typed ones, but originate elsewhere.
         places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
-        raise ConfigurationError(
-            [
-                dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
-                for one in error.problems
-            ]
-        ) from error
+        problems = [
+            dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
+            for one in error.problems
+        ]
+        raise ConfigurationError(problems) from error
 
 
 def to_override(value: Any) -> str:

@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
-from MaxText.reports import model_tables, provenance_tables, run_tables
+from MaxText.reports import model_tables, run_tables
 from MaxText.reports.chart import SYMBOLS, AxisName, Chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
@@ -68,8 +68,8 @@ def write_report(
             PageSection(
                 "Runs" if len(runs) > 1 else "Run", table=run_tables.overview(entries, keys)
             ),
-            *provenance_tables.provenance(entries),
-            *provenance_tables.configuration(entries, {} if keys else differences),
+            *run_tables.provenance(entries),
+            *run_tables.configuration(entries, {} if keys else differences),
             PageSection(
                 "Curves",
                 [_CURVES_NOTE if charts else "No step is recorded yet."],

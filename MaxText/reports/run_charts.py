@@ -11,8 +11,7 @@ import numpy as np
 from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
-from MaxText.reports.curves import Axes, column, curve, ratio
-from MaxText.reports.downsampling import median_window
+from MaxText.reports.curves import Axes, column, curve, median_window, ratio
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 from MaxText.reports.run_tables import event_text
 
