@@ -14,8 +14,12 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files, checkpoint_reader, orbax_errors
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.healthy import HealthyCheckpoints
-from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from MaxText.checkpointing.history import (
+    HealthyCheckpoints,
+    Rollback,
+    read_rollbacks,
+    write_rollbacks,
+)
 from MaxText.checkpointing.run_folder import check_writable
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError

@@ -164,6 +164,9 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
             for row in rows
         ]
 
+    earlier, later = before.goodput, after.goodput
+    seconds = {part: earlier.seconds[part] + later.seconds[part] for part in PARTS}
+    attempts = (dataclasses.replace(one, number=one.number + attempt) for one in later.attempts)
     # The start of a stage is not a restart of the chain.
     events = [row for row in after.events if row["event"] != "start"]
     return dataclasses.replace(
@@ -171,16 +174,8 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
         steps=[*before.steps, *shifted(after.steps)],
         evaluations=[*before.evaluations, *shifted(after.evaluations)],
         events=[*before.events, *shifted(events)],
-        goodput=_goodput(before.goodput, after.goodput, attempt),
+        goodput=Goodput(seconds, (*earlier.attempts, *attempts)),
     )
-
-
-def _goodput(before: Goodput, after: Goodput, first_attempt: int) -> Goodput:
-    seconds = {part: before.seconds[part] + after.seconds[part] for part in PARTS}
-    attempts = (
-        dataclasses.replace(each, number=each.number + first_attempt) for each in after.attempts
-    )
-    return Goodput(seconds, (*before.attempts, *attempts))
 
 
 def summarize(chain: StageSequence, record: RunHistory) -> RunResult:

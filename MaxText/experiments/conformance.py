@@ -252,14 +252,9 @@ def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:
     return None
 
 
-def _initialization(subject: Subject) -> str | None:
-    draws = (Model(subject.config.model).initialize for _ in range(2))
-    return _drawn_twice(*map(jax.jit, draws))
-
-
-def _drawn_twice(draw: Callable[..., Any], draw_again: Callable[..., Any]) -> str | None:
-    key = jax.random.key(0)
-    for name, numbers, again in _pairs(draw(key), draw_again(key)):
+def _drawn_twice(initializer: Callable[[], Callable[..., Any]]) -> str | None:
+    draws = (jax.jit(initializer())(jax.random.key(0)) for _ in range(2))
+    for name, numbers, again in _pairs(*draws):
         if not np.isfinite(numbers).all():
             return f"{name} does not start with finite numbers"
         if not np.array_equal(numbers, again):
@@ -271,7 +266,7 @@ def _axes(subject: Subject) -> str | None:
     known = {name for name, _ in subject.config.mesh.logical_axis_rules}
     for name, info in subject.models[0].parameters.items():
         for axis in info.logical_axes:
-            if axis is not None and axis not in known:
+            if axis not in (None, *known):
                 return f"{name} has the logical axis {axis!r}, which is not in logical_axis_rules"
     return None
 
@@ -474,9 +469,12 @@ def _growth(subject: Subject) -> str | None:
     return None
 
 
+def _initialization(subject: Subject) -> str | None:
+    return _drawn_twice(lambda: Model(subject.config.model).initialize)
+
+
 def _first_state(subject: Subject) -> str | None:
-    """Checks initialization of parameters and optimizer state."""
-    return _drawn_twice(*(jax.jit(_trainer(subject.config)[1]) for _ in range(2)))
+    return _drawn_twice(lambda: _trainer(subject.config)[1])
 
 
 def _updates(subject: Subject) -> str | None:

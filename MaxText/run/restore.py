@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
@@ -61,7 +61,13 @@ def restore_or_initialize(
     _show_order(checkpoints, section, steps, show)
     began = time.perf_counter()
     if steps:
-        _check_has_train_state(checkpoints.stored(steps[0]))
+        newest = checkpoints.stored(steps[0])
+        if newest.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
+            raise UserError(
+                f"{newest} contains imported parameters and no train state, so it cannot be "
+                "resumed. Start another run_name with "
+                f"load_parameters_path={newest.folder.parent.parent}."
+            )
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
         start = _load_full_state(section, abstract_state, config_flat, show)
@@ -111,15 +117,6 @@ def _show_order(
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
         show(f"  {number + 1}. {name:<31}{what}{mark}")
-
-
-def _check_has_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
-    """Rejects a folder with parameters written by convert.py."""
-    if stored.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
-        raise UserError(
-            f"{stored} contains imported parameters and no train state, so it cannot be resumed. "
-            f"Start another run_name with load_parameters_path={stored.folder.parent.parent}."
-        )
 
 
 def _resume(

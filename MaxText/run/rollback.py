@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config.training_sections import GuardConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.iterator import BatchIterator

@@ -117,7 +117,12 @@ class MetricLogger:
         )
         if not metrics.get("skipped"):
             self._records.trend.add(report.lm_loss)
-            self._check(step, shown["loss"])
+            if not math.isfinite(shown["loss"]) and self._guard.abort_on_nan_loss:
+                raise TrainingDivergedError(
+                    f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "
+                    "the command to resume from the last checkpoint, or set "
+                    "abort_on_nan_loss=false to continue training."
+                )
         self._observe(step, metrics)
 
     def complete(self) -> None:
@@ -152,14 +157,6 @@ class MetricLogger:
             yield
         finally:
             self._since += time.perf_counter() - began
-
-    def _check(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss) and self._guard.abort_on_nan_loss:
-            raise TrainingDivergedError(
-                f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
-                f"resume from the last checkpoint, or set abort_on_nan_loss=false to continue "
-                "training."
-            )
 
 
 class MeanLoss:
