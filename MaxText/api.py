@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,12 +94,13 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     "eval/avg_loss" between evaluations, are NaN. `run` is a run folder, or what `load` returned for
     one. Raises UserError for a folder without metrics.jsonl.
     """
+    from MaxText.metrics.json_lines import read_rows
     from MaxText.storage.paths import parse_path
 
     path = parse_path(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: {path.parent} is not a run folder")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
 

@@ -62,18 +62,12 @@ def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]
 
 def _add(path: str, discovered: DiscoveredRuns) -> None:
     folder = parse_path(str(path), "RUN")
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "no such folder"
-        raise UserError(f"{path}: {what}. Give the folder of a run.")
+    if folder.is_file():
+        raise UserError(f"{path} is a file. Give the folder of a run.")
     known = {resolve_run_dir(run.folder) for run in discovered.runs}
-    inside = list(_folders_of_runs(folder, set()))
-    if not inside:
-        raise UserError(
-            f"{path} contains no {EVENTS_FILE}, also not in its subfolders, so it is not the "
-            "folder of a run. Give base_output_directory/run_name."
-        )
+    inside = list(_folders_of_runs(folder, set())) if folder.exists() else []
     problems: list[str] = []
-    for each in inside:
+    for each in inside or [folder]:  # which raises the error of a folder without runs
         try:
             if resolve_run_dir(each) not in known:
                 discovered.runs.append(read_run(each))
