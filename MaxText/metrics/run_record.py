@@ -198,8 +198,9 @@ def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
     attempt = rows[-1]["attempt"]
-    for stop in (row for row in rows if row["event"] == "stop" and row["attempt"] == attempt):
-        reason = stop.get("reason")
+    stops = [row for row in rows if row["event"] == "stop" and row["attempt"] == attempt]
+    if stops:
+        reason = stops[-1].get("reason")
         return reason if reason in _END_STATES else "error"
     patience = max(_SILENT_SECONDS, _SILENT_ROWS * (rows[-1].get("seconds") or 0.0))
     return "running" if silent_for < patience else "killed"
