@@ -40,7 +40,7 @@ REPEATED = ("step", "skip", "rollback", "retry", "evaluation", "checkpoint", "sa
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A row of events.jsonl, plus a `report` for the terminal."""
+    """A row of events.jsonl, plus the EvaluationReport for the terminal."""
 
     kind: str
     time: float

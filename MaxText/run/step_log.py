@@ -16,7 +16,7 @@ import numpy as np
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
 from MaxText.metrics.profiler import memory_row
-from MaxText.metrics.step_line import StepMetrics
+from MaxText.metrics.step_line import step_row
 from MaxText.run.records import RunLogger
 from MaxText.runtime import process_start
 
@@ -86,18 +86,10 @@ class MetricLogger:
         shown = metrics | self._losses.take()
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
-        seconds = elapsed / updates
         self._since, self._reported_step = now, step
         stats = self._records.stats
-        report = StepMetrics(
-            step=step,
-            seconds=seconds,
-            metrics=shown,
-            seconds_left=seconds * (self._last_step - step),
-            tokens_per_device=stats.tokens_per_device(step),
-            tflops_per_device=stats.tflops_per_device(step),
-            peak_tflops=stats.peak.tflops,
-        )
+        tokens, tflops = stats.tokens_per_device(step), stats.tflops_per_device(step)
+        row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
         facts: dict[str, Any] = {}
         if not self._has_reported:
@@ -107,16 +99,15 @@ class MetricLogger:
             "step",
             step=step,
             seconds=elapsed,
-            report=report,
             updates=updates,
             data_seconds=round(data_seconds, 6),
-            **report.row(),
+            **row,
             **memory_row(),
             **self._records.lineage.progress(step),
             **facts,
         )
         if not metrics.get("skipped"):
-            self._records.trend.add(report.lm_loss)
+            self._records.trend.add(row["learning/lm_loss"])
             if not math.isfinite(shown["loss"]) and self._guard.abort_on_nan_loss:
                 raise TrainingDivergedError(
                     f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "

@@ -1,13 +1,13 @@
 """Terminal output: lines on stdout, a progress bar on stderr."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.step_line import StepMetrics, format_duration
+from MaxText.metrics.step_line import compact_step_line, format_duration, step_line
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
@@ -78,12 +78,10 @@ class Terminal(Sink):
                 f"samples {first} to {end - 1}. Reason (step {facts['detected_step']}): "
                 f"{facts['reason']}"
             )
-        if (report := event.report) is not None:
-            is_step = isinstance(report, StepMetrics)
-            is_compact = is_step and self._compact
-            self.line(report.compact_line(self._num_steps) if is_compact else report.line())
-            if is_step and self._bar is not None:
-                self._move(report)
+        if event.kind == "step" and event.step is not None:
+            self._show_step(event.step, facts)
+        elif event.report is not None:
+            self.line(event.report.line())
         if since := facts.get("seconds_since_launch"):
             self.line(f"First step after {since:.1f} s")
 
@@ -111,11 +109,14 @@ class Terminal(Sink):
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )
 
-    def _move(self, report: StepMetrics) -> None:
-        numbers = (
-            f"loss {float(report.metrics['loss']):.3f}  "
-            f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
-        )
-        if report.seconds_left is not None:
-            numbers += f"  {format_duration(report.seconds_left)} left"
-        self._bar.update(self._task, completed=report.step + 1, numbers=numbers)
+    def _show_step(self, step: int, row: Mapping[str, Any]) -> None:
+        left = row["perf/step_time_seconds"] * (self._num_steps - 1 - step)
+        if self._compact:
+            self.line(compact_step_line(step, row, self._num_steps, left))
+        else:
+            self.line(step_line(step, row, left))
+        if self._bar is not None:
+            speed = row["perf/per_device_tokens_per_sec"] * jax.device_count()
+            numbers = f"loss {row['learning/loss']:.3f}  {speed:,.0f} tokens/s"
+            numbers += f"  {format_duration(left)} left"
+            self._bar.update(self._task, completed=step + 1, numbers=numbers)
