@@ -40,7 +40,6 @@ def resolve_auto(
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and layout is not None and layout.mesh.size == 1
-    dense = section.dense_connections
     mixing, why = _mixing(section, backend, dtype, layout)
     if section.scan_unsupported_reason is not None:
         scanned, reason = False, section.scan_unsupported_reason
@@ -62,36 +61,32 @@ def resolve_auto(
         "none" if unrolled_cpu else "full",
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
-    if dense.dense_conn:
-        choose("dense_aggregation_impl", dense.dense_aggregation_impl, mixing, why)
-        if dense.dense_aggregation_impl not in ("auto", mixing):
-            lines.append(
-                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {mixing} ({why})"
-            )
+    section = _with(section, "numerics", dtype=dtype)
+    section = _with(section, "memory", scan_layers=scan, remat_policy=policy)
+    if section.dense_connections.dense_conn:
+        asked = section.dense_connections.dense_aggregation_impl
+        if asked != mixing:
+            lines.append(f"dense_aggregation_impl: {asked} -> {mixing} ({why})")
         if mixing == "kernel" and on_cpu:
             lines.append(
                 "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
             )
-        dense = dense.model_copy(update={"dense_aggregation_impl": mixing})
-    resolved = section.model_copy(
-        update={
-            "dense_connections": dense,
-            "numerics": section.numerics.model_copy(update={"dtype": dtype}),
-            "memory": section.memory.model_copy(
-                update={"scan_layers": scan, "remat_policy": policy}
-            ),
-        }
-    )
+        section = _with(section, "dense_connections", dense_aggregation_impl=mixing)
     asked = section.attention.attention
-    if asked not in ("autoselected", "flash"):
-        return resolved, lines
-    refused = _flash_refused(resolved, backend, layout)
-    chosen = "flash" if refused is None else "blocked"
-    if asked != chosen:
-        reason = refused or "scores stay on the chip"
-        lines.append(f"attention: {asked} -> {chosen} ({reason})")
-    attention = section.attention.model_copy(update={"attention": chosen})
-    return resolved.model_copy(update={"attention": attention}), lines
+    if asked in ("autoselected", "flash"):
+        refused = _flash_refused(section, backend, layout)
+        chosen = "flash" if refused is None else "blocked"
+        if asked != chosen:
+            reason = refused or "scores stay on the chip"
+            lines.append(f"attention: {asked} -> {chosen} ({reason})")
+        section = _with(section, "attention", attention=chosen)
+    return section, lines
+
+
+def _with(section: ModelConfig, name: str, **values: object) -> ModelConfig:
+    """Returns the section with new values of keys in one of its sections."""
+    part = getattr(section, name).model_copy(update=values)
+    return section.model_copy(update={name: part})
 
 
 def _flash_refused(section: ModelConfig, backend: str, layout: ShardingPlan | None) -> str | None:
