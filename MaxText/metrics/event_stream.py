@@ -48,16 +48,10 @@ class EventLog:
         self._seconds_to_close = SECONDS_TO_CLOSE
 
     def emit(
-        self,
-        kind: str,
-        *,
-        step: int | None = None,
-        seconds: float = 0.0,
-        report: Any = None,
-        **facts: Any,
+        self, kind: str, *, step: int | None = None, seconds: float = 0.0, **facts: Any
     ) -> None:
-        """Records an event at its end; `report` is for the terminal only."""
-        event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
+        """Records an event at its end."""
+        event = Event(kind, time.time(), self._attempt, step, seconds, facts)
         for sink in self._sinks:
             sink.write(event)
         for callback in self._callbacks:

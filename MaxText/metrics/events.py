@@ -40,7 +40,7 @@ REPEATED = ("step", "skip", "rollback", "retry", "evaluation", "checkpoint", "sa
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A row of events.jsonl, plus the EvaluationReport for the terminal."""
+    """A row of events.jsonl."""
 
     kind: str
     time: float
@@ -48,7 +48,6 @@ class Event:
     step: int | None = None
     seconds: float = 0.0
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    report: Any = None
 
     def row(self) -> dict[str, Any]:
         return {

@@ -155,8 +155,8 @@ class Loop:
         ):
             placed = (self.layout.to_global_batch(batch, self.eval_batch_size) for batch in watched)
             report = evaluate(self.eval_step, self.state.params, placed, step=step)
-            progress = self.records.lineage.progress(step)
-            facts.update(report=report, **report.row(), **progress)
+            facts |= {**report.row(), **self.records.lineage.progress(step)}
+            self.records.terminal.line(report.line())
             self.records.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
         return self.eval_loss is not None

@@ -79,7 +79,7 @@ def test_each_event_reaches_every_place(tmp_path):
     with pytest.raises(ValueError), stream.timed("checkpoint", step=0):  # noqa: PT011
         raise ValueError
     shown = EvaluationReport(0, 200.0, 100.0, 2, 0.1)
-    stream.emit("evaluation", step=0, seconds=0.1, report=shown, **shown.row())
+    stream.emit("evaluation", step=0, seconds=0.1, **shown.row())
     stream.close()
     stream.close()
 

@@ -45,7 +45,7 @@ def print_above(bar: Any, text: str, show: Callable[[str], None]) -> None:
 
 
 class Terminal(Sink):
-    """Prints steps, evaluations and compilations."""
+    """Prints steps, compilations, skips and rollbacks."""
 
     def __init__(
         self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
@@ -80,8 +80,6 @@ class Terminal(Sink):
             )
         if event.kind == "step" and event.step is not None:
             self._show_step(event.step, facts)
-        elif event.report is not None:
-            self.line(event.report.line())
         if since := facts.get("seconds_since_launch"):
             self.line(f"First step after {since:.1f} s")
 
