@@ -5,11 +5,10 @@ whose data never contained them.
 """
 
 import collections
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,8 +28,7 @@ _WATCHED = ("update_norm", "log_z", "grad_norm", "param_norm", "loss")
 _RISE_FACTOR = 1.1
 
 
-@dataclasses.dataclass(frozen=True)
-class RollbackTrigger:
+class RollbackTrigger(NamedTuple):
     """Reason for a rollback, its step, and the first suspicious step."""
 
     detected_step: int
@@ -38,8 +36,7 @@ class RollbackTrigger:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Snapshot:
+class _Snapshot(NamedTuple):
     """A state in host memory, by addressable shards of each leaf."""
 
     step: int
@@ -231,7 +228,7 @@ class RollbackController:
         risen = []
         for name in _WATCHED:
             values = [[row.get(name, math.nan) for row in part] for part in (early, late)]
-            before, after = (statistics.median(part) for part in values)
+            before, after = map(statistics.median, values)
             if before > 0 and after > _RISE_FACTOR * before:
                 risen.append(f"{name} by {after / before - 1:.0%}")
         if not risen:
