@@ -1,6 +1,7 @@
 """Compared items of a report: runs, and groups of seeds."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -66,18 +67,12 @@ def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
 
 def alike(entries: Sequence[Entry], fact: Callable[[RunHistory], Any]) -> list[tuple[str, Any]]:
     """Returns (names of the runs, value) for each distinct value of a fact."""
-    values: list[tuple[list[str], Any]] = []
+    values: dict[str, tuple[list[str], Any]] = {}
     for name, run in all_runs(entries).items():
-        value = fact(run)
-        if value in (None, "", {}):
-            continue
-        for names, known in values:
-            if known == value:
-                names.append(name)
-                break
-        else:
-            values.append(([name], value))
-    return [(", ".join(names), value) for names, value in values]
+        if (value := fact(run)) not in (None, "", {}):
+            names, _ = values.setdefault(json.dumps(value, sort_keys=True), ([], value))
+            names.append(name)
+    return [(", ".join(names), value) for names, value in values.values()]
 
 
 def shown_parts(runs: Iterable[RunHistory]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def memory(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns memory of the state, of the compiled step, and of the KV cache."""
     runs = all_runs(entries)
     columns = [_memory_of(run) for run in runs.values()]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    names = dict.fromkeys(name for column in columns for name in column)
     if not names:
         return []
     rows = [[name, *(column.get(name, formatting.ABSENT) for column in columns)] for name in names]
@@ -124,11 +124,13 @@ def lineage(entries: Sequence[Entry]) -> list[PageSection]:
 def _ancestor(ancestor: Mapping[str, Any]) -> str:
     step, tokens, flops = (ancestor.get(key) for key in ("step", "tokens", "flops"))
     name = ancestor.get("run_name") or ancestor.get("folder") or "a run without a name"
-    words = [f"step {step:,}"] if step is not None else []
-    words += [str(ancestor.get("how") or "").replace("_", " ")]
-    words += [f"{short_count(tokens)} tokens"] if tokens is not None else []
-    words += [f"{formatting.operations(flops)} FLOPs"] if flops is not None else []
-    return f"{name}: {', '.join(word for word in words if word)}"
+    words = [
+        "" if step is None else f"step {step:,}",
+        str(ancestor.get("how") or "").replace("_", " "),
+        "" if tokens is None else f"{short_count(tokens)} tokens",
+        "" if flops is None else f"{formatting.operations(flops)} FLOPs",
+    ]
+    return f"{name}: {', '.join(filter(None, words))}"
 
 
 def _branches(tree: Mapping[str, Any]) -> list[str]:

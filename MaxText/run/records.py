@@ -11,7 +11,7 @@ from etils import epath
 
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
-from MaxText.cost.cost_table import ModelCost, model_cost
+from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_facts, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
@@ -103,42 +103,31 @@ def open_records(
         callbacks=callbacks,
     )
     baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
-    facts = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
-    emit_start(events, start, facts | {"changed_keys": changed_keys(config)})
-    profiler = StepProfiler(monitoring, tensorboard, first_step)
-    trend = LossTrend(baseline, start.metadata.get("loss_trend"))
-    return RunLogger(events, terminal, profiler, stats, lineage, trend)
-
-
-def run_metadata(
-    run_name: str,
-    stats: TrainingStats,
-    cost: ModelCost,
-    lineage: Lineage,
-    data: Mapping[str, Any],
-    unigram_entropy: float | None,
-) -> dict[str, Any]:
-    """Returns the facts of a start event as JSON values."""
-    return {
-        "run_name": run_name,
-        "num_steps": stats.num_steps,
-        "num_parameters": stats.model.num_parameters,
-        "num_devices": stats.num_devices,
+    facts = {
+        "run_name": run.run_name,
+        "num_steps": num_steps,
+        "num_parameters": model.num_parameters,
+        "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "device_kind": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "jax": jax.__version__,
         "tokens_of_run": stats.tokens_of_run,
         "flops_of_run": stats.flops_of_run,
-        "peak_tflops": stats.peak.tflops,
-        "peak_source": stats.peak.source,
+        "peak_tflops": peak.tflops,
+        "peak_source": peak.source,
         "cost": cost.facts(),
         "lineage": lineage.facts(),
-        "data": {**data, "vocab_size": stats.model.section.shape.vocab_size},
-        "unigram_entropy": unigram_entropy,
+        "data": {**batches.facts, "vocab_size": model.section.shape.vocab_size},
+        "unigram_entropy": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
+        "changed_keys": changed_keys(config),
     }
+    emit_start(events, start, facts)
+    profiler = StepProfiler(monitoring, tensorboard, first_step)
+    trend = LossTrend(baseline, start.metadata.get("loss_trend"))
+    return RunLogger(events, terminal, profiler, stats, lineage, trend)
 
 
 def emit_start(events: EventLog, start: RestoreResult, facts: Mapping[str, Any]) -> None:
