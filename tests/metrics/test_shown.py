@@ -89,17 +89,17 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step_line", "is_terminal", "compact"),
+    ("choice", "is_terminal", "compact"),
     [
         ("auto", False, False), ("auto", True, True), ("full", True, False),
         ("compact", False, True),
     ],
 )  # fmt: skip
-def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, step_line, is_terminal, compact):
+def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_terminal, compact):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "stdout", Tty() if is_terminal else io.StringIO())
     lines = []
-    terminal = terminal_of(400, lines, step_line=step_line)
+    terminal = terminal_of(400, lines, step_line=choice)
     row = row_of(4.1324, grad_norm=0.767, learning_rate=1.751e-3)
     terminal.write(Event("step", 0.0, step=289, facts=row))
     short = (
