@@ -61,10 +61,7 @@ class ReportOptions(ProgramOptions):
 
 
 def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
-    """Returns the output folder of a report.
-
-    Raises UserError for a run in a bucket, where pages cannot be opened.
-    """
+    """Returns the output folder of a report; UserError for a bucket."""
     if options.output is not None:
         return options.output
     if len(runs) > 1:
@@ -77,10 +74,7 @@ def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
-    """Returns the runs and options of a command line.
-
-    Raises ConfigurationError for unknown or invalid options, or without a run.
-    """
+    """Returns the runs and options of a command line."""
     paths = [word for word in arguments if "=" in word and Path(word).exists()]
     rest = [word for word in arguments if word not in paths]
     options, words = read_options(ReportOptions, rest, takes_keys=False)

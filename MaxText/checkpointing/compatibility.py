@@ -135,17 +135,13 @@ def format_mismatches(
         for name, (old, new) in diff_configs(hint.stored, hint.current).items()
         if name in shaping
     ]
-    if changed:
-        lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
-        lines += changed
-        # If a key names the weights, a new run_name would load the same ones.
-        other = "start another run_name" if hint.is_same_run else "load other weights"
-        lines.append(f"Set them back, or {other}.")
-    else:
-        lines.append(
-            "  No key of the model or the optimizer differs, so the program itself changed."
-        )
-    return "\n".join(lines)
+    if not changed:
+        changed = ["  No key of the model or the optimizer differs, so the program itself changed."]
+        return "\n".join(lines + changed)
+    lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
+    # If a key names the weights, a new run_name would load the same ones.
+    other = "start another run_name" if hint.is_same_run else "load other weights"
+    return "\n".join([*lines, *changed, f"Set them back, or {other}."])
 
 
 def parameter_hash(params: Any) -> str:

@@ -40,7 +40,7 @@ REPEATED = ("step", "skip", "rollback", "retry", "evaluation", "checkpoint", "sa
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A row of events.jsonl, plus a `report` for the terminal."""
+    """A row of events.jsonl."""
 
     kind: str
     time: float
@@ -48,7 +48,6 @@ class Event:
     step: int | None = None
     seconds: float = 0.0
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    report: Any = None
 
     def row(self) -> dict[str, Any]:
         return {
@@ -63,10 +62,7 @@ class Event:
 
 
 class Sink:
-    """A destination of events, called from one thread.
-
-    Times are those of time.monotonic.
-    """
+    """A destination of events, called from one thread; times are monotonic."""
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
@@ -82,7 +78,4 @@ class Sink:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases files and threads.
-
-        By default this ends within a minute. Idempotent.
-        """
+        """Flushes and releases files and threads, in a minute. Idempotent."""

@@ -23,7 +23,7 @@ from MaxText.conversion.weight_source import WeightSource, abstract_model, num_b
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
-from MaxText.growth.source import KEY, SourceCheckpoint, open_source
+from MaxText.growth.source import KEY, open_source
 from MaxText.inference import checkpoint_config
 from MaxText.run.lineage import ancestors_of
 
@@ -96,14 +96,10 @@ def grow(request: ConvertArgs, log: Log) -> None:
         imported_run.write_run(
             partial, weights, model_keys(flatten(resolved.config)), comment, metadata
         )
-        copied = _copy_tokenizer(source, partial)
-    imported_run.log_next_command(request.target, copied, log)
-
-
-def _copy_tokenizer(source: SourceCheckpoint, target: Path) -> list[str]:
-    """Copies the smaller model's tokenizer; a dataset keeps its own."""
-    if source.stored is None:
+        # The smaller model's tokenizer; a dataset keeps its own.
         folder = Path(source.folder)
-    else:
-        folder = Path(str(source.stored.folder.parent.parent)) / tokenizer_copy.RUN_FOLDER_NAME
-    return tokenizer_copy.copy_files(folder, target / tokenizer_copy.RUN_FOLDER_NAME)
+        if source.stored is not None:
+            run_folder = Path(str(source.stored.folder.parent.parent))
+            folder = run_folder / tokenizer_copy.RUN_FOLDER_NAME
+        copied = tokenizer_copy.copy_files(folder, partial / tokenizer_copy.RUN_FOLDER_NAME)
+    imported_run.log_next_command(request.target, copied, log)
