@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from MaxText.conversion.hf_checkpoint import is_file
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json, read_text
@@ -101,18 +100,3 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
     if (folder / MANIFEST_NAME).is_file():
         settings["add_bos_token"] = bool(read_manifest(str(folder)).options.get("add_bos"))
     write_json(target / CONFIG_NAME, settings)
-
-
-def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:
-    """Returns a run's tokenizer folder, or None and a message."""
-    if (run_folder / RUN_FOLDER_NAME / TOKENIZER_NAME).is_file():
-        return run_folder / RUN_FOLDER_NAME, ""
-    if not dataset_path:
-        return None, "the run has no dataset_path; add tokenizer=FOLDER to export a tokenizer"
-    data_set = Path(dataset_path).expanduser()
-    if is_file(data_set / TOKENIZER_NAME):
-        return data_set, ""
-    return None, (
-        f"no tokenizer is exported: the data set {data_set} (seen from {Path.cwd()}) has no "
-        f"{TOKENIZER_NAME}; add tokenizer=FOLDER"
-    )

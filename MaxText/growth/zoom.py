@@ -11,8 +11,8 @@ from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.config.serialization import renamed
-from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan
+from MaxText.layers.pattention import slot_place
 
 ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scales by sqrt(zoom)
 # Values of normalize_type under which a zero key adds nothing: Theta(0) is 0, and a score of 0
@@ -75,25 +75,11 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
 def source_zoom_dims(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
-    """Returns place -> zoom in training; raises UserError if unknown."""
+    """Returns place -> zoom in training: without `stored`, the number of slots."""
     if stored is not None:
         return _zooms(stored, config)
-    zooms = {}
-    for place in places(config):
-        slots = config.model.pattention.num_slots(place, config.model.shape.dimensions.emb_dim)
-        counts = {leaf.slots.old for leaf in growth.leaves.values()
-                  if leaf.slots and leaf.slots.new == slots}  # fmt: skip
-        if zoom := explicit_zoom_dim(config, place):
-            zooms[place] = zoom
-        elif len(counts) == 1:
-            zooms[place] = float(counts.pop())
-        else:
-            raise UserError(
-                "the checkpoint does not say which configuration it was made with, and several "
-                f"of its parameters become {slots} slots: {sorted(counts)}. Set zoom_dims.{place} "
-                "to the number of slots that it had there."
-            )
-    return zooms
+    slots = {slot_place(name): float(number) for name, number in growth.stored_slots.items()}
+    return {place: explicit_zoom_dim(config, place) or slots[place] for place in places(config)}
 
 
 def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
@@ -101,16 +87,11 @@ def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict
     if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention
-    own = {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
     bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
-    whole = set(zooms) == set(places(config))
-    if (
-        whole
-        and len(bases) == 1
-        and all(getattr(section.zoom_dims, place) == -1 for place in zooms)
-    ):
+    is_whole = zooms.keys() == {*places(config)}
+    if is_whole and len(bases) == 1 and all(own == -1 for _, own in section.zoom_dims):
         return {"zoom_dim": bases.pop()}
-    return own
+    return {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
 
 
 def other_changes(stored: Config | None, config: Config) -> list[str]:
@@ -127,12 +108,4 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
         for name in now
         if not name.endswith(("slot_num", "zoom_dim", "zoom_dims", "scale_factors"))
         if was[name] != now[name]
-    ]
-
-
-def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
-    return [
-        f"zoom_dims.{place} {zoom:g}, not {explicit_zoom_dim(config, place):g}"
-        for place, zoom in zooms.items()
-        if explicit_zoom_dim(config, place) not in (0, zoom)
     ]
