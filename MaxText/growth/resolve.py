@@ -241,11 +241,10 @@ def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> 
     if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:
         return {}
     zooms = zoom.source_zoom_dims(stored, growth, config)
-    asked = {place: zoom.explicit_zoom_dim(config, place) for place in zooms}
     wrong = [
         f"zoom_dims.{place} {zooms[place]:g}, not {own:g}"
-        for place, own in asked.items()
-        if own not in (0, zooms[place])
+        for place, own in zoom.fixed_zooms(config).items()
+        if own != zooms[place]
     ]
     if wrong:
         raise UserError(

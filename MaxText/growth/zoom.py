@@ -30,13 +30,16 @@ def places(config: Config) -> list[SlotPlace]:
     return found
 
 
-def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
-    """Returns a place's configured zoom; 0 if it follows the slots."""
+def fixed_zooms(config: Config) -> dict[SlotPlace, float]:
+    """Returns place -> zoom where it does not follow the number of slots."""
     section = config.model.pattention
-    own: float = getattr(section.zoom_dims, place)
-    if own == -1:
-        return 4 * section.zoom_dim if place == "ffn" else section.zoom_dim
-    return own
+    zooms: dict[SlotPlace, float] = {}
+    for place in places(config):
+        default = 4 * section.zoom_dim if place == "ffn" else section.zoom_dim
+        own = getattr(section.zoom_dims, place)
+        if zoom := default if own == -1 else own:
+            zooms[place] = zoom
+    return zooms
 
 
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
@@ -44,17 +47,10 @@ def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -
 
     With `by_keys`, a place without a fixed zoom follows its new number of slots.
     """
-
-    def is_fixed(config: Config) -> bool:
-        return any(explicit_zoom_dim(config, place) for place in places(config))
-
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
-    if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
+    if stored is None or not uses_zoom or not fixed_zooms(stored) or fixed_zooms(config):
         return {}
-    zooms = _zooms(stored, config)
-    if by_keys:
-        zooms = {place: zoom for place, zoom in zooms.items() if explicit_zoom_dim(stored, place)}
-    return zoom_dim_overrides(zooms, config)
+    return zoom_dim_overrides(fixed_zooms(stored) if by_keys else _zooms(stored, config), config)
 
 
 def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
@@ -79,12 +75,12 @@ def source_zoom_dims(
     if stored is not None:
         return _zooms(stored, config)
     slots = {slot_place(name): float(number) for name, number in growth.stored_slots.items()}
-    return {place: explicit_zoom_dim(config, place) or slots[place] for place in places(config)}
+    return {place: slots[place] for place in places(config)} | fixed_zooms(config)
 
 
 def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
     """Returns keys to fix the zoom of each place; empty if already set."""
-    if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
+    if zooms.items() <= fixed_zooms(config).items():
         return {}
     section = config.model.pattention
     bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
