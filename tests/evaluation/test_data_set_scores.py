@@ -176,7 +176,7 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     (found,) = score(trained, plain)
     assert (found.num_bytes, found.bits_per_byte) == (None, None)
     assert "byte by byte; and not every token" in found.bytes_unavailable_reason
-    said = f"bits/byte of {plain} is not shown: its tokenizer.json normalizes"
+    said = f"bits/byte of {plain} is not shown: the ids of its tokenizer"
     assert said in source_table([found])
 
 
