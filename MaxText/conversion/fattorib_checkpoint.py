@@ -40,7 +40,7 @@ class FattoribCheckpoint(WeightSource):
                 f"the one that was trained, for example model_name=fattorib-base: {error}"
             ) from error
         self.file = _find(parse_path(path, "from"), path)
-        self._arrays = _flattened(_restored(self.file))
+        self._arrays = _arrays(self.file)
         check_arrays(
             {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
             {tensor.name: tensor.shape for tensor in self.map.tensors},
@@ -69,15 +69,12 @@ def _find(path: Any, given: str) -> Any:
     return path
 
 
-def _restored(file: Any) -> Any:
+def _arrays(file: Any) -> dict[str, np.ndarray]:
+    """Returns arrays by path, of weights or of a train state with params."""
     try:
-        return serialization.msgpack_restore(file.read_bytes())
+        tree = serialization.msgpack_restore(file.read_bytes())
     except Exception as error:
         raise UserError(f"{file} is not a Flax msgpack file, or is corrupted: {error}") from error
-
-
-def _flattened(tree: Any) -> dict[str, np.ndarray]:
-    """Returns arrays by path, of weights or of a train state with params."""
     while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
         tree = tree["params"]
     leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")

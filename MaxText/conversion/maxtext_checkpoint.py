@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from MaxText.checkpointing.checkpoint_files import list_dir
 from MaxText.config.schema import Config
 from MaxText.conversion.stored_arrays import LazyCheckpointReader
 from MaxText.conversion.weight_source import (
@@ -126,16 +127,13 @@ class MaxTextWeights(WeightSource):
         }
 
     def _match(self) -> dict[str, _ArrayLocation]:
-        found = {
-            path: leaf for path, leaf in self._arrays.leaves.items() if path.startswith("params/")
-        }
-        prefix = (
-            "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
-        )
+        leaves = self._arrays.leaves
+        found = {path: leaf for path, leaf in leaves.items() if path.startswith("params/")}
+        is_nested = any(path.startswith("params/params/") for path in found)
+        prefix = "params/params/" if is_nested else "params/"
         is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
         locations = {
-            name: self._location(name, spec.shape, prefix, is_unrolled)
-            for name, spec in self.model.parameters.items()
+            name: self._location(name, prefix, is_unrolled) for name in self.model.parameters
         }
         check_arrays(
             found,
@@ -148,32 +146,29 @@ class MaxTextWeights(WeightSource):
         )
         return locations
 
-    def _location(
-        self, name: str, shape: tuple[int, ...], prefix: str, is_unrolled: bool
-    ) -> _ArrayLocation:
+    def _location(self, name: str, prefix: str, is_unrolled: bool) -> _ArrayLocation:
+        param = self.model.parameters[name]
         num_layers = self.model.config.shape.dimensions.num_layers
+        within, layers = self.model.placed(name)
+        is_stack = name == _SOURCE_NORM or "layers" in param.logical_axes
+        shape = param.shape[1:] if is_stack else param.shape
         if name == _SOURCE_NORM:
             first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
-            return _ArrayLocation([prefix + name for name in names], shape[1:], is_stack=True)
-        if name.startswith("connections/after/"):
+        elif name.startswith("connections/after/"):
             after, within = name.removeprefix("connections/after/").split("/", 1)
-            name = _CONNECTION_NAMES[within].format(layer=int(after) - 1)
-            return _ArrayLocation([prefix + name], shape)
-        within, layers = self.model.placed(name)
-        if layers is None:
-            return _ArrayLocation([prefix + _NAMES[name]], shape)
-        maxtext_name = self._layer_name(within)
-        if "layers" not in self.model.parameters[name].logical_axes:
-            return _ArrayLocation([f"{prefix}decoder/layers_{layers[0]}/{maxtext_name}"], shape)
-        shape = shape[1:]
-        if _slots_of(within) in _SHARED_SLOTS:
-            shape = (*shape[:-1], len(_SHARED_SLOTS), shape[-1])
-        if is_unrolled or len(layers) < num_layers:
-            paths = [f"{prefix}decoder/layers_{i}/{maxtext_name}" for i in layers]
-            return _ArrayLocation(paths, shape, is_stack=True)
-        shape = (*shape[:_LAYER_AXIS], num_layers, *shape[_LAYER_AXIS:])
-        return _ArrayLocation([f"{prefix}decoder/layers/{maxtext_name}"], shape, is_scanned=True)
+            names = [_CONNECTION_NAMES[within].format(layer=int(after) - 1)]
+        elif layers is None:
+            names = [_NAMES[name]]
+        else:
+            names = [f"decoder/layers_{i}/{self._layer_name(within)}" for i in layers]
+            if _slots_of(within) in _SHARED_SLOTS:
+                shape = (*shape[:-1], len(_SHARED_SLOTS), shape[-1])
+            if is_stack and not is_unrolled and len(layers) == num_layers:
+                path = f"{prefix}decoder/layers/{self._layer_name(within)}"
+                shape = (*shape[:_LAYER_AXIS], num_layers, *shape[_LAYER_AXIS:])
+                return _ArrayLocation([path], shape, is_scanned=True)
+        return _ArrayLocation([prefix + name for name in names], shape, is_stack)
 
     def _layer_name(self, within: str) -> str:
         if slots := _SLOT_NAMES.get(_slots_of(within)):
@@ -262,11 +257,8 @@ def _check_dense_connections(config: Config) -> None:
 def _find_items(given: epath.Path, shown: str) -> epath.Path:
     """Returns the arrays' folder for a run, its checkpoints or a step."""
     for folder in (given, given / "checkpoints"):
-        steps = (
-            [child for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
-        )
-        steps.sort(key=lambda child: int(child.name))
-        for step in (folder, *reversed(steps)):
+        steps = [child for child in list_dir(folder) if child.name.isdigit()]
+        for step in (folder, *sorted(steps, key=lambda child: -int(child.name))):
             for items in (step, *(step / name for name in _ITEMS)):
                 if any((items / name).exists() for name in _DESCRIPTION):
                     return items

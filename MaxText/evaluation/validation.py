@@ -50,12 +50,10 @@ def sum_batches(outputs: Iterable[Mapping[str, jax.Array]]) -> tuple[dict[str, f
     """
     totals: dict[str, float] = collections.defaultdict(float)
     num_batches = 0
-    waiting: Mapping[str, jax.Array] = {}
-    for new in itertools.chain(outputs, [{}]):
+    for waiting, _ in itertools.pairwise(itertools.chain(outputs, [{}])):
         for name, value in waiting.items():
             totals[name] += float(value)
-        num_batches += bool(waiting)
-        waiting = new
+        num_batches += 1
     return totals, num_batches
 
 

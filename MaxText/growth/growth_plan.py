@@ -35,7 +35,6 @@ class AxisResize(NamedTuple):
 class ParamGrowth(NamedTuple):
     """The change of one parameter."""
 
-    name: str
     old: ArraySpec
     new: ArraySpec
     slots: AxisResize | None  # None without the axis
@@ -91,30 +90,21 @@ class GrowthPlan(NamedTuple):
         return words
 
 
-class IncompatibleShapesError(Exception):
-    """Raised if stored parameters cannot become a model's; lists problems."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+def misfits(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
+    """Describes why stored parameters cannot become a model's; empty if they can."""
+    if reason := _fixed_depth(stored, wanted):
+        return [reason]
+    specs = {name: _spec(info) for name, info in wanted.items()}
+    return mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
 
 
 def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> GrowthPlan:
-    """Compares stored and wanted parameters; IncompatibleShapesError."""
-    if reason := _fixed_depth(stored, wanted):
-        raise IncompatibleShapesError([reason])
-    specs = {
-        name: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)) for name, spec in wanted.items()
-    }
-    problems = mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
-    if problems:
-        raise IncompatibleShapesError(problems)
+    """Returns the changes of stored parameters without `misfits`."""
     return GrowthPlan(
         {
             name: ParamGrowth(
-                name,
                 stored[name],
-                specs[name],
+                _spec(spec),
                 _resize(SLOTS, stored[name], spec),
                 _resize(LAYERS, stored[name], spec),
                 _role(spec),
@@ -122,6 +112,10 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
             for name, spec in wanted.items()
         }
     )
+
+
+def _spec(info: ParamSpec) -> ArraySpec:
+    return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
 
 
 def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:

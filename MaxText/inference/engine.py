@@ -51,12 +51,7 @@ class StepOutput:
 
 
 class Engine:
-    """Prefills and continues batches of sequences.
-
-    Attributes:
-      window: Maximum sequence length in tokens.
-      batch_divisor: Required divisor of the batch size, from data sharding.
-    """
+    """Prefills and continues batches of sequences."""
 
     def __init__(
         self,
@@ -72,15 +67,18 @@ class Engine:
         A step is several times faster with `params` from Model.unstack_params. Ids from `num_ids`
         (tokenizer vocabulary size) on are never sampled.
         """
-        self.window = model.config.shape.max_target_length
-        self.batch_divisor = sharding.num_batch_parts
+        self.window = model.config.shape.max_target_length  # of a sequence
+        self.batch_divisor = sharding.num_batch_parts  # batch sizes are multiples
         self._model, self._params = model, params
         self._sampling, self._num_ids = sampling, num_ids
         # Sampled tokens are replicated, so that every host can read them.
         outputs = {"out_shardings": (None, sharding.replicated)}
         self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
         self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
-        self._growth = sharding.jit(_with_capacity, static_argnums=1)
+        self._grow = sharding.jit(
+            lambda state, size: dataclasses.replace(state, cache=with_capacity(state.cache, size)),
+            static_argnums=1,
+        )
 
     def prefill(
         self,
@@ -130,7 +128,7 @@ class Engine:
         capacity = capacity_of(state.cache)
         if capacity is None or length <= capacity:
             return state
-        return self._growth(state, self._capacity(max(length, 4 * capacity)))
+        return self._grow(state, self._capacity(max(length, 4 * capacity)))
 
     def _capacity(self, length: int) -> int:
         return min(next_power_of_two(length, SMALLEST_CAPACITY), self.window)
@@ -162,11 +160,10 @@ class Engine:
     def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
         if self._sampling.repetition_penalty == 1:
             return None
-        none_V = jnp.zeros(self._model.config.shape.vocab_size, bool)
+        rows_B1 = jnp.arange(len(tokens_BT))[:, None]
         real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
-        return jax.vmap(lambda tokens_T, real_T: none_V.at[tokens_T].max(real_T))(
-            tokens_BT, real_BT
-        )
+        none_BV = jnp.zeros((len(tokens_BT), self._model.section.shape.vocab_size), bool)
+        return none_BV.at[rows_B1, tokens_BT].max(real_BT)
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
@@ -194,10 +191,6 @@ class Engine:
             generated_BV=generated_BV,
         )
         return state, StepOutput(tokens_B, log_probabilities_B)
-
-
-def _with_capacity(state: DecodeState, capacity: int) -> DecodeState:
-    return dataclasses.replace(state, cache=with_capacity(state.cache, capacity))
 
 
 def next_power_of_two(number: int, least: int) -> int:

@@ -92,7 +92,7 @@ def grow(request: ConvertArgs, log: Log) -> None:
     # The new parameters themselves own cost.
     spent = {"tokens": 0, "flops": 0.0}
     metadata = {"lineage": [ancestor._asdict() for ancestor in lineage], "spent": spent}
-    with imported_run.atomic_directory(request.target) as partial:
+    with imported_run.atomic_target(request.target) as partial:
         imported_run.write_run(
             partial, weights, model_keys(flatten(resolved.config)), comment, metadata
         )

@@ -40,7 +40,7 @@ def resolve_auto(
     dimensions = config.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
-    mixing, why = _mixing(config, backend, dtype, sharding)
+    mixing, why = _aggregation_impl(config, backend, dtype, sharding)
     if config.scan_unsupported_reason is not None:
         scanned, reason = False, config.scan_unsupported_reason
     elif not config.layer_plan.repeats:
@@ -74,7 +74,7 @@ def resolve_auto(
         config = _with(config, "dense_connections", dense_aggregation_impl=mixing)
     asked = config.attention.attention
     if asked in ("autoselected", "flash"):
-        refused = _flash_refused(config, backend, sharding)
+        refused = _flash_problem(config, backend, sharding)
         chosen = "flash" if refused is None else "blocked"
         if asked != chosen:
             reason = refused or "scores stay on the chip"
