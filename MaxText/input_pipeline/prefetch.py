@@ -98,8 +98,10 @@ def _batches_from(
     options = grain.MultiprocessingOptions(
         num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
     )
-    dataset = grain.MapDataset.source(steps).map(read).to_iter_dataset(
-        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    dataset = (
+        grain.MapDataset.source(steps)
+        .map(read)
+        .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     )
     return iter(dataset.mp_prefetch(options).map(_copied))
 

@@ -52,9 +52,10 @@ _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
 _LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
 
 _Documents = Iterator[tuple[int, TokenDocument | BadRecordError]]
+_Records = Iterator[tuple[int, bytes | BadRecordError]]
 
 
-def scan_records(part: FileRange) -> Iterator[tuple[int, bytes | BadRecordError]]:
+def scan_records(part: FileRange) -> _Records:
     """Yields (position, bytes or error) of each record of a file, in order.
 
     The position is the offset in the decompressed TFRecord file, or the record number in the
@@ -105,8 +106,7 @@ def _text(record: bytes, path: str, number: int, text_field: str) -> str:
     if isinstance(values, list):
         return PARAGRAPH_END.join(decode(value, where) for value in values)
     texts = [name for name, value in features.items() if isinstance(value, list)]
-    arrays = {name: value for name, value in features.items() if isinstance(value, np.ndarray)}
-    ids = [name for name, value in arrays.items() if value.dtype.kind == "i"]
+    ids = [name for name in features if np.asarray(features[name]).dtype.kind == "i"]
     if ids and not texts:
         raise token_ids_error(where, path, f"integers in {', '.join(ids)}")
     raise missing_text_error(where, text_field, texts)
@@ -211,31 +211,25 @@ def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
             column = id_column(table, path, fields or USUAL_FIELDS)
             assert column is not None
             yield from table_documents(table, path, column)
-    elif kind == "webdataset":
-        yield from _archive_documents(path, fields)
+        return
+    if kind == "webdataset":
+        records, ids_of = _archive_tensors(path, fields), _tensor
     else:
-        names = fields or USUAL_FIELDS
-        for position, record in _scan_file(path, kind):
+        records = _scan_file(path, kind)
+        ids_of = functools.partial(tf_example.int64_values, names=fields or USUAL_FIELDS)
+    for position, record in records:
+        try:
             if isinstance(record, BadRecordError):
-                yield position, record
-            else:
-                read = functools.partial(tf_example.int64_values, record, names)
-                yield position, _document(read, path, kind, position)
+                raise record
+            document = TokenDocument(as_ids(ids_of(record), path, position, _UNITS[kind]))
+        except BadRecordError as problem:
+            document = problem
+        except UserError as error:  # ExampleError, TorchFileError
+            document = BadRecordError(path, position, str(error), _UNITS[kind])
+        yield position, document
 
 
-def _document(
-    read: Callable[[], np.ndarray], path: str, kind: str, position: int
-) -> TokenDocument | BadRecordError:
-    unit = _UNITS[kind]
-    try:
-        return TokenDocument(as_ids(read(), path, position, unit))
-    except BadRecordError as problem:
-        return problem
-    except UserError as error:  # ExampleError, TorchFileError
-        return BadRecordError(path, position, str(error), unit)
-
-
-def _scan_file(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecordError]]:
+def _scan_file(path: str, kind: str) -> _Records:
     part = FileRange.whole(path)
     file = dataclasses.replace(part.file, format=part.file.format._replace(layout=_LAYOUTS[kind]))
     return scan_records(FileRange(file))
@@ -263,7 +257,7 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
     )
 
 
-def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
+def _archive_tensors(path: str, fields: Sequence[str]) -> _Records:
     chosen, first_name = None, ""
     there: dict[str, None] = {}
     for name, sample in _samples(path):
@@ -273,8 +267,7 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
         field = next((field for field in wanted if field in sample), None)
         chosen = field if chosen is None else chosen
         if field is not None and field == chosen:
-            offset, content = sample[field]
-            yield offset, _document(functools.partial(_tensor, content), path, "webdataset", offset)
+            yield sample[field]
         elif not fields:
             break
     else:

@@ -24,6 +24,7 @@ from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_p
 from MaxText.input_pipeline.prepare.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
 from MaxText.input_pipeline.prepare.token_shards import (
     ShardJob,
+    ShardSplit,
     Tokenization,
     TokenizedShard,
     finished_shard,
@@ -132,18 +133,13 @@ class TokenizationJob:
     def _tokenize_all(self) -> tuple[list[TokenizedShard], set[int]]:
         """Returns all shards, and the numbers of the already tokenized ones."""
         corpus, tokenization, show = self.corpus, self.tokenization, self.show
-        splits = corpus.splits or [""] * len(corpus.shards)
         if corpus.splits:
-            names = ", ".join(dict.fromkeys(splits))
+            names = ", ".join(corpus.splits)
             show(f"The source has splits of its own ({names}): validation_fraction is not used")
-        jobs = [
-            ShardJob(number, shard, split)
-            for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
-        ]
-        before = [finished_shard(tokenization, job.number) for job in jobs]
-        num_finished = sum(shard is not None for shard in before)
-        if num_finished:
-            show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
+        jobs = [ShardJob(*numbered) for numbered in enumerate(corpus.shards)]
+        kept = {job.number for job in jobs if finished_shard(tokenization, job.number)}
+        if kept:
+            show(f"Resuming: {len(kept):,} of {len(jobs):,} shards are already tokenized")
         if self.beam_options is not None:
             _tokenize_with_beam(tokenization, jobs, self.beam_options)
         else:
@@ -155,7 +151,7 @@ class TokenizationJob:
         found = [finished_shard(tokenization, job.number) for job in jobs]
         shards = [shard for shard in found if shard is not None]
         assert len(shards) == len(jobs), f"shards are missing in {tokenization.staging}"
-        return shards, {number for number, shard in enumerate(before) if shard is not None}
+        return shards, kept
 
     def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
         """Moves one document if the hash left a split empty.
@@ -188,8 +184,7 @@ class TokenizationJob:
             raise too_many_error(limit, bad[0])
         for message in bad[:_MAX_NAMED_ERRORS]:
             self.show(f"warning: skipped: {message}")
-        if len(bad) > _MAX_NAMED_ERRORS:
-            num_more = len(bad) - _MAX_NAMED_ERRORS
+        if (num_more := len(bad) - _MAX_NAMED_ERRORS) > 0:
             self.show(f"warning: skipped: {num_more} more rows and files like these")
         if not any(shard.num_tokens for shard in shards):
             # Useless for a retry.
@@ -203,19 +198,18 @@ class TokenizationJob:
 
     def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
         target = self.tokenization.staging / "data_set"
-        entries = {}
-        for split in sorted({split for shard in shards for split in shard.splits}):
-            parts = [
-                (number, shard.splits[split])
-                for number, shard in enumerate(shards)
-                if split in shard.splits and shard.splits[split].num_documents
-            ]
-            if parts:
-                entries[split] = write_documents(self.tokenization, split, parts)
-                sync_file(target / split)
+        parts: dict[str, list[tuple[int, ShardSplit]]] = {}
+        for number, shard in enumerate(shards):
+            for split, part in shard.splits.items():
+                if part.num_documents:
+                    parts.setdefault(split, []).append((number, part))
         for folder in target.iterdir():
-            if folder.is_dir() and folder.name not in entries:
+            if folder.is_dir() and folder.name not in parts:
                 shutil.rmtree(folder)
+        entries = {
+            split: write_documents(self.tokenization, split, parts[split])
+            for split in sorted(parts)
+        }
         sync_file(target)
         return entries
 

@@ -23,7 +23,7 @@ import pydantic
 
 from MaxText.input_pipeline.document_sources.corpus import Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.local_cache import write_array_header
+from MaxText.input_pipeline.local_cache import write_arrays
 from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
@@ -81,12 +81,11 @@ class ShardJob:
 
     number: int
     shard: Shard
-    split: str = ""  # of all its documents; empty if a hash decides
     moved: tuple[int, bool] | None = None  # document exempt from the hash, and whether held out
 
     def splits(self, validation_fraction: float) -> list[str]:
-        if self.split:
-            return [self.split]
+        if self.shard.split:
+            return [self.shard.split]
         return [sampling.TRAIN, *[sampling.VALIDATION] * (validation_fraction > 0)]
 
 
@@ -106,7 +105,7 @@ class TokenizedShard(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    sha256: str  # sampling.TextDigest of the text as read
+    sha256: str  # sampling.add_to_digest of the text as read
     num_bytes: int
     skipped: dict[str, int]  # reason -> number of documents
     bad: tuple[str, ...] = ()  # errors of malformed rows and unreadable files
@@ -166,7 +165,7 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
     clean = sampling.text_cleaner(tokenization.fix_text)
     threshold = sampling.held_out_threshold(tokenization.validation_fraction)
     minimum = max(tokenization.minimum_tokens, 1)
-    digest, skipped = sampling.TextDigest(), Skipped()
+    digest, skipped = hashlib.sha256(), Skipped()
     num_bytes = index = 0
     ranked: list[tuple[int, int]] = []
     with contextlib.ExitStack() as stack:
@@ -184,7 +183,7 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
                 documents, texts, ids, numbers.tolist(), ranks, strict=True
             ):
                 encoded = document.text.encode()
-                digest.add(encoded)
+                sampling.add_to_digest(digest, encoded)
                 num_bytes += len(encoded)
                 if len(ids_N) < minimum:
                     skipped[f"shorter than {minimum} tokens"] += 1
@@ -193,7 +192,8 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
                 held_out = rank < threshold
                 if job.moved and job.moved[0] == number:
                     held_out = job.moved[1]
-                split = job.split or (sampling.VALIDATION if held_out else sampling.TRAIN)
+                by_hash = sampling.VALIDATION if held_out else sampling.TRAIN
+                split = job.shard.split or by_hash
                 if tokenization.fix_text:
                     encoded = text.encode()
                 writers[split].add(ids_N, len(encoded), document)
@@ -298,12 +298,10 @@ def write_documents(
     """
     staging, folder = tokenization.staging, tokenization.staging / "data_set" / split
     itemsize = np.dtype(tokenization.dtype).itemsize
-    tokens_digest, offsets_digest = hashlib.sha256(), hashlib.sha256()
+    tokens_digest, offsets_digest = hashlib.sha256(), hashlib.sha256(bytes(8))  # of the first 0
     counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
-    num_documents = sum(part.num_documents for _, part in shards)
     files: list[RecordFile] = []
     source_files: list[tuple[int, str]] = []
-    first_document = num_tokens = 0
 
     def arrays(number: int) -> Any:
         return np.load(_documents_path(staging, split, number))
@@ -311,33 +309,34 @@ def write_documents(
     # Rows fit int32, except for sources that count something other than rows.
     widest = max(int(arrays(number)["rows"].max()) for number, _ in shards)
     row_type = np.dtype("<i4" if widest <= np.iinfo(np.int32).max else "<i8")
-    offset_type = np.dtype("<i8")
-    # Written sequentially: a full disk is then an error; with a memory map it kills the process.
-    with (folder / OFFSETS_NAME).open("wb") as offsets, (folder / ROWS_NAME).open("wb") as rows:
-        write_array_header(offsets, offset_type, num_documents + 1)
-        write_array_header(rows, row_type, num_documents)
-        first = np.zeros(1, offset_type).tobytes()
-        offsets.write(first)
-        offsets_digest.update(first)
+
+    def blocks() -> Iterator[dict[str, np.ndarray]]:
+        end = 0
+        yield {"document_offsets": np.zeros(1, "<i8"), "document_rows": np.empty(0, row_type)}
         for number, part in shards:
             with arrays(number) as of_shard:
-                ends = (num_tokens + np.cumsum(of_shard["lengths"])).astype(offset_type).tobytes()
-                rows.write(of_shard["rows"].astype(row_type).tobytes())
+                ends = (end + np.cumsum(of_shard["lengths"])).astype("<i8")
+                rows = of_shard["rows"].astype(row_type)
                 counts_V[of_shard["ids"]] += of_shard["counts"]
-            offsets.write(ends)
-            offsets_digest.update(ends)
-            path = _tokens_path(staging, split, number)
-            with path.open("rb") as file:
-                for block in iter(lambda file=file: file.read(2**24), b""):
-                    tokens_digest.update(block)
-            for document, name in part.source_files:
-                if not source_files or source_files[-1][1] != name:
-                    source_files.append((first_document + document, name))
-            num_bytes = part.num_tokens * itemsize
-            entry = {"num_records": part.num_tokens, "num_tokens": part.num_tokens}
-            files.append(RecordFile(name=path.name, num_bytes=num_bytes, **entry))
-            first_document += part.num_documents
-            num_tokens += part.num_tokens
+            offsets_digest.update(ends.data)
+            yield {"document_offsets": ends, "document_rows": rows}
+            end += part.num_tokens
+
+    write_arrays(folder, blocks())
+    first_document = 0
+    for number, part in shards:
+        path = _tokens_path(staging, split, number)
+        with path.open("rb") as file:
+            while block := file.read(2**24):
+                tokens_digest.update(block)
+        for document, name in part.source_files:
+            if not source_files or source_files[-1][1] != name:
+                source_files.append((first_document + document, name))
+        first_document += part.num_documents
+        size = part.num_tokens
+        files.append(
+            RecordFile(name=path.name, num_bytes=size * itemsize, num_records=size, num_tokens=size)
+        )
     for name in (OFFSETS_NAME, ROWS_NAME):
         sync_file(folder / name)
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
@@ -345,10 +344,11 @@ def write_documents(
     # Left over if the text has fewer shards than in an earlier process.
     for path in set(folder.glob("tokens-*")) - {folder / file.name for file in files}:
         path.unlink()
+    sync_file(folder)
     return Split(
         files=tuple(files),
-        num_tokens=num_tokens,
-        num_documents=num_documents,
+        num_tokens=sum(part.num_tokens for _, part in shards),
+        num_documents=first_document,
         num_text_bytes=sum(part.num_text_bytes for _, part in shards),
         unigram_entropy=round(unigram_entropy(counts_V), 6),
         largest_id=int(np.flatnonzero(counts_V)[-1]),
