@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import pydantic
 
-from MaxText.config.data_sections import PreparationConfig
+from MaxText.config.data_sections import ExportedRecords, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
@@ -94,7 +93,7 @@ class RecordShape:
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]
     field: str
-    keys: PreparationConfig  # records.chunk_length, and prep_ keys of strided windows
+    records: ExportedRecords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +122,13 @@ class RecordFileJob:
         return f"{self.name}-{self.number:05d}-of-{self.num_files:05d}.parquet"
 
 
-class FinishedFile(pydantic.BaseModel):
+@dataclasses.dataclass(frozen=True)
+class FinishedFile:
     """Ledger entry of a record file.
 
     `num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows share
     count each time.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     split: str
     shard: int
@@ -215,30 +213,25 @@ def num_chunks(num_tokens: int, chunk_length: int) -> int:
 def _ranges(job: RecordFileJob, store: TokenStore) -> RecordRanges:
     shape = job.shape
     if shape.kind == "chunks":
-        length = shape.keys.records.chunk_length
+        length = shape.records.chunk_length
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (length - 1)
         return RecordRanges(starts, np.minimum(starts + length, len(store)))
     offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
     if shape.kind in ("documents", "text"):
         return RecordRanges(offsets[:-1], offsets[1:])
-    return strided_windows(
-        offsets,
-        shape.keys.records.min_length,
-        shape.keys.records.max_length,
-        shape.keys.records.stride,
-    )
+    records = shape.records
+    return strided_windows(offsets, records.min_length, records.max_length, records.stride)
 
 
 def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarray]]:
     """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
-    first, num_records = 0, ranges.starts_W.size
-    ends = np.cumsum(ranges.stops_W - ranges.starts_W)
-    while first < num_records:
-        done = int(ends[first - 1]) if first else 0
-        stop = int(np.searchsorted(ends, done + _BATCH_TOKENS, side="right"))
+    first, sizes = 0, ranges.stops_W - ranges.starts_W
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    while first < ranges.starts_W.size:
+        stop = int(np.searchsorted(ends, ends[first] + _BATCH_TOKENS, side="right")) - 1
         stop = max(stop, first + 1)
         starts, stops = ranges.starts_W[first:stop], ranges.stops_W[first:stop]
-        yield np.split(store.read(starts, stops), np.cumsum(stops - starts)[:-1])
+        yield np.split(store.read(starts, stops), ends[first + 1 : stop] - ends[first])
         first = stop
 
 
@@ -274,7 +267,7 @@ def write_record_file(_: None, job: RecordFileJob) -> FinishedFile:
     sizes = ranges.stops_W - ranges.starts_W
     if job.shape.kind == "strided":
         # The last token of a full window is only a label.
-        sizes = np.minimum(sizes, job.shape.keys.records.max_length)
+        sizes = np.minimum(sizes, job.shape.records.max_length)
     return FinishedFile(
         split=job.split,
         shard=job.number,
@@ -306,13 +299,12 @@ def _write_parquet(
         mask = pyarrow.list_(pyarrow.int8())
         columns = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     schema = pyarrow.schema(list(columns.items()))
+    length, ignored = shape.records.max_length, shape.records.ignore_label
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for records in batches:
             if shape.kind == "strided":
-                rows = rows_of_windows(
-                    records, shape.keys.records.max_length, pad_id, shape.keys.records.ignore_label
-                )
-                ends = np.arange(len(records) + 1) * shape.keys.records.max_length
+                rows = rows_of_windows(records, length, pad_id, ignored)
+                ends = np.arange(len(records) + 1) * length
                 values = [rows[name].reshape(-1) for name in columns]
             else:
                 ends = np.cumsum([0, *(record.size for record in records)])
@@ -356,20 +348,21 @@ def export_records(
     }
     _open_output(output, ledger)
     if shape.kind != "text":
-        _copy_tokenizer(prepared, output)
+        for file in prepared.iterdir():
+            if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
+                sync_file(Path(shutil.copyfile(file, output / file.name)))
     jobs = _plan(prepared, manifest, shape, output)
     if num_finished := sum(1 for _ in output.glob(f"*.{shape.file_format}*")):
         show(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
     files: list[FinishedFile] = []
-    quarters = 0
+    quarters = {-(-len(jobs) * quarter // 4) for quarter in (1, 2, 3)} - {len(jobs)}
     num_processes = preparation.prepare_num_workers or num_cores()
     for _, file in map_in_processes(write_record_file, None, jobs, num_processes):
         files.append(file)
-        if len(files) * 4 // len(jobs) > quarters and len(files) < len(jobs):
-            quarters = len(files) * 4 // len(jobs)
+        if len(files) in quarters:
             show(f"Writing records: {len(files):,} of {len(jobs):,} files")
     files.sort(key=lambda file: (file.split, file.shard))
-    entries = {"num_files": len(files), "files": [file.model_dump() for file in files]}
+    entries = {"num_files": len(files), "files": [*map(dataclasses.asdict, files)]}
     text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
     atomic_write_text(output / LEDGER_NAMES[preparation.prepare_output_format], text)
     for line in _report(files, shape):
@@ -379,8 +372,7 @@ def export_records(
 def damaged_files(output: Path, output_format: str) -> list[str]:
     """Returns the names of exported files, missing or of another size."""
     ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
-    files = [FinishedFile.model_validate(entry) for entry in ledger["files"]]
-    paths = [(output / file.file, file.num_bytes) for file in files]
+    paths = [(output / file["file"], file["num_bytes"]) for file in ledger["files"]]
     return [path.name for path, size in paths if not path.is_file() or path.stat().st_size != size]
 
 
@@ -403,34 +395,33 @@ def stored_options(preparation: PreparationConfig) -> dict[str, Any]:
 
 def record_shape(preparation: PreparationConfig) -> RecordShape:
     """Returns the record format; UserError for conflicts, missing pyarrow."""
-    name = preparation.records.name
-    if name and Path(name).name != name:
+    records, output_format = preparation.records, preparation.prepare_output_format
+    if records.name and Path(records.name).name != records.name:
         raise UserError(
-            f"records.name={name} contains a folder, and it is a prefix of file names. Omit "
-            "the folder."
+            f"records.name={records.name} contains a folder, and it is a prefix of file names. "
+            "Omit the folder."
         )
-    is_text = preparation.prepare_output_format in TEXT_FORMATS
-    file_format: Any = preparation.prepare_output_format.removeprefix("text_")
-    kind = "text" if is_text else preparation.records.content
+    file_format: Any = output_format.removeprefix("text_")
     if file_format == "parquet":
         require_pyarrow()
-    field = _TEXT_FIELD if is_text else preparation.records.field or _DEFAULT_FIELDS[file_format]
-    return RecordShape(file_format, kind, field, preparation)
+    if output_format in TEXT_FORMATS:
+        return RecordShape(file_format, "text", _TEXT_FIELD, records)
+    field = records.field or _DEFAULT_FIELDS[file_format]
+    return RecordShape(file_format, records.content, field, records)
 
 
 def _plan(
     prepared: Path, manifest: Manifest, shape: RecordShape, output: Path
 ) -> list[RecordFileJob]:
     jobs = []
-    files_of = _num_files(manifest, shape.keys.records.num_shards, shape)
+    files_of = _num_files(manifest, shape.records.num_shards, shape)
+    prefix = shape.records.name
     for split, entry in sorted(manifest.splits.items()):
-        prefix = shape.keys.records.name
+        name = ("_" if shape.kind == "text" else ".").join(filter(None, (prefix, split)))
         if shape.kind != "text" and prefix and len(manifest.splits) == 1:
             name = prefix
-        else:
-            name = ("_" if shape.kind == "text" else ".").join(filter(None, (prefix, split)))
         if shape.kind == "chunks":
-            total = num_chunks(entry.num_tokens, shape.keys.records.chunk_length)
+            total = num_chunks(entry.num_tokens, shape.records.chunk_length)
             num_files = max(min(files_of[split], total), 1)
             bounds = [total * number // num_files for number in range(num_files + 1)]
         else:
@@ -473,14 +464,6 @@ def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
     return bounds
 
 
-def _copy_tokenizer(prepared: Path, output: Path) -> None:
-    for file in sorted(prepared.iterdir()):
-        if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
-            writing = temporary_name(output / file.name)
-            shutil.copyfile(file, writing)
-            atomic_rename(writing, output / file.name)
-
-
 def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
     kind = {"strided": "strided window", "chunks": "chunk"}.get(shape.kind, "document")
     for split in dict.fromkeys(file.split for file in files):
@@ -496,5 +479,5 @@ def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
             yield (
                 f"  {split}: skipped {pluralize(dropped_documents, 'document')}, and "
                 f"{pluralize(dropped_tokens, 'token')} in all, because windows of fewer than "
-                f"records.min_length={shape.keys.records.min_length} tokens are not written"
+                f"records.min_length={shape.records.min_length} tokens are not written"
             )
