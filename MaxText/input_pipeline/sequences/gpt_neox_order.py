@@ -12,7 +12,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.sequences.windows import EMPTY, SequenceOptions, TokenRanges, Windows
+from MaxText.input_pipeline.sequences.windows import SequenceOptions, TokenRanges, Windows
 from MaxText.input_pipeline.token_store.store import TokenData
 
 
@@ -92,11 +92,11 @@ class GptNeoxSamples(Windows):
     def __len__(self) -> int:
         return self._num_samples
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         parts = []
-        for row in np.flatnonzero(windows != EMPTY).tolist():
+        for row, window in enumerate(windows.tolist()):
             position = 0
-            for start, stop in self.token_ranges(int(windows[row])):
+            for start, stop in self.token_ranges(window):
                 parts.append((row, position, start, stop))
                 position += stop - start
         return TokenRanges(*np.array(parts, np.int64).reshape(-1, 4).T)
