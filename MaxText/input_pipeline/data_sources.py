@@ -130,13 +130,10 @@ class SourcesRequest:
 
     def open_tokens(self, entry: DataSource) -> TokenData:
         """Opens a dataset; UserError as open_token_data, or for too large ids."""
-        data, for_training = self.data, self.for_training
+        preparation, for_training, show = self.preparation, self.for_training, self.show
         tokens = open_token_data(
-            OpenRequest(
-                entry.location, entry.key, data, self.preparation, self.split, for_training,
-                self.show,
-            )
-        )  # fmt: skip
+            OpenRequest(entry.location, entry.key, self.data, preparation, for_training, show)
+        )
         if tokens.largest_id is not None and tokens.largest_id >= self.vocab_size:
             raise UserError(
                 f"vocab_size={self.vocab_size} is too small: the largest token id in "
@@ -186,48 +183,33 @@ def check_sources(config: Config) -> None:
 
 
 def open_sources(
-    request: SourcesRequest,
-    length: int,
-    num_samples: int | None = None,
-    log: RetryLog | None = None,
+    request: SourcesRequest, length: int, num_samples: int | None, log: RetryLog
 ) -> list[OpenDataSource]:
     """Opens datasets.
 
     Args:
       length: T, tokens per sequence.
       num_samples: Sequences of the whole run; None for unbounded.
-      log: Receives retries after storage errors; None for a single attempt.
+      log: Receives retries after storage errors.
 
     Raises:
       UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
-    data, for_training, vocab_size = request.data, request.for_training, request.vocab_size
-    options = SequenceOptions(
-        length,
-        data.cross_document_attention,
-        data.zero_loss,
-        data.use_truncation and not data.packing,
-    )
+    data, for_training = request.data, request.for_training
+    truncate = data.use_truncation and not data.packing
+    options = SequenceOptions(length, data.cross_document_attention, data.zero_loss, truncate)
 
     def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
         tokens = request.open_tokens(entry)
-        if tokens.pad_id >= vocab_size:
+        if tokens.pad_id >= request.vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, pad_id=0)
-        if data.megatron.order == "gpt_neox":
-            return tokens, _gpt_neox_samples(
-                data, entry, tokens, options, for_training, num_samples
-            )
-        return tokens, _slice(data, entry, tokens, options)
+        return tokens, _slice(request, entry, tokens, options, num_samples)
 
-    opened = []
+    policy, opened = RetryPolicy.of(data), []
     for number, entry in enumerate(request.entries):
         open_once = functools.partial(open_and_slice, entry)
-        if log is None:
-            tokens, windows = open_once()
-        else:
-            policy = RetryPolicy.of(data)
-            tokens, windows = open_with_retries(entry.location, open_once, policy, log)
+        tokens, windows = open_with_retries(entry.location, open_once, policy, log)
         _check_tokens(request, entry, tokens, windows)
         # Identical datasets of a mixture must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
@@ -269,11 +251,24 @@ def _check_tokens(
 
 
 def _slice(
-    data: DataConfig, entry: DataSource, tokens: TokenData, options: SequenceOptions
+    request: SourcesRequest,
+    entry: DataSource,
+    tokens: TokenData,
+    options: SequenceOptions,
+    num_samples: int | None,
 ) -> Windows:
+    data, has_order = request.data, request.data.megatron.order == "gpt_neox"
     cache_dir = Path(data.data_cache_dir).expanduser()
+    if tokens.labels is not None and (has_order or entry.sampling != CHUNKS):
+        raise UserError(
+            f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
+            "megatron.order=stored and the sampling chunks."
+        )
+    if has_order:
+        part, samples = _gpt_neox_part(request, tokens, options.length, num_samples)
+        seed = data.data_shuffle_seed
+        return GptNeoxSamples(tokens, options, seed, cache_dir, samples, part)
     if entry.sampling != CHUNKS:
-        _check_no_labels(entry, tokens)
         return JoinedDocuments(tokens, options, entry.stitch, entry.sampling == "documents_random")
     if not data.packing or tokens.labels is not None or _are_sequences(tokens, options.length):
         return DocumentWindows(tokens, options, cache_dir)
@@ -291,34 +286,22 @@ def _are_sequences(tokens: TokenData, length: int) -> bool:
     return size is not None and size >= length and (size - 1) % length in (0, length - 1)
 
 
-def _check_no_labels(entry: DataSource, tokens: TokenData) -> None:
-    if tokens.labels is not None:
-        raise UserError(
-            f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
-            "megatron.order=stored and the sampling chunks."
-        )
-
-
-def _gpt_neox_samples(
-    data: DataConfig,
-    entry: DataSource,
-    tokens: TokenData,
-    options: SequenceOptions,
-    for_training: bool,
-    num_samples: int | None,
-) -> GptNeoxSamples:
-    _check_no_labels(entry, tokens)
-    offsets = tokens.store.document_offsets
+def _gpt_neox_part(
+    request: SourcesRequest, tokens: TokenData, length: int, num_samples: int | None
+) -> tuple[tuple[int, int], int | None]:
+    """Returns the documents to visit, and the samples that the run reads."""
+    offsets, data = tokens.store.document_offsets, request.data
     documents = 0, len(offsets) - 1
     if data.megatron.split:
-        documents = document_range(data.megatron.split, 0 if for_training else 1, documents[1])
-    samples = num_samples if for_training else None
-    if for_training and data.num_epoch > 0:
+        which = 0 if request.for_training else 1
+        documents = document_range(data.megatron.split, which, documents[1])
+    if not request.for_training:
+        return documents, None
+    if data.num_epoch > 0:
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
-        of_passes = (data.num_epoch * num_tokens - 1) // options.length
-        samples = of_passes if samples is None else min(samples, of_passes)
-    cache_dir = Path(data.data_cache_dir).expanduser()
-    return GptNeoxSamples(tokens, options, data.data_shuffle_seed, cache_dir, samples, documents)
+        of_epochs = (data.num_epoch * num_tokens - 1) // length
+        num_samples = of_epochs if num_samples is None else min(num_samples, of_epochs)
+    return documents, num_samples
 
 
 def _file_groups(data: DataConfig, tokens: TokenData, windows: Windows) -> np.ndarray | None:
