@@ -31,7 +31,11 @@ from MaxText.input_pipeline.prepare.job import (
     TokenizationJob,
     processes_for,
 )
-from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.process_pool import (
+    map_in_processes,
+    num_processes,
+    show_progress,
+)
 from MaxText.input_pipeline.prepare.record_export import (
     LEDGER_NAMES,
     OPTIONS_OF_RECORDS,
@@ -46,7 +50,6 @@ from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest,
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from MaxText.runtime.cores import num_cores
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import file_system, is_url, local_path, path_type
 
@@ -92,10 +95,6 @@ class _Request:
     def trains_tokenizer(self) -> bool:
         is_given = self.preparation.tokenizer_path or self.preparation.tokenizer_type == "byte"
         return not is_given and not self.is_text
-
-    @property
-    def num_processes(self) -> int:
-        return self.preparation.prepare_num_workers or num_cores()
 
 
 def prepare(
@@ -189,22 +188,9 @@ def _make(request: _Request, staging: Path) -> Manifest:
     if request.is_records:
         record_shape(preparation)  # fail before the work
     tokenizer = _tokenizer(request)
-    before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
-    tokenization = Tokenization(
-        staging=staging,
-        tokenizer=tokenizer,
-        before=before,
-        after=after,
-        seed=preparation.prepare_seed,
-        validation_fraction=preparation.validation_fraction,
-        fix_text=preparation.prepare_fix_text,
-        minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
-        is_text=is_text,
-    )
-    beam_options = preparation.beam_options if preparation.prepare_runner == "beam" else None
-    job = TokenizationJob(
-        request.corpus, tokenization, request.num_processes, beam_options, request.show
-    )
+    control_ids = () if is_text else _control_ids(preparation, tokenizer)
+    tokenization = Tokenization(staging, tokenizer, preparation, is_text, *control_ids)
+    job = TokenizationJob(request.corpus, tokenization, request.show)
     return job.run(_options(preparation))
 
 
@@ -261,11 +247,12 @@ def _given_tokenizer(request: _Request) -> TextTokenizer:
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
     preparation = request.preparation
     num_bytes = sum(job.shard.num_bytes for job in jobs)
-    num_processes = processes_for(request.corpus, request.num_processes, READ_BYTES_PER_PROCESS)
+    most = num_processes(preparation)
+    processes = processes_for(request.corpus, most, READ_BYTES_PER_PROCESS)
     settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     texts = {}
     with show_progress("Reading", num_bytes, request.show) as advance:
-        for job, text in map_in_processes(sampling.read_shard, settings, jobs, num_processes):
+        for job, text in map_in_processes(sampling.read_shard, settings, jobs, processes):
             texts[job.number] = text
             advance(job.shard.num_bytes)
     return [texts[job.number] for job in jobs]

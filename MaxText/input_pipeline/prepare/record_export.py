@@ -38,11 +38,10 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.prepare.process_pool import map_in_processes
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, num_processes
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.pluralize import pluralize
-from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import (
     WRITING_SUFFIX,
     atomic_rename,
@@ -356,8 +355,7 @@ def export_records(
         show(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
     files: list[FinishedFile] = []
     quarters = {-(-len(jobs) * quarter // 4) for quarter in (1, 2, 3)} - {len(jobs)}
-    num_processes = preparation.prepare_num_workers or num_cores()
-    for _, file in map_in_processes(write_record_file, None, jobs, num_processes):
+    for _, file in map_in_processes(write_record_file, None, jobs, num_processes(preparation)):
         files.append(file)
         if len(files) in quarters:
             show(f"Writing records: {len(files):,} of {len(jobs):,} files")

@@ -42,10 +42,6 @@ def document_number(shard: int, index: int) -> int:
     return (shard << _SHARD_BITS) + index
 
 
-def shard_of(number: int) -> int:
-    return number >> _SHARD_BITS
-
-
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
     """Returns SplitMix64 hashes (uint64 [N]) of seed, purpose and numbers."""
     start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS

@@ -10,7 +10,6 @@ without documents in a split has no files there.
 
 import array
 import contextlib
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources.corpus import Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import write_arrays
@@ -47,13 +47,10 @@ class Tokenization:
 
     staging: Path
     tokenizer: TextTokenizer
-    before: tuple[int, ...]  # control ids before each document
-    after: tuple[int, ...]  # control ids after each document
-    seed: int
-    validation_fraction: float
-    fix_text: bool
-    minimum_tokens: int  # shorter documents are skipped, not counting control ids
-    is_text: bool = False  # the ids are the bytes of the text
+    keys: PreparationConfig
+    is_text: bool  # the ids are the bytes of the text
+    before: tuple[int, ...] = ()  # control ids before each document
+    after: tuple[int, ...] = ()  # control ids after each document
 
     @property
     def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
@@ -61,14 +58,19 @@ class Tokenization:
             return "uint8"
         return "uint16" if self.tokenizer.entry.vocab_size <= 2**16 else "uint32"
 
+    @property
+    def minimum_tokens(self) -> int:
+        """Shorter documents are skipped, not counting control ids."""
+        return 1 if self.is_text else max(self.keys.prepare_minimum_tokens, 1)
+
     def summary(self) -> dict[str, Any]:
         """Returns everything besides the text with an effect on ids."""
-        contents = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("staging", "tokenizer")
-        }
-        return contents | {
+        keys = {"prepare_seed", "validation_fraction", "prepare_fix_text"}
+        return self.keys.model_dump(mode="json", include=keys) | {
+            "before": self.before,
+            "after": self.after,
+            "is_text": self.is_text,
+            "minimum_tokens": self.minimum_tokens,
             "schema_version": SCHEMA_VERSION,
             "tokenizer": self.tokenizer.entry.sha256,
             "vocab_size": self.tokenizer.entry.vocab_size,
@@ -81,7 +83,7 @@ class ShardJob:
 
     number: int
     shard: Shard
-    moved: tuple[int, bool] | None = None  # document exempt from the hash, and whether held out
+    threshold: int  # documents with a lower hash are held out
 
     def splits(self, validation_fraction: float) -> list[str]:
         if self.shard.split:
@@ -109,9 +111,9 @@ class TokenizedShard(pydantic.BaseModel):
     num_bytes: int
     skipped: dict[str, int]  # reason -> number of documents
     bad: tuple[str, ...] = ()  # errors of malformed rows and unreadable files
-    lowest: tuple[int, int] | None  # (hash, document number) of the lowest kept document
-    highest: tuple[int, int] | None
-    moved: tuple[int, bool] | None
+    lowest: int  # hash of a kept document; 2**64 without any
+    highest: int  # -1 without any
+    threshold: int
     splits: dict[str, ShardSplit]
 
     @property
@@ -153,7 +155,7 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
     Raises UserError as Shard.documents does.
     """
     found = finished_shard(tokenization, job.number)
-    if found is None or found.moved != job.moved:
+    if found is None or found.threshold != job.threshold:
         record = _record_path(tokenization.staging, job.number)
         record.unlink(missing_ok=True)
         found = _tokenize(tokenization, job)
@@ -162,39 +164,32 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
 
 
 def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
-    clean = sampling.text_cleaner(tokenization.fix_text)
-    threshold = sampling.held_out_threshold(tokenization.validation_fraction)
-    minimum = max(tokenization.minimum_tokens, 1)
+    keys, minimum = tokenization.keys, tokenization.minimum_tokens
+    clean = sampling.text_cleaner(keys.prepare_fix_text)
     digest, skipped = hashlib.sha256(), Skipped()
-    num_bytes = index = 0
-    ranked: list[tuple[int, int]] = []
+    num_bytes, index, lowest, highest = 0, 0, 2**64, -1
     with contextlib.ExitStack() as stack:
         writers = {
             split: stack.enter_context(_SplitWriter(tokenization, split, job.number))
-            for split in job.splits(tokenization.validation_fraction)
+            for split in job.splits(keys.validation_fraction)
         }
         for documents in _batches(job.shard.documents(skipped)):
             numbers = sampling.document_number(job.number, index) + np.arange(len(documents))
             index += len(documents)
             texts = [clean(document.text) for document in documents]
             ids = tokenization.tokenizer.encode(texts)
-            ranks = sampling.hashes(tokenization.seed, sampling.HELD_OUT, numbers).tolist()
-            for document, text, ids_N, number, rank in zip(
-                documents, texts, ids, numbers.tolist(), ranks, strict=True
-            ):
+            ranks = sampling.hashes(keys.prepare_seed, sampling.HELD_OUT, numbers).tolist()
+            for document, text, ids_N, rank in zip(documents, texts, ids, ranks, strict=True):
                 encoded = document.text.encode()
                 sampling.add_to_digest(digest, encoded)
                 num_bytes += len(encoded)
                 if len(ids_N) < minimum:
                     skipped[f"shorter than {minimum} tokens"] += 1
                     continue
-                ranked = [min([*ranked, (rank, number)]), max([*ranked, (rank, number)])]
-                held_out = rank < threshold
-                if job.moved and job.moved[0] == number:
-                    held_out = job.moved[1]
-                by_hash = sampling.VALIDATION if held_out else sampling.TRAIN
+                lowest, highest = min(lowest, rank), max(highest, rank)
+                by_hash = sampling.VALIDATION if rank < job.threshold else sampling.TRAIN
                 split = job.shard.split or by_hash
-                if tokenization.fix_text:
+                if keys.prepare_fix_text:
                     encoded = text.encode()
                 writers[split].add(ids_N, len(encoded), document)
             for writer in writers.values():
@@ -205,9 +200,9 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
         num_bytes=num_bytes,
         skipped=dict(skipped),
         bad=tuple(skipped.bad),
-        lowest=ranked[0] if ranked else None,
-        highest=ranked[1] if ranked else None,
-        moved=job.moved,
+        lowest=lowest,
+        highest=highest,
+        threshold=job.threshold,
         splits=splits,
     )
 
