@@ -42,7 +42,7 @@ from MaxText.input_pipeline.prepare.record_export import (
     TEXT_FORMATS,
     damaged_files,
     export_records,
-    record_shape,
+    make_export,
     stored_options,
 )
 from MaxText.input_pipeline.prepare.token_shards import Tokenization
@@ -186,7 +186,7 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 def _make(request: _Request, staging: Path) -> Manifest:
     preparation, is_text = request.preparation, request.is_text
     if request.is_records:
-        record_shape(preparation)  # fail before the work
+        make_export(staging, preparation, staging)  # fail before the work
     tokenizer = _tokenizer(request)
     control_ids = () if is_text else _control_ids(preparation, tokenizer)
     tokenization = Tokenization(staging, tokenizer, preparation, is_text, *control_ids)
