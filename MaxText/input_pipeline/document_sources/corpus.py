@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import text_streams
-from MaxText.input_pipeline.document_sources.archives import stream_texts
 from MaxText.input_pipeline.document_sources.byte_streams import (
     decompressed,
     read_errors_as_user_error,
@@ -29,7 +28,13 @@ from MaxText.input_pipeline.document_sources.source_files import (
     split_entries,
 )
 from MaxText.input_pipeline.document_sources.tables import table_texts
-from MaxText.input_pipeline.document_sources.text_streams import NoValidRow, Skipped
+from MaxText.input_pipeline.document_sources.text_streams import (
+    NoValidRow,
+    Skipped,
+    json_texts,
+    stream_texts,
+    text_chunks,
+)
 from MaxText.storage.file_access import file_infos, is_url
 
 SHARD_BYTES = 2**26
@@ -226,14 +231,7 @@ def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
         elif layout is Layout.TEXT:
             first = start // text_streams.LONGEST_TEXT
             last = None if stop is None else stop // text_streams.LONGEST_TEXT
-            yield from text_streams.text_chunks(content, file.path, first, last)
+            yield from text_chunks(content, file.path, first, last)
         else:
-            yield from text_streams.json_texts(
-                decompressed(content, ""),
-                file.path,
-                text_field,
-                may_be_list=layout is Layout.JSON,
-                start=start,
-                stop=stop,
-                skipped=skipped,
-            )
+            rows, is_json = decompressed(content, ""), layout is Layout.JSON
+            yield from json_texts(rows, file.path, text_field, is_json, start, stop, skipped)

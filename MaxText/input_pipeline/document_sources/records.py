@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.archives import scan_members
 from MaxText.input_pipeline.document_sources.byte_streams import (
     READ_ERRORS,
     decode,
@@ -17,6 +16,7 @@ from MaxText.input_pipeline.document_sources.byte_streams import (
     describe_error,
     local_file,
     read_errors_as_user_error,
+    scan_members,
 )
 from MaxText.input_pipeline.document_sources.document_formats import Layout, check_not_compressed
 from MaxText.input_pipeline.document_sources.source_files import FileRange
