@@ -5,12 +5,11 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from MaxText.config.data_sections import SAMPLINGS, DataConfig, PreparationConfig, mix_part
+from MaxText.config.data_sections import SAMPLINGS, DataConfig, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, open_with_retries
@@ -110,39 +109,23 @@ class OpenDataSource:
     rows: OrderedWindows
 
 
-@dataclasses.dataclass(frozen=True)
-class SourcesRequest:
-    """The datasets to open for training or evaluation."""
+def requested_sources(request: OpenRequest) -> list[DataSource]:
+    return train_sources(request.data) if request.for_training else eval_sources(request.data)
 
-    data: DataConfig
-    preparation: PreparationConfig
-    for_training: bool
-    vocab_size: int
-    show: Callable[[str], None]
 
-    @property
-    def entries(self) -> list[DataSource]:
-        return train_sources(self.data) if self.for_training else eval_sources(self.data)
-
-    @property
-    def split(self) -> str:
-        return self.data.train_split if self.for_training else self.data.eval_split
-
-    def open_tokens(self, entry: DataSource) -> TokenData:
-        """Opens a dataset; UserError as open_token_data, or for too large ids."""
-        preparation, for_training, show = self.preparation, self.for_training, self.show
-        tokens = open_token_data(
-            OpenRequest(entry.location, entry.key, self.data, preparation, for_training, show)
+def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenData:
+    """Opens a dataset; UserError as open_token_data, or for too large ids."""
+    location, vocab_size = entry.location, request.vocab_size
+    tokens = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
+    largest = tokens.largest_id
+    if largest is not None and largest >= vocab_size:
+        has = f"; the tokenizer has {tokens.vocab_size} ids" if tokens.vocab_size else ""
+        raise UserError(
+            f"vocab_size={vocab_size} is too small: the largest token id in {location} is "
+            f"{largest}. Set vocab_size to {largest + 1} or more{has}. Trained weights need data "
+            "of their own tokenizer."
         )
-        if tokens.largest_id is not None and tokens.largest_id >= self.vocab_size:
-            raise UserError(
-                f"vocab_size={self.vocab_size} is too small: the largest token id in "
-                f"{entry.location} is {tokens.largest_id}. Set vocab_size to "
-                f"{tokens.largest_id + 1} or more"
-                + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
-                + " Trained weights need data of their own tokenizer."
-            )
-        return tokens
+    return tokens
 
 
 def prepare_sources(config: Config) -> None:
@@ -169,21 +152,20 @@ def check_sources(config: Config) -> None:
     if config.data.dataset_type == "synthetic":
         return
     for for_training in (True, False) if config.evaluation.eval_interval > 0 else (True,):
-        request = SourcesRequest(
-            config.data, config.preparation, for_training, config.model.shape.vocab_size, print
-        )
-        for entry in request.entries:
+        vocab_size = config.model.shape.vocab_size
+        request = OpenRequest(config.data, config.preparation, for_training, vocab_size, print)
+        for entry in requested_sources(request):
             if is_url(entry.location):
                 continue  # slow, and the network may fail
             try:
-                request.open_tokens(entry)
+                _open_tokens(request, entry)
             except Exception as error:
                 if not is_transient(error, False):  # the loader retries
                     raise
 
 
 def open_sources(
-    request: SourcesRequest, length: int, num_samples: int | None, log: RetryLog
+    request: OpenRequest, length: int, num_samples: int | None, log: RetryLog
 ) -> list[OpenDataSource]:
     """Opens datasets.
 
@@ -200,14 +182,14 @@ def open_sources(
     options = SequenceOptions(length, data.cross_document_attention, data.zero_loss, truncate)
 
     def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
-        tokens = request.open_tokens(entry)
+        tokens = _open_tokens(request, entry)
         if tokens.pad_id >= request.vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, pad_id=0)
         return tokens, _slice(request, entry, tokens, options, num_samples)
 
     policy, opened = RetryPolicy.of(data), []
-    for number, entry in enumerate(request.entries):
+    for number, entry in enumerate(requested_sources(request)):
         open_once = functools.partial(open_and_slice, entry)
         tokens, windows = open_with_retries(entry.location, open_once, policy, log)
         _check_tokens(request, entry, tokens, windows)
@@ -227,7 +209,7 @@ def open_sources(
 
 
 def _check_tokens(
-    request: SourcesRequest, entry: DataSource, tokens: TokenData, windows: Windows
+    request: OpenRequest, entry: DataSource, tokens: TokenData, windows: Windows
 ) -> None:
     used, vocab_size = tokens.vocab_size or request.vocab_size, request.vocab_size
     if request.for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
@@ -251,7 +233,7 @@ def _check_tokens(
 
 
 def _slice(
-    request: SourcesRequest,
+    request: OpenRequest,
     entry: DataSource,
     tokens: TokenData,
     options: SequenceOptions,
@@ -287,7 +269,7 @@ def _are_sequences(tokens: TokenData, length: int) -> bool:
 
 
 def _gpt_neox_part(
-    request: SourcesRequest, tokens: TokenData, length: int, num_samples: int | None
+    request: OpenRequest, tokens: TokenData, length: int, num_samples: int | None
 ) -> tuple[tuple[int, int], int | None]:
     """Returns the documents to visit, and the samples that the run reads."""
     offsets, data = tokens.store.document_offsets, request.data

@@ -15,7 +15,7 @@ from MaxText.config.data_sections import DataConfig, MaskingConfig, PreparationC
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
-from MaxText.input_pipeline.data_sources import OpenDataSource, SourcesRequest
+from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, never
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -32,6 +32,7 @@ from MaxText.input_pipeline.sequences.windows import (
     SequenceOptions,
     SlidingWindows,
 )
+from MaxText.input_pipeline.token_store.opening import OpenRequest
 
 _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
@@ -117,7 +118,7 @@ def make_train_iterator(
         description = excluded
     else:
         num_samples = None if num_steps is None else schedule.samples_before(num_steps)
-        request = SourcesRequest(data, preparation, True, vocab_size, show)
+        request = OpenRequest(data, preparation, True, vocab_size, show)
         opened = _open(request, masking, schedule.window, num_samples, log)
         rows = data_sources.mix_sources(data, opened)
         lines = [data_sources.describe(data, opened, num_samples), excluded]
@@ -187,7 +188,7 @@ def make_eval_iterator(
             max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM
         )
     else:
-        request = SourcesRequest(data, preparation, False, vocab_size, show)
+        request = OpenRequest(data, preparation, False, vocab_size, show)
         opened = _open(request, masking, max_target_length, None, log)
         rows = data_sources.concatenate_sources(opened)
         options = _processing(opened, masking, vocab_size)
@@ -202,7 +203,7 @@ def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> li
     if config.data.dataset_type == "synthetic":
         return []
     shape = config.model.shape
-    request = SourcesRequest(config.data, config.preparation, False, shape.vocab_size, show)
+    request = OpenRequest(config.data, config.preparation, False, shape.vocab_size, show)
     return _open(request, config.masking, shape.max_target_length, None, RetryLog(show))
 
 
@@ -278,7 +279,7 @@ def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int
 
 
 def _open(
-    request: SourcesRequest,
+    request: OpenRequest,
     masking: MaskingConfig,
     window: int,
     num_samples: int | None,

@@ -11,7 +11,6 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -171,15 +170,17 @@ def choose_split(
     return chosen
 
 
-class OpenRequest(NamedTuple):
-    """The data to open: a location (of the key `key`) and a split of it."""
+@dataclasses.dataclass(frozen=True)
+class OpenRequest:
+    """The data to open for training or evaluation."""
 
-    location: str
-    key: str
     data: DataConfig
     preparation: PreparationConfig
     for_training: bool
+    vocab_size: int
     show: Callable[[str], None]
+    location: str = ""
+    key: str = ""  # configuration key of the location
 
     @property
     def split(self) -> str:
@@ -198,17 +199,18 @@ def open_token_data(request: OpenRequest) -> TokenData:
     grain_eval_files are all read for evaluation. Raises BadRecordError for a damaged file, and
     UserError if nothing is there, the format is unknown, or the split is missing.
     """
-    location, key, data, preparation, for_training, _ = request
+    location, key, data = request.location, request.key, request.data
     kind = data.grain_file_type
     if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
         return _open_prepared(request, location, request.split)
     kind, files = choose_format(_find(request), kind, key, location)
-    if for_training or key != "grain_eval_files":
-        files = choose_split(files, data.eval_split, for_training, key, location)
+    if request.for_training or key != "grain_eval_files":
+        files = choose_split(files, data.eval_split, request.for_training, key, location)
     tokens = _open_files(request, files, kind)
     if tokens.tokenizer_folder is not None:
         return tokens
-    folder = find_tokenizer_near(files[0].path, location, preparation.tokenizer_path)
+    named = request.preparation.tokenizer_path
+    folder = find_tokenizer_near(files[0].path, location, named)
     return dataclasses.replace(tokens, tokenizer_folder=folder)
 
 
