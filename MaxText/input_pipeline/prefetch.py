@@ -265,38 +265,30 @@ class RetryPolicy:
         raised at once. Raises UserError, starting with `what` and ending with `hint`, after the
         last attempt, and WaitCancelledError if `stopping` returned true.
         """
-        began, delay, number = time.monotonic(), self.seconds, 0
+        began, tries, delay, number = time.monotonic(), self.retries + 1, self.seconds, 0
         while True:
             number += 1
             try:
                 result = attempt(number)
+                break
             except Exception as error:
                 if not is_worth_it(error):
                     raise
-                if number > self.retries:
-                    tries = "1 try" if number == 1 else f"{number} tries"
+                problem = (str(error) or type(error).__name__).removesuffix(".")
+                if number >= tries:
+                    how_often = "1 try" if number == 1 else f"{number} tries"
+                    seconds = time.monotonic() - began
                     raise UserError(
-                        f"{what} after {tries} in {time.monotonic() - began:,.1f} s: "
-                        f"{_sentence(error)} {hint(error)}"
+                        f"{what} after {how_often} in {seconds:,.1f} s: {problem}. {hint(error)}"
                     ) from error
                 delay = min(delay, _MAX_WAIT_SECONDS)
-                log.add(
-                    f"{what}: {_sentence(error)} Try {number + 1} of {self.retries + 1} in "
-                    f"{delay:g} s."
-                )
-            else:
-                if number > 1:
-                    done = what.replace("could not be", "was")
-                    seconds = time.monotonic() - began
-                    log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
-                return result
+                log.add(f"{what}: {problem}. Try {number + 1} of {tries} in {delay:g} s.")
             interruptible_sleep(delay, stopping)
             delay *= 2
-
-
-def _sentence(problem: BaseException) -> str:
-    text = str(problem) or type(problem).__name__
-    return text if text.endswith(".") else f"{text}."
+        if number > 1:
+            done, seconds = what.replace("could not be", "was"), time.monotonic() - began
+            log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
+        return result
 
 
 def open_with_retries(
