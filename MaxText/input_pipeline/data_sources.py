@@ -15,7 +15,6 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, open_with_retries
 from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
 from MaxText.input_pipeline.sequences.order import (
-    Concatenation,
     EpochPermutation,
     Mixture,
     OrderedWindows,
@@ -51,27 +50,6 @@ class DataSource:
     weight: float = 1.0  # share in a mixture, before mixture_temperature
     sampling: str = CHUNKS  # or GPT-Neo's documents_random, documents_fixed
     stitch: int = 1  # documents per window with documents_* sampling
-
-
-def train_sources(data: DataConfig) -> list[DataSource]:
-    """Returns the datasets to train on; UserError unless weights are positive."""
-    if data.data_mixture_weights:
-        parts = map(mix_part, data.data_mixture_weights)
-        return [
-            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
-            for location, stitch, sampling, weight in parts
-        ]
-    if data.grain_train_files:
-        return _weighted(data.grain_train_files, "grain_train_files")
-    return _weighted(data.dataset_path, "dataset_path")
-
-
-def eval_sources(data: DataConfig) -> list[DataSource]:
-    if data.grain_eval_files:
-        return _weighted(data.grain_eval_files, "grain_eval_files")
-    if data.dataset_path:
-        return _weighted(data.dataset_path, "dataset_path")
-    return train_sources(data)
 
 
 def _weighted(text: str, key: str) -> list[DataSource]:
@@ -110,7 +88,21 @@ class OpenDataSource:
 
 
 def requested_sources(request: OpenRequest) -> list[DataSource]:
-    return train_sources(request.data) if request.for_training else eval_sources(request.data)
+    """Returns the datasets of a request; UserError unless weights are positive."""
+    data, for_training = request.data, request.for_training
+    if data.grain_eval_files and not for_training:
+        return _weighted(data.grain_eval_files, "grain_eval_files")
+    if data.dataset_path and not for_training:
+        return _weighted(data.dataset_path, "dataset_path")
+    if data.data_mixture_weights:
+        parts = map(mix_part, data.data_mixture_weights)
+        return [
+            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
+            for location, stitch, sampling, weight in parts
+        ]
+    if data.grain_train_files:
+        return _weighted(data.grain_train_files, "grain_train_files")
+    return _weighted(data.dataset_path, "dataset_path")
 
 
 def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenData:
@@ -306,10 +298,6 @@ def mix_sources(data: DataConfig, opened: list[OpenDataSource]) -> SequenceDatas
             "each source are printed."
         )
     return Mixture([source.rows for source in opened], weights(data, opened))
-
-
-def concatenate_sources(opened: list[OpenDataSource]) -> SequenceDataset:
-    return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
 
 
 def weights(data: DataConfig, opened: list[OpenDataSource]) -> list[float]:

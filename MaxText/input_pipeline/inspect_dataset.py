@@ -125,7 +125,13 @@ class Inspection:
             )
 
         def samples(per_device: float) -> int:
-            return _whole(per_device, num_devices) * config.batch.gradient_accumulation_steps
+            count = per_device * num_devices
+            if count != int(count):
+                raise UserError(
+                    f"{per_device:g} sequences per device x num_devices={num_devices} is not a "
+                    "whole number. Set num_devices to the devices of the run."
+                )
+            return int(count) * config.batch.gradient_accumulation_steps
 
         data = config.data
         if os.path.isfile(local_path(data.dataset_path)):
@@ -204,16 +210,6 @@ class Inspection:
 
     def _lines(self, lines: list[str]) -> None:
         self._show("\n".join(lines))
-
-
-def _whole(per_device: float, num_devices: int) -> int:
-    samples = per_device * num_devices
-    if samples != int(samples):
-        raise UserError(
-            f"{per_device:g} sequences per device x num_devices={num_devices} is not a whole "
-            "number. Set num_devices to the devices of the run."
-        )
-    return int(samples)
 
 
 def _load(

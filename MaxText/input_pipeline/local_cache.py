@@ -179,7 +179,16 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".", dir=folder) as staging:
             for file in missing:
                 copy = os.path.join(staging, _name(file))
-                _copy(file, copy)
+                try:
+                    system, name = file_access.file_system(file.path)
+                    system.get_file(name, copy)
+                except UserError:
+                    raise
+                except Exception as error:  # fsspec backends raise their own errors
+                    problem = f"{file.path} cannot be read ({file_access.reason(error)})"
+                    raise FileReadError(problem, file.path) from error
+                if os.path.getsize(copy) != file.size:
+                    raise FileReadError(f"{file.path} ended early while it was copied", file.path)
                 os.replace(copy, folder / _name(file))
     except UserError:
         raise
@@ -189,16 +198,3 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
 
 def _name(file: FileInfo) -> str:
     return file.path.rsplit("/", 1)[-1]
-
-
-def _copy(file: FileInfo, to: str) -> None:
-    try:
-        system, name = file_access.file_system(file.path)
-        system.get_file(name, to)
-    except UserError:
-        raise
-    except Exception as error:  # fsspec backends raise their own errors
-        problem = f"{file.path} cannot be read ({file_access.reason(error)})"
-        raise FileReadError(problem, file.path) from error
-    if os.path.getsize(to) != file.size:
-        raise FileReadError(f"{file.path} ended early while it was copied", file.path)

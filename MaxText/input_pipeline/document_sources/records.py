@@ -99,8 +99,13 @@ def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
 
 def _text(record: bytes, path: str, number: int, text_field: str) -> str:
     where = f"{path}, record {number},"
-    features = example_features(record)
-    if not features:
+    try:
+        features = tf_example.decode(record)
+    except tf_example.ExampleError:
+        features = {}
+    # Text does not parse as an example by accident: three nested fields each start with a line feed
+    # and a matching length.
+    if not features or "" in features:
         return decode(record, where)
     values = features.get(text_field)
     if isinstance(values, list):
@@ -110,19 +115,6 @@ def _text(record: bytes, path: str, number: int, text_field: str) -> str:
     if ids and not texts:
         raise token_ids_error(where, path, f"integers in {', '.join(ids)}")
     raise missing_text_error(where, text_field, texts)
-
-
-def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
-    """Returns the features of a tf.train.Example; none for any other record.
-
-    Text does not parse as one by accident: three nested fields each start with a line feed and a
-    matching length.
-    """
-    try:
-        features = tf_example.decode(record)
-    except tf_example.ExampleError:
-        return {}
-    return {} if "" in features else features
 
 
 def read_ids(

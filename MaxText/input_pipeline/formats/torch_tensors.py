@@ -61,16 +61,12 @@ def _tensor_3(
     return _Tensor(storage.key, dtype.code, start, *shape, *steps)
 
 
-def _nothing(*arguments: Any) -> None:
-    """Replaces the empty dictionary of hooks of every tensor."""
-
-
 _STORAGES = {"Byte": "u1", "Char": "i1", "Short": "i2", "Int": "i4", "Long": "i8"}
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 _KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_3,
-    ("collections", "OrderedDict"): _nothing,
+    ("collections", "OrderedDict"): lambda *_: None,  # the hooks of every tensor
     ("torch.storage", "UntypedStorage"): _Type(None),
     **{("torch", f"{name}Storage"): _Type(code) for name, code in _STORAGES.items()},
     **{("torch", name): _Type(np.dtype(name).str[1:]) for name in _DTYPES},

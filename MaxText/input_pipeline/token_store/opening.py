@@ -221,7 +221,10 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
     fields = (field,) if field else ()
     paths = [file.path for file in files]
     if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
-        return _open_text(request, paths)
+        from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
+
+        folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)
+        return _open_prepared(request, str(folder), "train")
     # Names from earlier versions, so that their runs can be resumed.
     if kind in ("parquet", "arrow"):
         identity = _table_identity(request, paths[0], fields or USUAL_FIELDS)
@@ -395,10 +398,3 @@ def _open_records(
         labels=labels,
         skipped=imported.skipped,
     )
-
-
-def _open_text(request: OpenRequest, paths: list[str]) -> TokenData:
-    from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
-
-    folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)
-    return _open_prepared(request, str(folder), "train")
