@@ -223,20 +223,10 @@ def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
     line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
     if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
         return line, b""
-    partial = _partial_character(line)
-    return line[: len(line) - partial], line[len(line) - partial :]
-
-
-def _partial_character(data: bytes) -> int:
-    """Returns how many bytes at the end are an incomplete UTF-8 character."""
-    for count in range(1, min(3, len(data)) + 1):
-        byte = data[-count]
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return count if length > count else 0
-        if byte < 0x80:
-            return 0
-    return 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(line)
+    partial, _ = decoder.getstate()
+    return line[: len(line) - len(partial)], partial
 
 
 def stream_texts(
