@@ -164,7 +164,7 @@ def _find(config: Config, weights: str) -> Path | None:
             return found
     step = Path(weights)
     for place in (step, step.parent.parent / RUN_FOLDER_NAME):
-        if place.is_dir() and (found := find_tokenizer_near([str(place / CONFIG)], str(place), "")):
+        if place.is_dir() and (found := find_tokenizer_near(str(place / CONFIG), str(place))):
             return found
     data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
@@ -174,7 +174,7 @@ def _find(config: Config, weights: str) -> Path | None:
         folder = Path(first).expanduser()
         if location and folder.exists():
             probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
-            if found := find_tokenizer_near([probe], str(folder), ""):
+            if found := find_tokenizer_near(probe, str(folder)):
                 return found
     return None
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -23,8 +24,10 @@ from MaxText.storage.paths import natural_key, register_filesystems
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
-# Limit on open files: systems allow 256 or more per process, a dataset may have thousands.
-_MAX_OPEN_FILES = 128
+# Files kept open: a dataset may have thousands, and opening one for each read makes random reads
+# several times slower. The rest is left to the program; systems allow 256 or more.
+_OTHER_FILES = 256
+_MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
 _CONCURRENT_REQUESTS = 32
 # Attributes that change with a file's contents; they differ between file systems.
 _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
