@@ -60,7 +60,7 @@ class Scorer:
                 "was trained to predict masked tokens. eval.py scores it with "
                 "eval_tasks=[lambada,wikitext] and on data sets."
             )
-        config, layout = trained.config, trained.layout
+        config, layout = trained.config, trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
         self._mask_id = None if mask_ids is None else mask_ids.mask
         self.cls_id = None if mask_ids is None else mask_ids.cls

@@ -120,7 +120,7 @@ def open_run_logger(
         "peak_source": peak.source,
         "cost": cost.fields(),
         "lineage": lineage.fields(),
-        "data": {**batches.fields, "vocab_size": model.config.shape.vocab_size},
+        "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
         "unigram_entropy": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
