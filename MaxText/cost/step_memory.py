@@ -121,7 +121,7 @@ def _trace_turns(program: Program) -> Traced:
     num_stages = program.sharding.mesh.shape["stage"]
     if num_stages == 1:
         return trace(program)
-    size = program.local_rows, program.local_tokens // program.local_rows
+    size = program.local_batch_size, program.local_tokens // program.local_batch_size
     return _trace_of(program, program.model_of_all_stages, size, num_stages)
 
 
