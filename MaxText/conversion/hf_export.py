@@ -177,8 +177,8 @@ class FoldedWeights(WeightSource):
     """Weights with value slots scaled by `factors` (by parameter name)."""
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
-        self.config, self.model, self.formats = config, weights.model, weights.formats
-        self.factors, self._weights = factors, weights
+        super().__init__(config)
+        self.formats, self.factors, self._weights = weights.formats, factors, weights
 
     def read(self, name: str) -> np.ndarray:
         stored = self._weights.read(name)
