@@ -195,7 +195,7 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
 
 
 def find_family(config: Config, asked: str, imported_as: Family | None = None) -> Family:
-    """Returns the `asked` family, the import's, or the first that fits; UserError."""
+    """Returns the `asked` family, the import's, or the first fit; UserError."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
@@ -295,7 +295,7 @@ def model_config_values(config: Config) -> dict[str, Any]:
 
 
 def _canonicalize(config: Config) -> dict[str, Any]:
-    """Returns one spelling of the keys whose value says the same as the default."""
+    """Returns the defaults of keys with an equivalent value."""
     model, dimensions = config.model, config.model.shape.dimensions
     experts, mlp_activations = model.mixture_of_experts, model.feed_forward.mlp_activations
     has_experts = all(one.section.mixture_of_experts.num_experts > 1 for one in model.layers)
