@@ -148,7 +148,7 @@ class TokenizationJob:
         kept = {job.number for job in jobs if finished_shard(tokenization, job.number)}
         if kept:
             show(f"Resuming: {len(kept):,} of {len(jobs):,} shards are already tokenized")
-        if tokenization.keys.prepare_runner == "beam":
+        if tokenization.keys.prepare.runner == "beam":
             _tokenize_with_beam(tokenization, jobs)
         else:
             processes = processes_for(corpus, num_processes(tokenization.keys))
@@ -260,7 +260,7 @@ def _tokenize_with_beam(tokenization: Tokenization, jobs: Sequence[ShardJob]) ->
             "prepare.runner=beam needs the package apache-beam, which is not installed. Run: pip "
             "install 'MaxText[beam]', or set prepare.runner=local."
         ) from error
-    options = PipelineOptions(shlex.split(tokenization.keys.beam_options))
+    options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
     try:
         with apache_beam.Pipeline(options=options) as pipeline:
             # Without a reshuffle, Beam would fuse everything into one bundle.
