@@ -215,7 +215,7 @@ def restore_data_position(
     for rollback in active_rollbacks(restored, batches):
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.
-        if batches.exclude_if_new(first, end):
+        if batches.exclude(first, end):
             log(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
                 f"{rollback.detected_step} (rollbacks.json): {rollback.reason}"

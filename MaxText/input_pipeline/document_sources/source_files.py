@@ -110,15 +110,8 @@ class FileRange:
 
 def split_entries(prepare_source: str) -> list[str]:
     """Splits a comma separated list, keeping commas inside {braces}."""
-    entries, partial = [], ""
-    for part in prepare_source.split(","):
-        partial += part
-        if partial.count("{") > partial.count("}"):
-            partial += ","
-        else:
-            entries.append(partial.strip())
-            partial = ""
-    entries = [entry for entry in [*entries, partial.strip()] if entry]
+    parts = re.findall(r"(?:\{[^{}]*\}|[^,])+", prepare_source)
+    entries = [*filter(None, map(str.strip, parts))]
     if not entries:
         raise UserError(
             f"{_KEY} is not set: give files, folders, patterns or URLs of text ({READ_ENDINGS}), "

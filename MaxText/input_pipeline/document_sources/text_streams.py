@@ -166,14 +166,10 @@ def _row_text(row: object, where: str, text_field: str) -> str:
 
 def missing_text_error(where: str, text_field: str, fields: list[str]) -> UserError:
     """Returns the error for a row without the text field; `fields` hold text."""
-    if not fields:
-        return UserError(
-            f"{where} has no text in field {text_field!r} or any other. Remove the "
-            "file from prepare_source, or write it again with its text in a field."
-        )
     return UserError(
-        f"{where} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
-        "text_field to one of them."
+        f"{where} has no text in field {text_field!r}; fields with text: "
+        f"{', '.join(fields) or 'none'}. Set text_field to one of them, or remove the file from "
+        "prepare_source."
     )
 
 

@@ -225,8 +225,13 @@ def _tokenizer(request: _Request) -> TextTokenizer:
         seed = preparation.prepare_seed
         fraction = 0.0 if corpus.splits else preparation.validation_fraction
         texts = _read(request, sampling.sampling_jobs(corpus, seed))
-        sample = sampling.join_samples(texts, seed, fraction)
-        tokenizer = _train(request, sample)
+        sample, start = sampling.join_samples(texts, seed, fraction), time.monotonic()
+        sample_bytes = sum(len(text.encode()) for text in sample)
+        origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
+        size, special = preparation.tokenizer_vocab_size, preparation.tokenizer_special_tokens
+        tokenizer = train_tokenizer(sample, size, origin, special)
+        num_ids, seconds = tokenizer.entry.vocab_size, time.monotonic() - start
+        request.show(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
     else:
         tokenizer = _given_tokenizer(request)
         sample = (each.text for one in corpus.shards for each in one.documents(Skipped()))
@@ -256,19 +261,6 @@ def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.Shar
             texts[job.number] = text
             advance(job.shard.num_bytes)
     return [texts[job.number] for job in jobs]
-
-
-def _train(request: _Request, sample: Sequence[str]) -> TextTokenizer:
-    start, preparation = time.monotonic(), request.preparation
-    sample_bytes = sum(len(text.encode()) for text in sample)
-    origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
-    tokenizer = train_tokenizer(
-        sample, preparation.tokenizer_vocab_size, origin, preparation.tokenizer_special_tokens
-    )
-    request.show(
-        f"Tokenizer: {tokenizer.entry.vocab_size} ids, {origin} in {time.monotonic() - start:.1f} s"
-    )
-    return tokenizer
 
 
 def _control_ids(

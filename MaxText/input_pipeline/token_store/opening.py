@@ -81,14 +81,39 @@ _MAGIC = (
 )
 
 
-def choose_format(
-    files: list[FileInfo], kind: str, key: str, location: str
-) -> tuple[str, list[FileInfo]]:
+@dataclasses.dataclass(frozen=True)
+class OpenRequest:
+    """The data to open for training or evaluation."""
+
+    data: DataConfig
+    preparation: PreparationConfig
+    for_training: bool
+    vocab_size: int
+    show: Callable[[str], None]
+    location: str = ""
+    key: str = ""  # configuration key of the location
+
+    @property
+    def where(self) -> str:
+        """Key and location, for messages."""
+        return f"{self.key}={self.location}"
+
+    @property
+    def split(self) -> str:
+        return self.data.train_split if self.for_training else self.data.eval_split
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.data_cache_dir).expanduser()
+
+
+def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, list[FileInfo]]:
     """Returns the file format of a location and the files in this format.
 
-    `kind` is grain_file_type. Formats are tfrecord, arrayrecord, parquet, arrow, webdataset,
-    megatron and text. Raises UserError if it is unknown or ambiguous.
+    Formats are tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text. Raises
+    UserError if it is unknown or ambiguous.
     """
+    kind = request.data.grain_file_type
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file.path) == kind]
         return kind, named or files
@@ -106,13 +131,13 @@ def choose_format(
         return by_kind.popitem()
     if not by_kind:
         raise UserError(
-            f"{key}={location}: {files[0].path} has an unknown format. Accepted: "
-            f"{ACCEPTED}. If its name is misleading, set grain_file_type."
+            f"{request.where}: {files[0].path} has an unknown format. Accepted: {ACCEPTED}. If "
+            "its name is misleading, set grain_file_type."
         )
     found = (f"{len(of)} {kind} ({Path(of[0].path).name})" for kind, of in by_kind.items())
     raise UserError(
-        f"{key}={location} holds files of several formats: {', '.join(found)}. Set "
-        "grain_file_type to the one to read, or give a pattern that matches only these."
+        f"{request.where} holds files of several formats: {', '.join(found)}. Set grain_file_type "
+        "to the one to read, or give a pattern that matches only these."
     )
 
 
@@ -140,14 +165,13 @@ def _kind_by_content(file: str) -> str:
     return "tfrecord" if tfrecord.is_header(start[: tfrecord.HEADER_BYTES]) else ""
 
 
-def choose_split(
-    files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
-) -> list[FileInfo]:
+def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
     """Selects files for training or evaluation by name.
 
-    Raises UserError if none remains. Files with `evaluation` in the name, below their common
-    folder, are for evaluation.
+    Raises UserError if none remains. Files with eval_split in the name, below their common folder,
+    are for evaluation.
     """
+    evaluation, for_training = request.data.eval_split, request.for_training
     names = relative_names([file.path for file in files])
     chosen = [
         file
@@ -156,39 +180,18 @@ def choose_split(
     ]
     if not chosen and for_training:
         raise UserError(
-            f"{key}={location}: the name of every file contains eval_split={evaluation}, so none "
-            "is left to train on. Set eval_split to what only files for evaluation have in their "
+            f"{request.where}: the name of every file contains eval_split={evaluation}, so none is "
+            "left to train on. Set eval_split to what only files for evaluation have in their "
             "names."
         )
     if not chosen:
         raise UserError(
-            f"{key}={location}: no file has eval_split={evaluation} in its name "
+            f"{request.where}: no file has eval_split={evaluation} in its name "
             f"(for example {Path(files[0].path).name}), so there is none to evaluate on. Name "
             "files in grain_eval_files, set eval_split, or, where train.py is to evaluate, switch "
             "that off (eval_interval=-1)."
         )
     return chosen
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenRequest:
-    """The data to open for training or evaluation."""
-
-    data: DataConfig
-    preparation: PreparationConfig
-    for_training: bool
-    vocab_size: int
-    show: Callable[[str], None]
-    location: str = ""
-    key: str = ""  # configuration key of the location
-
-    @property
-    def split(self) -> str:
-        return self.data.train_split if self.for_training else self.data.eval_split
-
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.data.data_cache_dir).expanduser()
 
 
 def open_token_data(request: OpenRequest) -> TokenData:
@@ -199,13 +202,12 @@ def open_token_data(request: OpenRequest) -> TokenData:
     grain_eval_files are all read for evaluation. Raises BadRecordError for a damaged file, and
     UserError if nothing is there, the format is unknown, or the split is missing.
     """
-    location, key, data = request.location, request.key, request.data
-    kind = data.grain_file_type
-    if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
+    location, kind = request.location, request.data.grain_file_type
+    if kind == "prepared" or (kind == "auto" and _is_prepared(request)):
         return _open_prepared(request, location, request.split)
-    kind, files = choose_format(_find(request), kind, key, location)
-    if request.for_training or key != "grain_eval_files":
-        files = choose_split(files, data.eval_split, request.for_training, key, location)
+    kind, files = _choose_format(request, _find(request))
+    if request.for_training or request.key != "grain_eval_files":
+        files = _choose_split(request, files)
     tokens = _open_files(request, files, kind)
     if tokens.tokenizer_folder is not None:
         return tokens
@@ -237,7 +239,8 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
     return _open_records(request, files, kind, read, identity)
 
 
-def _is_prepared(location: str, key: str) -> bool:
+def _is_prepared(request: OpenRequest) -> bool:
+    location = request.location
     if is_url(location):
         # Web servers may answer requests for any name.
         manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
@@ -246,7 +249,7 @@ def _is_prepared(location: str, key: str) -> bool:
         return file_access.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
     except PermissionError as error:
         raise UserError(
-            f"{key}={location} cannot be read ({error.strerror}). Check the permissions of it and "
+            f"{request.where} cannot be read ({error.strerror}). Check the permissions of it and "
             "the folders above it."
         ) from error
 
@@ -370,7 +373,7 @@ def _open_records(
     offsets = documents["document_offsets"]
     if offsets.size < 2 or not offsets[-1]:
         raise UserError(
-            f"{request.key}={request.location}: {len(files)} {kind} files hold no tokens. Check "
+            f"{request.where}: {len(files)} {kind} files hold no tokens. Check "
             "that these are the files you mean."
         )
     origins = Origins(imported.folder, offsets.size - 1, "record")
