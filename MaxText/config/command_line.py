@@ -71,7 +71,9 @@ def parse_with_options(
         return loaded
 
     _answer_about_option(arguments, kind)
-    loaded = parse(program, arguments, _with_options(usage, kind), load_rest)
+    if {"-h", "--help"} & set(arguments):
+        usage = _with_options(usage, kind)
+    loaded = parse(program, arguments, usage, load_rest)
     return loaded, found[0], found[1]
 
 

@@ -6,6 +6,7 @@ documentation and the checks derive from one declaration.
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -126,10 +127,13 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
 
     pydantic's use_attribute_docstrings reads them at each import, for a tenth of a second.
     """
-    found = {}
+    found: dict[str, str] = {}
     for base in section.__mro__:
+        source = ""
         if issubclass(base, Section | Options):
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            with contextlib.suppress(OSError, TypeError):  # code without a file has none
+                source = textwrap.dedent(inspect.getsource(base))
+        for tree in ast.parse(source).body:
             assert isinstance(tree, ast.ClassDef)
             for field, below in itertools.pairwise(tree.body):
                 match field, below:
