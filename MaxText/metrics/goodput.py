@@ -102,7 +102,7 @@ def is_step_skip(row: Mapping[str, Any]) -> bool:
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    skips, total = collections.Counter[int](), 0.0
+    skips, total = collections.Counter[int | None](), 0.0
     for row in filter(is_step_skip, rows):
         skips[row.get("step")] += row.get("count") or 1
     for row in rows if skips else ():
@@ -120,7 +120,7 @@ def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
 
 
 def _attempts(
-    by_attempt: Mapping[int, Sequence[Mapping[str, Any]]],
+    by_attempt: dict[int, list[Mapping[str, Any]]],
 ) -> tuple[tuple[Launch, ...], float]:
     """Returns the attempts, and their time without rows."""
     found: list[Launch] = []
