@@ -135,7 +135,7 @@ def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec
 
 
 def _layers(parameters: Mapping[str, ArraySpec | ParamSpec]) -> dict[str, int]:
-    """Returns the number of layers by single layer, place in a cycle, or in all."""
+    """Returns the number of layers by layer or place in a cycle, or in all."""
     layers = {}
     for name, info in parameters.items():
         folder, first, *rest = *name.split("/"), ""
