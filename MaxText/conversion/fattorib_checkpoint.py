@@ -10,7 +10,7 @@ from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
+from MaxText.conversion.weight_source import WeightSource, check_arrays
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
@@ -42,12 +42,8 @@ class FattoribCheckpoint(WeightSource):
             f"{self.file} does not hold the model of the configuration",
             "Use the model that was trained, for example model_name=fattorib-base.",
         )
-        self.formats = {
-            name: common_format(
-                self._arrays[tensor.name].dtype.name for tensor in self.map.sources(name)
-            )
-            for name in self.model.parameters
-        }
+        stored = {name: array.dtype.name for name, array in self._arrays.items()}
+        self.formats = self.map.formats(stored)
 
     def read(self, name: str) -> np.ndarray:
         return self.map.array(name, self.formats[name], self._arrays.__getitem__)

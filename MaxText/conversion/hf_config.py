@@ -39,17 +39,13 @@ def lookup_family(config: Mapping[str, Any]) -> Family | None:
 
 def resolve_family(config: Mapping[str, Any], where: str) -> Family:
     """Returns the family named in a config.json; UserError if unknown."""
-    family, model_type = lookup_family(config), config.get("model_type")
-    if family is not None:
+    if family := lookup_family(config):
         return family
-    known = ", ".join(FAMILIES)
-    if not isinstance(model_type, str):
-        alone = [f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers]
-        raise UserError(
-            f"{where}: config.json has no model_type. Known here: {known}. Only with "
-            f'"architectures": {" or ".join(alone)} it needs none.'
-        )
-    raise UserError(f"{where}: model_type={model_type} cannot be converted. Known here: {known}.")
+    alone = " or ".join(f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers)
+    raise UserError(
+        f"{where}: config.json has model_type={config.get('model_type')}. Known here: "
+        f'{", ".join(FAMILIES)}. Only with "architectures": {alone} it needs none.'
+    )
 
 
 def config_from_hf(

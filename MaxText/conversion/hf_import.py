@@ -13,7 +13,7 @@ from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
+from MaxText.conversion.weight_source import WeightSource, check_arrays
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
 
@@ -39,10 +39,7 @@ class HFWeights(WeightSource):
         self._stored = {
             tensor: self.files.found[name].dtype for tensor, name in self._names.items()
         }
-        self.formats = {
-            name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
-            for name in self.model.parameters
-        }
+        self.formats = self.map.formats(self._stored)
 
     def _match(self) -> dict[str, str]:
         """Returns the name in the files of every tensor of the table."""

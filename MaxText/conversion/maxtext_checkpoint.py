@@ -209,7 +209,6 @@ def _check_parts(config: Config, query_scaling: str) -> None:
                 "Use the configuration that the checkpoint was trained with, for example "
                 "decoder_block=tokenformer."
             )
-    _check_dense_connections(config)
     block, centered = model.block, model.block.normalization_zero_centered
     if model.embedding.scale_embedding or (centered and block.normalization_type == "rms_norm"):
         raise UserError(
@@ -228,11 +227,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
             "rope_type=yarn: MaxText pairs dimensions by its key rope_interleave, which a "
             "checkpoint does not tell. Export it there to Hugging Face, and import the folder."
         )
-
-
-def _check_dense_connections(config: Config) -> None:
-    """Refuses aggregations without a counterpart in MUDDFormer's program."""
-    dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
+    dense = section.dense_connections
     if not dense.dense_conn:
         return
     if dense.dense_streams != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":
@@ -241,10 +236,11 @@ def _check_dense_connections(config: Config) -> None:
             "normalizes only r. Use the configuration that the checkpoint was trained with, for "
             "example decoder_block=muddformer_prepost."
         )
-    if epsilon != 1e-6:
+    if block.normalization_layer_epsilon != 1e-6:
         raise UserError(
-            f"normalization_layer_epsilon={epsilon:g}: MUDDFormer's JAX program always uses 1e-6 "
-            "in the norms of dense connections, and all norms share one epsilon here."
+            f"normalization_layer_epsilon={block.normalization_layer_epsilon:g}: MUDDFormer's JAX "
+            "program always uses 1e-6 in the norms of dense connections, and all norms share one "
+            "epsilon here."
         )
 
 

@@ -1,12 +1,13 @@
 """Maps Hugging Face tensors to the arrays of one model."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from MaxText.config.registry import lookup
 from MaxText.conversion.family import Family, TensorLayout, WeightMapping, numbered
+from MaxText.conversion.weight_source import common_format
 from MaxText.errors import UserError
 from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
@@ -112,6 +113,13 @@ class TensorMap:
     def sources(self, name: str) -> list[MappedTensor]:
         """Returns the tensors of a parameter: one, or one per layer and expert."""
         return self._by_param[name][0]
+
+    def formats(self, stored: Mapping[str, str]) -> dict[str, np.dtype]:
+        """Returns the formats of parameters, from those of tensors by name."""
+        return {
+            name: common_format(stored[tensor.name] for tensor in self.sources(name))
+            for name in self.model.parameters
+        }
 
     def array(self, name: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Assembles a parameter from tensors read one at a time by name."""

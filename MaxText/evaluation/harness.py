@@ -156,7 +156,8 @@ class MaxTextLM(TemplateLM):
                 )
             asked.append(Continuation(context or [self._prefix_id], ids))
         progress = None if disable_tqdm else log_progress("loglikelihood", self._log)
-        answers = [tuple(score) for score in self._scorer.score_continuations(asked, progress)]
+        scores = self._scorer.score_continuations(asked, progress)
+        answers = [(score.log_probability, score.is_greedy) for score in scores]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers

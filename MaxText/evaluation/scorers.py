@@ -62,7 +62,7 @@ class Scorer:
             )
         config, layout = trained.config, trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
-        self._mask_id = None if mask_ids is None else mask_ids.mask
+        self._mask_id = -1 if mask_ids is None else mask_ids.mask
         self.cls_id = None if mask_ids is None else mask_ids.cls
         self._before = [] if self.cls_id is None else [self.cls_id]
         self._max_length: int = trained.model.section.shape.max_target_length

@@ -84,9 +84,10 @@ def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
         has_dummy_prefix_V[i] = adds_dummy_prefix and text.startswith(b" ")
     for probe in (_EVERY, _NORMALIZED):
         (ids,) = tokenizer.encode([probe])
-        text, size = tokenizer.decode(ids), counts_V[ids].sum() - has_dummy_prefix_V[ids[:1]].sum()
-        same = unicodedata.normalize("NFC", text) == unicodedata.normalize("NFC", probe)
-        if not same or size != len(text.encode()):
+        spelled = tokenizer.decode(ids.tolist())
+        size = counts_V[ids].sum() - has_dummy_prefix_V[ids[:1]].sum()
+        same = unicodedata.normalize("NFC", spelled) == unicodedata.normalize("NFC", probe)
+        if not same or size != len(spelled.encode()):
             raise InexactByteCountError("the ids of its tokenizer do not spell texts byte by byte")
     return TokenByteCounts(counts_V, has_dummy_prefix_V)
 

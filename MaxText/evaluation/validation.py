@@ -16,19 +16,13 @@ from MaxText.training.objective import IN_NATS, loss_sums
 
 
 def evaluate(
-    eval_step: Callable[[Any, Any], dict[str, jax.Array]],
+    eval_step: Callable[[Any, Any], dict[str, jax.Array]],  # as of make_eval_step
     params: Any,
-    batches: Iterable[Any],
+    batches: Iterable[Any],  # on device
     *,
-    step: int,
+    step: int,  # last completed training step
 ) -> EvaluationReport:
-    """Evaluates all batches, including a partial last one.
-
-    Args:
-      eval_step: (params, batch) -> sums over the batch (make_eval_step).
-      batches: On device.
-      step: Last completed training step, for the report.
-    """
+    """Evaluates all batches, including a partial last one."""
     began = time.perf_counter()
     totals, num_batches = sum_batches(eval_step(params, batch) for batch in batches)
     total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)

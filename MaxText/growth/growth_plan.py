@@ -4,7 +4,7 @@ Only the logical axes decide what may change: `slots`, the parameter tokens of P
 al. 2024), and `layers`; every other size must agree.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -119,34 +119,31 @@ def _spec(info: ParamSpec) -> ArraySpec:
 
 
 def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:
-    old = _depth({name: leaf.shape for name, leaf in stored.items()})
-    new = _depth({name: spec.shape for name, spec in wanted.items()})
-    if old == new:
+    old, new = _layers(stored), _layers(wanted)
+    depths = sum(old.values()), sum(new.values())
+    if depths[0] == depths[1]:
         return None
     connected = any(name.startswith("connections/") for name in wanted)
-    if not connected and _singles(stored) == _singles(wanted):
+    if not connected and {*filter(str.isdigit, old)} == {*filter(str.isdigit, new)}:
         return None  # any number of repeats of a cycle has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
     if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
     has_slots = any(SLOTS in spec.logical_axes for spec in wanted.values())
-    return f"layers {old} -> {new}: {reason}" + ("; only slots can grow" if has_slots else "")
+    only_slots = "; only slots can grow" if has_slots else ""
+    return "layers {} -> {}: {}{}".format(*depths, reason, only_slots)
 
 
-def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
-    rows = {}
-    for name, shape in shapes.items():
+def _layers(parameters: Mapping[str, ArraySpec | ParamSpec]) -> dict[str, int]:
+    """Returns the number of layers by layer or place in a cycle, or in all."""
+    layers = {}
+    for name, info in parameters.items():
         folder, first, *rest = *name.split("/"), ""
         if folder == LAYERS and first.isdigit():
-            rows[first] = 1
-        elif folder == LAYERS and shape:
-            rows["cycle/" + rest[0] if first == "cycle" else ""] = shape[0]
-    return sum(rows.values())
-
-
-def _singles(names: Iterable[str]) -> set[str]:
-    parts = (name.split("/") for name in names)
-    return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
+            layers[first] = 1
+        elif folder == LAYERS and info.shape:
+            layers["cycle/" + rest[0] if first == "cycle" else ""] = info.shape[0]
+    return layers
 
 
 def _forbidden_change(old: ArraySpec, spec: ParamSpec) -> str | None:

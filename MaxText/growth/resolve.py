@@ -63,11 +63,7 @@ def resolve_growth(
         )
         return _as_recorded(config, [stored], is_resumed=False)
     if not checkpoint.load_parameters_path:
-        if _asked_rate(config):
-            raise UserError(
-                f"{_words(_asked_rate(config))}: has no effect without load_parameters_path, the "
-                "smaller model: a new run has no old slots."
-            )
+        _refuse_rate(config, "a run without load_parameters_path")
         return ResolvedGrowth(config)
     return resolve_growth_from(
         config, open_source(checkpoint.load_parameters_path, flatten(config))
@@ -100,11 +96,7 @@ def _recorded_rate(
 ) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth.old_slots_learning_rate
     if record is None or not existing_slots(record):
-        if _asked_rate(config):
-            raise UserError(
-                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so it has no "
-                "pre-existing ones. learning_rate_overrides sets rates by name."
-            )
+        _refuse_rate(config, f"the run of {stored}")
         return record, {}
     recorded = record["old_slots_learning_rate"]
     if asked is None:
@@ -118,9 +110,14 @@ def _recorded_rate(
     return {**record, "old_slots_learning_rate": asked}, {}
 
 
-def _asked_rate(config: Config) -> dict[str, float]:
+def _refuse_rate(config: Config, what: str) -> None:
+    """Refuses a rate of pre-existing slots if there are no others."""
     asked = config.checkpoint.growth.old_slots_learning_rate
-    return {} if asked is None or asked == 1 else {_RATE: asked}
+    if asked is not None and asked != 1:
+        raise UserError(
+            f"{_RATE}={asked:g}: {what} adds no slots, so none counts as pre-existing. "
+            "learning_rate_overrides sets rates by name."
+        )
 
 
 def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGrowth:
@@ -166,14 +163,11 @@ def _resolve_without_change(
     # A model that convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
     record = from_metadata(source.metadata) if grown_by_itself else None
-    asked = _asked_rate(config)
     if record:
-        record = {**record, "old_slots_learning_rate": asked.get(_RATE, 1.0)}
-    if asked and not existing_slots(record):
-        raise UserError(
-            f"{_words(asked)}: {source.folder} has the slots of this model, so none of them is "
-            "new. learning_rate_overrides sets rates by name."
-        )
+        rate = section.growth.old_slots_learning_rate
+        record = {**record, "old_slots_learning_rate": 1.0 if rate is None else rate}
+    if not existing_slots(record):
+        _refuse_rate(config, f"a run from {source.folder}")
     if keys:
         record = {**(record or make_record(GrowthPlan({}), checkpoint, keys)), "zoom": dict(keys)}
     return ResolvedGrowth(_with(config, keys), None, record, lines)
@@ -207,8 +201,8 @@ def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint
             f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
             "last slots, or layers evenly, set growth.allow_shrinking=true."
         )
-    if (asked := _asked_rate(config)) and not growth.adds_slots:
-        raise UserError(f"{_words(asked)}: no slots are added, so none counts as pre-existing.")
+    if not growth.adds_slots:
+        _refuse_rate(config, f"a run from {source.folder}")
     if checkpoint.growth.mode != "function_preserving":
         return
     if growth.layers:

@@ -75,7 +75,8 @@ def source_zoom_dims(
     if stored is not None:
         return _zooms(stored, config)
     slots = {slot_place(name): float(number) for name, number in growth.stored_slots.items()}
-    return {place: slots[place] for place in places(config)} | fixed_zooms(config)
+    zooms: dict[SlotPlace, float] = {place: slots[place] for place in places(config)}
+    return zooms | fixed_zooms(config)
 
 
 def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:

@@ -82,20 +82,17 @@ class Engine:
 
     def prefill(
         self,
-        prompts: Sequence[Sequence[int]],
-        names: Sequence[tuple[int, int]],
-        num_drawn: Sequence[int],
+        prompts: Sequence[Sequence[int]],  # 1 to `window` ids each
+        names: Sequence[tuple[int, int]],  # of prompts
+        num_drawn: Sequence[int],  # trailing tokens of each prompt that were drawn earlier
         *,
         seed: int,
-        room: int,
+        room: int,  # expected final length; affects speed only
     ) -> tuple[DecodeState, StepOutput]:
         """Prefills prompts and draws a token for each.
 
-        Args:
-          prompts: 1 to `window` ids each; their number is a multiple of batch_divisor.
-          names: Two numbers per prompt. Draws depend only on these, the seed and the tokens.
-          num_drawn: Trailing tokens of each prompt that were drawn earlier.
-          room: Expected final length. Affects speed only.
+        Their number is a multiple of batch_divisor. Draws depend only on the seed, the name and the
+        tokens.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not all(1 <= length <= self.window for length in lengths):
