@@ -11,8 +11,8 @@ import numpy as np
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
 from MaxText.checkpointing.compatibility import (
+    Casts,
     ConfigDiff,
-    DtypeCast,
     array_specs,
     check_compatible,
     describe_casts,
@@ -105,7 +105,7 @@ def _plan(
     wanted: dict[str, Any],
     config_flat: Mapping[str, Any],
     is_same_run: bool = False,
-) -> tuple[dict[str, Any], LayerPlan | None, list[DtypeCast]]:
+) -> tuple[dict[str, Any], LayerPlan | None, Casts]:
     """Returns the tree to request, the layers to stack or None, and the casts."""
     unstacked = None
     if is_unstacked(tree.get("params", {}), wanted["params"]):
@@ -139,7 +139,7 @@ def _restore_matching(
 def _restore_arrays(
     stored: StoredCheckpoint,
     wanted: dict[str, Any],
-    casts: list[DtypeCast],
+    casts: Casts,
     storage: CheckpointStorage,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _restore_arrays(
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
     names, leaves = [leaf_path(path) for path, _ in paths], [leaf for _, leaf in paths]
-    dtypes = {cast.path: cast.stored for cast in casts}
+    dtypes = {path: old for path, (old, _) in casts.items()}
     checksums = stored.metadata.checksums
     limits: dict[str, Any] = {"restore_concurrent_gb": storage.concurrent_gb}
     restore_args = ocp.ArrayRestoreArgs

@@ -1,4 +1,4 @@
-"""Healthy checkpoints and rollbacks of a run: `healthy.json`, `rollbacks.json`."""
+"""Healthy checkpoints and rollbacks of a run, in two JSON files."""
 
 import dataclasses
 import functools

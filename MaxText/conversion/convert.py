@@ -9,15 +9,9 @@ from MaxText.config import import_modules, values
 from MaxText.config.loading import LoadedConfig, load
 from MaxText.config.serialization import flatten
 from MaxText.config.sources import Source
-from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
+from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy, verification
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
-from MaxText.conversion.hf_config import (
-    absent_in_transformers,
-    find_family,
-    lookup_family,
-    model_keys,
-)
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import ConvertArgs
@@ -118,7 +112,7 @@ def _to_run(
             for name, origin in loaded.origins.items()
             if origin.source not in (Source.DEFAULT, Source.DERIVED)
         ]
-        keys = model_keys(flatten(loaded.config), {"decoder_block", *given})
+        keys = hf_config.model_keys(flatten(loaded.config), {"decoder_block", *given})
         note = {"path": request.source}
         if isinstance(weights, MaxTextWeights):
             note["query_scaling"] = weights.query_scaling
@@ -139,7 +133,7 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
     folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
-    family = find_family(folded.config, request.family, lookup_family(kept))
+    family = hf_config.find_family(folded.config, request.family, hf_config.lookup_family(kept))
     if request.verify:
         verification.check_possible(family, folded.config)
     export = hf_export.HFExporter(folded, family, request.dtype, note.get("formats"))
@@ -165,7 +159,7 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
     if not copied:
         log("note: no tokenizer is exported; add tokenizer=FOLDER")
-    unsupported = absent_in_transformers(family, folded.config)
+    unsupported = hf_config.absent_in_transformers(family, folded.config)
     if not unsupported:
         log(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
         return

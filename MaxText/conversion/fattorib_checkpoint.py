@@ -10,12 +10,7 @@ from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import (
-    WeightSource,
-    abstract_model,
-    check_arrays,
-    common_format,
-)
+from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
@@ -31,7 +26,7 @@ class FattoribCheckpoint(WeightSource):
         `path` is params_STEP, a folder of such files (the newest is read), or a file of
         extract_weights.py; gs:// works too.
         """
-        self.config, self.model = config, abstract_model(config)
+        super().__init__(config)
         try:
             self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
         except UserError as error:

@@ -195,7 +195,7 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
 
 
 def find_family(config: Config, asked: str, imported_as: Family | None = None) -> Family:
-    """Returns the `asked` family, the import's, or the first that fits; UserError."""
+    """Returns the `asked` family, the import's, or the first fit; UserError."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
@@ -295,26 +295,20 @@ def model_config_values(config: Config) -> dict[str, Any]:
 
 
 def _canonicalize(config: Config) -> dict[str, Any]:
-    """Normalizes keys with several spellings of the default."""
+    """Returns the defaults of keys with an equivalent value."""
     model, dimensions = config.model, config.model.shape.dimensions
-    experts = model.mixture_of_experts
-    scale = model.attention.attention_scale
-    return {
-        "connection_type": "auto"  # dense_conn distinguishes the two
-        if model.block.connection_type in ("residual", "dense")
-        else model.block.connection_type,
-        "attention_types": ()
-        if set(model.mixers) <= {"attention"}
-        else model.attention.attention_types,
-        "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
-        "moe_layers": None
-        if all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
-        else experts.moe_layers,
-        "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
-        "moe_activations": None
-        if experts.moe_activations == model.feed_forward.mlp_activations
-        else experts.moe_activations,
-    }
+    experts, mlp_activations = model.mixture_of_experts, model.feed_forward.mlp_activations
+    has_experts = all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
+    spellings = (
+        # dense_conn distinguishes the two.
+        ("connection_type", "auto", model.block.connection_type in ("residual", "dense")),
+        ("attention_types", (), set(model.mixers) <= {"attention"}),
+        ("attention_scale", None, model.attention.attention_scale == dimensions.head_dim**-0.5),
+        ("moe_layers", None, has_experts),
+        ("moe_mlp_dim", -1, experts.moe_mlp_dim == dimensions.mlp_dim),
+        ("moe_activations", None, experts.moe_activations == mlp_activations),
+    )
+    return {name: default for name, default, is_default in spellings if is_default}
 
 
 def _slots(config: Config) -> dict[str, Any]:

@@ -23,15 +23,9 @@ from safetensors.numpy import save_file
 from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
+from MaxText.conversion import hf_config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS
-from MaxText.conversion.hf_config import (
-    find_family,
-    kept_window,
-    lookup_family,
-    table_names,
-    to_config_json,
-)
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
 from MaxText.conversion.weight_source import WeightSource, num_bytes
@@ -104,14 +98,14 @@ class HFExporter:
         sizes = collections.Counter()
         for spec in self.specs.values():
             sizes[spec.dtype.name] += _num_bytes(spec)
-        same_family = lookup_family(kept) is self.family
-        determined = table_names(self.family)
+        same_family = hf_config.lookup_family(kept) is self.family
+        determined = hf_config.table_names(self.family)
         if self.family.has_model_type or self._dtype:
             # Without effect the original dtype stays: published float32 TokenFormers say float16.
             determined |= {"dtype", "torch_dtype", "transformers_version"}
-        written, rest = to_config_json(self.family, self.weights.config), {}
+        written, rest = hf_config.to_config_json(self.family, self.weights.config), {}
         if same_family:
-            written |= kept_window(self.family, kept, written)
+            written |= hf_config.kept_window(self.family, kept, written)
             rest = {name: value for name, value in kept.items() if name not in determined}
         # Without these, transformers defaults to the ids of its own tokenizers.
         named = _TOKEN_IDS if self.family.has_model_type else token_ids
@@ -183,8 +177,8 @@ class FoldedWeights(WeightSource):
     """Weights with value slots scaled by `factors` (by parameter name)."""
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
-        self.config, self.model, self.formats = config, weights.model, weights.formats
-        self.factors, self._weights = factors, weights
+        super().__init__(config)
+        self.formats, self.factors, self._weights = weights.formats, factors, weights
 
     def read(self, name: str) -> np.ndarray:
         stored = self._weights.read(name)
@@ -214,7 +208,7 @@ def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSour
         return weights, ""
     without = unflatten(flatten(config) | _NO_ZOOM)
     try:
-        family = find_family(without, asked)
+        family = hf_config.find_family(without, asked)
     except UserError:
         return weights, ""  # find_family reports this difference with the others
     if pattention.normalize_type == _INSIDE:

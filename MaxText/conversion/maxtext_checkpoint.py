@@ -15,12 +15,7 @@ from etils import epath
 from MaxText.checkpointing.checkpoint_files import list_dir
 from MaxText.config.schema import Config
 from MaxText.conversion.stored_arrays import LazyCheckpointReader
-from MaxText.conversion.weight_source import (
-    WeightSource,
-    abstract_model,
-    check_arrays,
-    common_format,
-)
+from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
@@ -106,8 +101,7 @@ class MaxTextWeights(WeightSource):
         MaxText stores differently.
         """
         _check_parts(config, query_scaling)
-        self.config = config
-        self.model = abstract_model(config)
+        super().__init__(config)
         self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
         given = parse_path(path, "from")
         if "://" not in path:

@@ -15,12 +15,7 @@ from MaxText.config import import_modules
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
 from MaxText.config.serialization import with_current_names
-from MaxText.conversion.weight_source import (
-    WeightSource,
-    abstract_model,
-    check_arrays,
-    corruption_as_user_error,
-)
+from MaxText.conversion.weight_source import WeightSource, check_arrays, corruption_as_user_error
 from MaxText.errors import UserError
 
 PARAMS = "params/"
@@ -84,8 +79,7 @@ class RunWeights(WeightSource):
         """
         self.stored = checkpoint_files.resolve_checkpoint(path, "from")
         self.metadata = self.stored.try_metadata()
-        self.config = given or self._own_config()
-        self.model = abstract_model(self.config)
+        super().__init__(given or self._own_config())
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(
             self._arrays.params,

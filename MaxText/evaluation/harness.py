@@ -202,7 +202,7 @@ class MaxTextLM(TemplateLM):
 
         @functools.cache
         def engine_for(sampling: "SamplingParams") -> Engine:
-            return Engine(trained.model, parts, trained.layout, sampling, num_ids=self._num_ids)
+            return Engine(trained.model, parts, trained.sharding, sampling, num_ids=self._num_ids)
 
         for numbers in by_settings.values():
             contexts = [requests[number].args[0] for number in numbers]

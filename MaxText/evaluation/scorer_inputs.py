@@ -1,4 +1,4 @@
-"""Inputs of the scorers: continuations of a context, and texts with hidden tokens.
+"""Inputs of the scorer: continuations, and texts with hidden tokens.
 
 Pseudo-log-likelihood sums log p(token | rest of the text) over the tokens, each hidden in turn
 (Salazar et al. 2020, arXiv 1910.14659). It overestimates words of several tokens, because
@@ -91,7 +91,7 @@ def strip_cls_prefix(tokenizer: ModelTokenizer, cls: int | None) -> ModelTokeniz
 
 
 def hide(ids: np.ndarray, hidden: Sequence[int]) -> ScoreRequest:
-    """Returns the request to score the tokens at `hidden`, ascending positions."""
+    """Returns the request to score tokens at ascending positions `hidden`."""
     positions = list(hidden)
     return ScoreRequest(ids, positions, ids[positions].tolist(), hidden)
 

@@ -53,14 +53,14 @@ class Scorer:
     """
 
     def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
-        """Compiles nothing yet. Without `mask_ids`, UserError for non-causal models."""
+        """Compiles nothing yet; UserError for non-causal models without masks."""
         if mask_ids is None and not trained.model.config.attention.causal:
             raise UserError(
                 "only causal models can score continuations, and this model has causal=false: it "
                 "was trained to predict masked tokens. eval.py scores it with "
                 "eval_tasks=[lambada,wikitext] and on data sets."
             )
-        config, layout = trained.config, trained.layout
+        config, layout = trained.config, trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
         self._mask_id = None if mask_ids is None else mask_ids.mask
         self.cls_id = None if mask_ids is None else mask_ids.cls
@@ -124,7 +124,7 @@ class Scorer:
         return [scores[number] for number in range(len(continuations))]
 
     def _outputs(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[list[int], Any]]:
-        """Yields request numbers, longest first, and what `_score_positions` returns."""
+        """Yields request numbers, longest first, and their scores on device."""
         sharding = self._trained.sharding
         parts = sharding.num_batch_parts
         by_shape: dict[tuple[int, int], list[int]] = {}

@@ -51,7 +51,7 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
     def begin(self, run: Trial, steps: int) -> None:
         """Starts or resumes a run, with `steps` completed earlier."""
         self._run, self._began = run, self._now()
-        if steps:  # their time is unknown: the speed starts anew
+        if steps:  # their time is unknown: forgets the speed
             self._bar.reset(self._task, completed=self._completed(steps))
         self._bar.update(self._task, description=self._names[id(run)])
         self.line(f"{self._names[id(run)]}: {'resumed' if steps else 'started'}")

@@ -91,7 +91,7 @@ class GrowthPlan(NamedTuple):
 
 
 def misfits(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
-    """Describes why stored parameters cannot become a model's; empty if they can."""
+    """Describes obstacles to growing stored parameters into a model's."""
     if reason := _fixed_depth(stored, wanted):
         return [reason]
     specs = {name: _spec(info) for name, info in wanted.items()}

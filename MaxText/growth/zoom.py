@@ -71,7 +71,7 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
 def source_zoom_dims(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
-    """Returns place -> zoom in training: without `stored`, the number of slots."""
+    """Returns place -> zoom in training, by slots if `stored` is unknown."""
     if stored is not None:
         return _zooms(stored, config)
     slots = {slot_place(name): float(number) for name, number in growth.stored_slots.items()}

@@ -162,7 +162,7 @@ class Engine:
             return None
         rows_B1 = jnp.arange(len(tokens_BT))[:, None]
         real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
-        none_BV = jnp.zeros((len(tokens_BT), self._model.section.shape.vocab_size), bool)
+        none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
         return none_BV.at[rows_B1, tokens_BT].max(real_BT)
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:

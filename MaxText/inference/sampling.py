@@ -110,7 +110,7 @@ def probabilities(
         p_BV = entmax(logits_BV, params.entmax_alpha)
     filters = (
         (params.top_k > 0, _top_k, params.top_k),
-        (params.nucleus_p < 1, _nucleus, params.nucleus_p),
+        (params.nucleus_p < 1, _top_mass_mask, params.nucleus_p),
         (params.min_p > 0, _min_p, params.min_p),
         (params.typical_p < 1, _typical, params.typical_p),
         (params.eta > 0, _eta, params.eta),
@@ -161,17 +161,13 @@ def _top_k(p_BV, k):
     return p_BV >= kth_B1
 
 
-def _nucleus(p_BV, mass):
-    return _top_mass_mask(p_BV, p_BV, mass)
-
-
 def _min_p(p_BV, fraction):
     return p_BV >= fraction * (1 - _SLACK) * jnp.max(p_BV, axis=-1, keepdims=True)
 
 
 def _typical(p_BV, mass):
     distance_BV = jnp.abs(-jnp.log(p_BV) - _entropy(p_BV))
-    return _top_mass_mask(1 / distance_BV, p_BV, mass)
+    return _top_mass_mask(p_BV, mass, 1 / distance_BV)
 
 
 def _eta(p_BV, eta):
@@ -183,11 +179,13 @@ def _entropy(p_BV):
     return jnp.sum(jax.scipy.special.entr(p_BV), axis=-1, keepdims=True)
 
 
-def _top_mass_mask(score_BV, p_BV, mass):
+def _top_mass_mask(p_BV, mass, score_BV=None):
     """Keeps ids by descending score until their probability reaches `mass`.
 
-    `score_BV` is float32 from 0 to inf. Equal scores are kept or dropped together.
+    `score_BV` is float32 from 0 to inf, by default the probability. Equal scores are kept or
+    dropped together.
     """
+    score_BV = p_BV if score_BV is None else score_BV
 
     def as_float(bits_B1):
         # Bit patterns of non-negative floats order like integers.

@@ -82,7 +82,7 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
 
 
 def resolve_weights(path: str, key: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns the step folder or Hugging Face folder, and a checkpoint's metadata."""
+    """Returns the step or Hugging Face folder, and a checkpoint's metadata."""
     from MaxText.checkpointing import checkpoint_files
     from MaxText.conversion import hf_checkpoint
 

@@ -101,7 +101,7 @@ def _call(
 ) -> dict[str, Any]:
     """Runs a kernel over tiles of tokens with shared scales and factors.
 
-    `body` takes (chunk, backend, input refs, result refs, scratch). "accumulated" donates its
+    `body` takes (chunk, backend, inputs, results, scratch). "accumulated" donates its
     memory to "grad_sources", for which both must come first by name.
     """
     num_tokens, emb_dim = operands["sources"][0].shape

@@ -1,14 +1,6 @@
 """Events of a run, as rows of events.jsonl, the source of all records.
 
-A row is a JSON object with these fields and those of its kind
-(docs/reference/run_folder_and_events.md):
-
-  time     Unix seconds at which it ended
-  event    its kind, see PHASES
-  phase    activity until then, see PHASES
-  attempt  0 for the first start of the program in this run folder, 1 for its first restart, ...
-  step     its training step, from 0, or null
-  seconds  wall time, to be summed by phase
+docs/reference/run_folder_and_events.md lists the fields of each kind.
 """
 
 import dataclasses
@@ -43,10 +35,10 @@ class Event:
     """A row of events.jsonl."""
 
     kind: str
-    time: float
-    attempt: int = 0
-    step: int | None = None
-    seconds: float = 0.0
+    time: float  # Unix seconds at its end
+    attempt: int = 0  # starts of the program in this run folder before this one
+    step: int | None = None  # from 0
+    seconds: float = 0.0  # wall time, to be summed by phase
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def step_row(
     # The mean target loss without auxiliary losses; else the total loss.
     names = ("lm_loss", "entmax_loss", "loss")
     row["learning/lm_loss"] = float(next(metrics[name] for name in names if name in metrics))
-    if "lm_loss" in metrics:  # other losses, such as entmax, are no log-probabilities
+    if "lm_loss" in metrics:  # a log-probability, unlike entmax
         row["learning/perplexity"] = perplexity(row["learning/lm_loss"])
     row |= {
         "perf/step_time_seconds": seconds,

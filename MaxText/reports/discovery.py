@@ -84,12 +84,9 @@ def _add(path: str, discovered: DiscoveredRuns) -> None:
 
 
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
-    """Yields run folders below a folder, without searching inside runs.
-
-    `visited` collects real paths, because links may form cycles.
-    """
+    """Yields run folders below a folder, without searching inside runs."""
     real = resolve_run_dir(folder)
-    if real in visited:
+    if real in visited:  # links may form cycles
         return
     visited.add(real)
     if (folder / EVENTS_FILE).exists():

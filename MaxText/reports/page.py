@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import html
 import json
+import string
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Literal
@@ -94,26 +95,22 @@ def render(page: Page) -> str:
         for section in page.sections
         for plot in section.plots
     ).replace("<", "\\u003c")  # so that nothing can end the script element
+    warnings = [f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings]
     first = next(section for section in page.sections if section.plots)
-    body = "\n".join(
-        [
-            f"<header><h1>{_text(page.title)}</h1></header>",
-            *(f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings),
-            *(
-                _section(section, page, page.controls if section is first else "")
-                for section in page.sections
-            ),
-            f"<footer>{_text(page.made)}</footer>",
-            f'<script type="application/json" id="data">{{{figures}}}</script>',
-            f"<script>{library}</script>\n<script>{program}</script>",
-        ]
+    sections = (
+        _section(section, page, page.controls if section is first else "")
+        for section in page.sections
     )
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{refresh}'
-        f"<title>{_text(page.title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    return string.Template(_own("page.html")).substitute(
+        policy=policy,
+        refresh=refresh,
+        title=_text(page.title),
+        style=style,
+        body="\n".join([*warnings, *sections]),
+        made=_text(page.made),
+        figures=figures,
+        library=library,
+        program=program,
     )
 
 

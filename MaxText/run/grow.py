@@ -19,7 +19,7 @@ from MaxText.conversion.convert import log_memory
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import model_keys
 from MaxText.conversion.request import ConvertArgs
-from MaxText.conversion.weight_source import WeightSource, abstract_model, num_bytes
+from MaxText.conversion.weight_source import WeightSource, num_bytes
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
@@ -33,8 +33,7 @@ Log = Callable[[str], None]
 class GrownModel(WeightSource):
     def __init__(self, growth: PendingGrowth, config: Config):
         """Initializes the new slots, as train.py with the same seed."""
-        self.config = config
-        self.model = abstract_model(config)
+        super().__init__(config)
         self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]

@@ -71,6 +71,7 @@ def open_run_logger(
     peak: PeakFlops,
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+    show: Callable[[str], None] = print,
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
@@ -85,10 +86,10 @@ def open_run_logger(
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    print(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    show(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
-        print(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+        show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
     is_due = (
@@ -120,7 +121,7 @@ def open_run_logger(
         "peak_source": peak.source,
         "cost": cost.fields(),
         "lineage": lineage.fields(),
-        "data": {**batches.fields, "vocab_size": model.config.shape.vocab_size},
+        "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
         "unigram_entropy": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},

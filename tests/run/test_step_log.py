@@ -108,7 +108,7 @@ def test_a_step_is_reported_when_the_next_is_handed_over(start, metrics):
     log.add(1, metrics(2.0))
     assert [event.step for event in events] == [0]
     log.flush()
-    assert [event.facts["learning/loss"] for event in events] == [3.0, 2.0]
+    assert [event.fields["learning/loss"] for event in events] == [3.0, 2.0]
     # Tokens and operations count from the first step of the run.
     assert [event.fields["progress/tokens"] for event in events] == [64, 128]
     flops = [event.fields["progress/flops"] for event in events]
@@ -176,7 +176,7 @@ def run_of(start, period, losses, skipped=()):
         metrics = {name: jnp.float32(number) for name, number in numbers.items()}
         log.add(step, {**metrics, "skipped": jnp.int32(step in skipped)})
     log.flush()
-    return {event.step: event.facts for event in events}
+    return {event.step: event.fields for event in events}
 
 
 def test_the_loss_of_a_report_is_the_mean_since_the_last_one(start):
