@@ -309,7 +309,16 @@ def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int | Non
     """Describes the sources: contents, share, and epochs."""
     lines = []
     for source in opened:
-        lines += [source.data.description, *_padding(data, source)]
+        lines.append(source.data.description)
+        windows, location = source.rows.windows, source.entry.location
+        line = f"padding: {windows.padding_share:.1%} of the positions of {location}"
+        if windows.padding_share > 0.01 and source.data.labels is not None:
+            lines.append(
+                f"warning: {line}: records with labels are never packed. Set max_target_length "
+                f"(now {windows.length}) to the length of a record, or a divisor of it."
+            )
+        elif windows.padding_share > 0.01:
+            lines.append(line if data.packing else f"{line}; packing=true packs documents")
     if len(opened) > 1:
         shares = weights(data, opened)
         for source, share in zip(opened, shares, strict=True):
@@ -320,17 +329,3 @@ def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int | Non
                 line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
             lines.append(line)
     return "\n".join(lines)
-
-
-def _padding(data: DataConfig, source: OpenDataSource) -> list[str]:
-    """Returns a line if more than 1% of the positions are padding."""
-    windows = source.rows.windows
-    if windows.padding_share <= 0.01:
-        return []
-    line = f"padding: {windows.padding_share:.1%} of the positions of {source.entry.location}"
-    if source.data.labels is None:
-        return [line if data.packing else f"{line}; packing=true packs documents"]
-    return [
-        f"warning: {line}: records with labels are never packed. Set max_target_length (now "
-        f"{windows.length}) to the length of a record, or a divisor of it."
-    ]

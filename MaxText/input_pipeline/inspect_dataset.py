@@ -43,6 +43,7 @@ _SHOWN_CHARACTERS = 500
 _SHOWN_IDS = 60
 
 _MASK = "[MASK]"
+_SYMBOLS = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421}  # of control characters
 
 Origin = Sequence[tuple[str, int, int]]
 """(document, first token, number of tokens) for each document in a sequence."""
@@ -230,15 +231,8 @@ def _load(
 
 def visible(text: str) -> str:
     """Returns `text` on one line: control characters as symbols (␊)."""
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    if character < " ":
-        return chr(0x2400 + ord(character))
-    return "\u2421" if character == "\x7f" else character.encode("unicode_escape").decode()
+    symbols = text.translate(_SYMBOLS)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in symbols)
 
 
 def _share(part: int, whole: int) -> str:

@@ -63,9 +63,10 @@ class Prefetcher:
         for _ in range(BATCHES_READY):
             self._wanted.put(None)
         self._batches = _batches_from(source, first, num_processes)
+        batches = map(_copied, self._batches) if num_processes else self._batches
         # The thread holds no reference to this object, so it ends when the object is collected.
         queues = self._ready, self._wanted, self._stopped
-        self._thread = _start(functools.partial(_produce, self._batches, *queues))
+        self._thread = _start(functools.partial(_produce, batches, *queues))
         weakref.finalize(self, _stop, self._stopped, self._wanted)
 
     def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _batches_from(
         .map(read)
         .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     )
-    return iter(dataset.mp_prefetch(options).map(_copied))
+    return iter(dataset.mp_prefetch(options))
 
 
 def _read(source: "GlobalBatch", step: int) -> dict[str, Any]:

@@ -250,14 +250,11 @@ def _given_tokenizer(request: _Request) -> TextTokenizer:
 
 
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
-    preparation = request.preparation
-    num_bytes = sum(job.shard.num_bytes for job in jobs)
-    most = num_processes(preparation)
-    processes = processes_for(request.corpus, most, READ_BYTES_PER_PROCESS)
-    settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
+    keys, num_bytes = request.preparation, sum(job.shard.num_bytes for job in jobs)
+    processes = processes_for(request.corpus, num_processes(keys), READ_BYTES_PER_PROCESS)
     texts = {}
     with show_progress("Reading", num_bytes, request.show) as advance:
-        for job, text in map_in_processes(sampling.read_shard, settings, jobs, processes):
+        for job, text in map_in_processes(sampling.read_shard, keys, jobs, processes):
             texts[job.number] = text
             advance(job.shard.num_bytes)
     return [texts[job.number] for job in jobs]

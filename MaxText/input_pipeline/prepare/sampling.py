@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
@@ -83,11 +84,6 @@ def corpus_digest(of_shards: Sequence[str]) -> str:
     return hashlib.sha256("".join(of_shards).encode()).hexdigest()
 
 
-class ReadSettings(NamedTuple):
-    seed: int
-    fix_text: bool = False
-
-
 class ReadJob(NamedTuple):
     """A shard to read, and how many bytes of its text to keep as a sample."""
 
@@ -103,10 +99,10 @@ class ShardText(NamedTuple):
     sample: list[tuple[int, bytes]]  # (number of the document, its text)
 
 
-def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
+def read_shard(keys: PreparationConfig, job: ReadJob) -> ShardText:
     """Reads a shard once, with bounded memory."""
     digest = hashlib.sha256()
-    clean = text_cleaner(settings.fix_text)
+    clean = text_cleaner(keys.prepare_fix_text)
     # Negated hashes make a max-heap: the top is dropped first.
     kept: list[tuple[int, int, bytes]] = []
     num_kept = 0
@@ -119,7 +115,7 @@ def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
         number = document_number(job.number, index)
         if index % _HASHED_TOGETHER == 0:
             numbers = number + np.arange(_HASHED_TOGETHER)
-            drawn_of = hashes(settings.seed, SAMPLED, numbers).tolist()
+            drawn_of = hashes(keys.prepare_seed, SAMPLED, numbers).tolist()
         drawn = drawn_of[index % _HASHED_TOGETHER]
         if kept and num_kept >= job.sample_bytes and -drawn < kept[0][0]:
             continue

@@ -85,11 +85,6 @@ class ShardJob:
     shard: Shard
     threshold: int  # documents with a lower hash are held out
 
-    def splits(self, validation_fraction: float) -> list[str]:
-        if self.shard.split:
-            return [self.shard.split]
-        return [sampling.TRAIN, *[sampling.VALIDATION] * (validation_fraction > 0)]
-
 
 class ShardSplit(pydantic.BaseModel):
     """The shard's part of a split."""
@@ -168,10 +163,11 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
     clean = sampling.text_cleaner(keys.prepare_fix_text)
     digest, skipped = hashlib.sha256(), Skipped()
     num_bytes, index, lowest, highest = 0, 0, 2**64, -1
+    by_hash = [sampling.TRAIN, *[sampling.VALIDATION] * (keys.validation_fraction > 0)]
     with contextlib.ExitStack() as stack:
         writers = {
             split: stack.enter_context(_SplitWriter(tokenization, split, job.number))
-            for split in job.splits(keys.validation_fraction)
+            for split in ([job.shard.split] if job.shard.split else by_hash)
         }
         for documents in _batches(job.shard.documents(skipped)):
             numbers = sampling.document_number(job.number, index) + np.arange(len(documents))
@@ -187,8 +183,7 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
                     skipped[f"shorter than {minimum} tokens"] += 1
                     continue
                 lowest, highest = min(lowest, rank), max(highest, rank)
-                by_hash = sampling.VALIDATION if rank < job.threshold else sampling.TRAIN
-                split = job.shard.split or by_hash
+                split = job.shard.split or by_hash[rank < job.threshold]
                 if keys.prepare_fix_text:
                     encoded = text.encode()
                 writers[split].add(ids_N, len(encoded), document)

@@ -101,14 +101,6 @@ class Windows(abc.ABC):
         return found
 
 
-def _boundaries(offsets: np.ndarray, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
-    """Returns document boundaries inside ranges: (range, position)."""
-    first = np.searchsorted(offsets, spans.start_P, side="right")
-    last = np.searchsorted(offsets, spans.stop_P, side="left")
-    span_P = np.repeat(np.arange(len(first)), last - first)
-    return span_P, np.asarray(offsets[expand(first, last - first)]) - spans.start_P[span_P]
-
-
 def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
     """Returns the concatenated ranges [first, first + count) of G groups."""
     before_G = np.cumsum(counts_G) - counts_G
@@ -380,9 +372,12 @@ def _add_documents(
         if part.windows.options.cross_document_attention:
             continue  # a whole sequence is one document
         # Documents start at ranges, and inside them.
+        offsets = part.windows.data.store.document_offsets
+        first_P = np.searchsorted(offsets, ranges.start_P, side="right")
+        counts_P = np.searchsorted(offsets, ranges.stop_P, side="left") - first_P
         key_P = ranges.row_P * stride + ranges.position_P
-        range_Q, inside_Q = _boundaries(part.windows.data.store.document_offsets, ranges)
-        keys += (key_P, key_P[range_Q] + inside_Q)
+        key_Q = np.repeat(key_P - ranges.start_P, counts_P)
+        keys += (key_P, key_Q + offsets[expand(first_P, counts_P)])
     # An empty document starts where the next one does.
     row_Q, position_Q = np.divmod(np.unique(np.concatenate(keys)), stride)
     if parts[0].windows.joined:

@@ -43,7 +43,6 @@ from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
     Origins,
     TokenData,
-    TokenStore,
     boundaries_digest,
     load_offsets,
     open_flat,
@@ -291,13 +290,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
                 f"{MANIFEST_NAME} says {entry.num_tokens}. Copy the data set again."
             )
         documents = load_offsets(folder / split, entry.num_documents, entry.num_tokens)
-        store = TokenStore(
-            imported.files(),
-            imported.num_tokens,
-            imported.dtype,
-            documents,
-            Origins(folder / split, entry.num_documents),
-        )
+        store = imported.store(documents, Origins(folder / split, entry.num_documents))
     return TokenData(
         store=store,
         description=describe(manifest),
@@ -377,11 +370,8 @@ def _open_records(
             "that these are the files you mean."
         )
     origins = Origins(imported.folder, offsets.size - 1, "record")
-    store = TokenStore(imported.files(), imported.num_tokens, imported.dtype, documents, origins)
-    labels = None
-    if imported.has_labels:
-        names, dtype = imported.files("labels"), np.dtype("<i4")
-        labels = TokenStore(names, imported.num_tokens, dtype, documents, origins)
+    store = imported.store(documents, origins)
+    labels = imported.store(documents, origins, "labels") if imported.has_labels else None
     length = record_length(offsets)
     what = f"rows of {length:,}" if length else "documents"
     labelled = ", with labels" if labels else ""

@@ -8,7 +8,6 @@ tokenizer_config.json next to the file has them:
 
 import base64
 import contextlib
-import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import regex
 import tiktoken
 
 from MaxText.errors import UserError
@@ -146,7 +146,7 @@ class TiktokenTokenizer(TextTokenizer):
         except ValueError:
             # tiktoken fails on 100,000 consecutive white spaces. The package regex, a dependency of
             # tiktoken, does not; a single word stays one word.
-            words = _compiled(self._settings["word_pattern"]).finditer(text)
+            words = regex.finditer(self._settings["word_pattern"], text)
             ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
             return np.array(ids, np.uint32)
 
@@ -235,10 +235,3 @@ def _special_tokens(
             )
         taken.add(i)
     return dict(stated)
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(pattern: str) -> Any:
-    import regex
-
-    return regex.compile(pattern)
