@@ -91,7 +91,7 @@ class ModelCost:
         layers = {layer.config.block.mixer: layer for layer in model.layers}
         mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
         loaded = [(one.load(), layers[one.name]) for one in mixers]
-        notes = [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
+        notes = [mixer.notes(mixer.config_of(layer), length) for mixer, layer in loaded]
         of_rule, of_computed = zip((rule, computed), *notes, strict=True)
         return "; ".join(filter(None, of_rule)), "; ".join(filter(None, of_computed))
 
